@@ -1,0 +1,141 @@
+"""
+The start-up check: on two prompts, whether everything that training takes for granted is true of this model, this
+tokenizer and these rewards. It runs before every training and refuses to start when a promise is broken.
+
+    python train.py --use_grpo --check ...          prints all of it and stops
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from data import encode_prompt
+from logprobs import completion_log_probs
+from rewards import compute_rewards_for_completions, name_of
+from sample import Rollout, left_pad, positions_of, sample_completions_for_prompts, stop_token_ids
+
+TOLERANCE = 1e-2                # nats; float32 forward passes of different shape agree to about 1e-5
+
+
+@dataclass
+class Finding:
+    name: str
+    ok: bool | None             # None: nothing to pass or fail, only worth knowing
+    found: str
+    fix: str = ""               # what to change when it is not ok
+
+
+def check_setup(model, tokenizer, examples: list[dict], config, reward_functions: list) -> list[Finding]:
+    """Look at two examples from all sides. config: GRPOConfig; reward_functions may be empty for supervised training."""
+    examples = examples[:2]
+    short = replace(config, generation_max_length=min(16, config.generation_max_length))
+    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, short, seed=0, num_completions=2)
+    findings = [
+        *check_tokens(model, tokenizer, prompts),
+        check_padding(model, tokenizer, prompts[0]),
+        check_head(model, rollout),
+        check_sampler(model, rollout, config),
+        check_packing(model, rollout, config),
+        Finding("row 0", None, draw_row(rollout, 0)),
+    ]
+    if reward_functions:
+        findings += check_rewards(examples[0], config, reward_functions)
+    return findings
+
+
+def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
+    """BOS, pad and stop ids."""
+    stops = stop_token_ids(model, tokenizer)
+    bos = max(prompt.count(tokenizer.bos_token_id) for prompt in prompts) if tokenizer.bos_token_id is not None else 0
+    shares_bos = tokenizer.bos_token_id in stops          # GPT-2 has one id for everything
+    pad = f"pad is {tokenizer.pad_token_id} {tokenizer.pad_token!r}"
+    return [
+        Finding("BOS", bos <= 1 or shares_bos, f"{bos} in a prompt", "remove it from the data, or from the chat template"),
+        Finding("pad", None, pad + (", also a stop id; masks go by position" if tokenizer.pad_token_id in stops else "")),
+        Finding("stop ids", len(stops) > 0, ", ".join(f"{i} {tokenizer.convert_ids_to_tokens(i)!r}" for i in stops),
+                "set eos_token_id in the model's generation_config.json"),
+        Finding("open prompt", all(prompt[-1] not in stops for prompt in prompts), "does not end with a stop id"
+                if all(prompt[-1] not in stops for prompt in prompts) else "ends with a stop id: there is nothing to continue",
+                "switch add_eos_token off in tokenizer_config.json"),
+    ]
+
+
+@torch.no_grad()
+def check_padding(model, tokenizer, prompt: list[int]) -> Finding:
+    """The next token's log-probabilities must not change when the prompt is padded on the left."""
+    device = next(model.parameters()).device
+    ids, mask = (part.to(device) for part in left_pad([prompt, prompt + prompt], tokenizer.pad_token_id))
+    padded = model(input_ids=ids[:1], attention_mask=mask[:1], position_ids=positions_of(mask)[:1]).logits[:, -1]
+    alone = model(input_ids=ids[:1, len(prompt) :]).logits[:, -1]
+    return agreement("padding", "padded and not", padded.float().log_softmax(-1), alone.float().log_softmax(-1),
+                     "this architecture ignores position_ids or the padding mask: try --attn_implementation eager")
+
+
+@torch.no_grad()
+def check_head(model, rollout: Rollout) -> Finding:
+    """The chunked head against the model's own forward pass, at temperature 1, on the first row."""
+    device = next(model.parameters()).device
+    mask = rollout.completion_mask[0]
+    prompt, completion = rollout.prompt_ids[0][rollout.prompt_mask[0]], rollout.completion_ids[0][mask]
+    logits = model(input_ids=torch.cat([prompt, completion])[None].to(device)).logits[0, len(prompt) - 1 : -1]
+    own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0]
+    ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask.to(device)]
+    return agreement("head", "head in chunks and the model's own", ours, own,
+                     "its way from hidden states to logits has a step that logits_of in logprobs.py does not know: add it")
+
+
+@torch.no_grad()
+def check_sampler(model, rollout: Rollout, config) -> Finding:
+    """The log-probability a token was drawn with against the one that training computes."""
+    trained = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp.cpu()
+    return agreement("sampler", "sampler and trainer", rollout.sampling_logp, trained,
+                     "first-step ratios would not be 1: try --attn_implementation eager, or --generation_top_p 1 --generation_top_k 0")
+
+
+@torch.no_grad()
+def check_packing(model, rollout: Rollout, config) -> Finding:
+    """Siblings packed behind one prompt against one row each. Not ok: train with rows, slower but right."""
+    try:
+        packed = completion_log_probs(model, rollout, **config.policy, shared_prompt=True).logp
+    except Exception as error:
+        return Finding("packing", None, f"off: the model does not take packed groups ({type(error).__name__}); plain rows instead")
+    rows = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp
+    finding = agreement("packing", "packed and plain rows", packed, rows, "")
+    return finding if finding.ok else replace(finding, ok=None, found=f"off: {finding.found}; plain rows instead")
+
+
+def agreement(name: str, what: str, left, right, fix: str) -> Finding:
+    """Two tensors of log-probabilities that should be the same."""
+    difference = float((left - right).abs().nan_to_num(torch.inf).max())
+    return Finding(name, difference <= TOLERANCE, f"{what} differ by at most {difference:.1e} nat", fix)
+
+
+def check_rewards(example: dict, config, reward_functions: list) -> list[Finding]:
+    """What the gold, an empty and a wrong completion would earn."""
+    answer = example.get("answer")
+    gold = example.get("completion") or (f"<reasoning>because</reasoning><answer>{answer}</answer>" if answer else None)
+    wrong = gold.replace(answer, f"not {answer}") if gold and answer else "I do not know."
+    texts = {"gold": gold, "empty": "", "wrong": wrong} if gold else {"empty": "", "wrong": wrong}
+    mask = torch.zeros(len(texts), 1, dtype=torch.bool)
+    rollout = Rollout(*[torch.zeros(1, 1)] * 2, mask.long(), mask, mask.float(), mask[:, 0], list(texts.values()))
+    total, per_function = compute_rewards_for_completions(
+        reward_functions, config.weights, rollout, [example], on_error=config.reward_errors
+    )
+    points = dict(zip(texts, total[0].tolist(), strict=True))
+    by_function = "; ".join(
+        f"{name_of(f)} {', '.join(f'{p:g}' for p in per_function[name_of(f)][0].tolist())}" for f in reward_functions
+    )
+    found = ", ".join(f"{name} {value:.2f}" for name, value in points.items()) + f" points ({by_function})"
+    findings = [Finding("rewards", not total.isnan().all(), found, "no reward function can score this data: does it have answers?")]
+    if gold and points["gold"] <= max(points["empty"], points["wrong"]):
+        findings.append(Finding("rewards", None, "the gold completion does not earn most: is that what you want?"))
+    return findings
+
+
+def draw_row(rollout: Rollout, row: int) -> str:
+    """One character a token: - padding, p prompt, T trained, . not trained."""
+    prompt = row // (len(rollout.completion_ids) // len(rollout.prompt_ids))
+    return "".join("p" if m else "-" for m in rollout.prompt_mask[prompt].tolist()) + "".join(
+        "T" if m else "." for m in rollout.completion_mask[row].tolist()
+    )

@@ -1,0 +1,256 @@
+"""
+What can be set: every flag with its type, default and help on one line, the profiles, and the command line.
+
+    python train.py [settings.json] [--flag value ...]
+
+Later wins: defaults, profile, settings.json, flags. A settings.json holds flags under the same names; the config.json of
+a run is one. User mistakes end here, in one line, before anything is loaded.
+"""
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import HfArgumentParser
+
+from grpo import BASELINES, LOSS_TYPES
+
+DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}
+
+# What a run starts from; any flag overrides it. `demo` is taken when no --model_path is given, `demo_supervised` when
+# --use_grpo is not given either. The other three are from cautious to bold.
+PROFILES: dict[str, dict[str, Any]] = {
+    "demo": dict(
+        num_completions_per_prompt=8, generation_max_length=32, generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=150, cold_start_learning_rate=1e-3, limit=6400,
+        batch_size=32, num_epochs=1, learning_rate=3e-4, warmup_ratio=0.1, eval_steps=25, save_steps=100,
+    ),
+    "demo_supervised": dict(
+        generation_max_length=32, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
+        batch_size=32, learning_rate=1e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
+    ),
+    "conservative": dict(
+        num_completions_per_prompt=32, batch_size=8, learning_rate=1e-6, max_grad_norm=0.5, warmup_ratio=0.2, eval_steps=25,
+    ),
+    "balanced": dict(
+        num_completions_per_prompt=16, batch_size=4, learning_rate=5e-6, max_grad_norm=1.0, warmup_ratio=0.1, eval_steps=50,
+    ),
+    "aggressive": dict(
+        num_completions_per_prompt=8, batch_size=2, learning_rate=1e-5, max_grad_norm=2.0, warmup_ratio=0.05, eval_steps=100,
+    ),
+}
+
+
+def flag(default, help: str):
+    """A field of a configuration: default and help text, which the command line shows."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def require(condition: bool, flag_name: str, value, fix: str) -> None:
+    """Refuse a user's setting: one line with the flag, the value and what to do."""
+    if not condition:
+        raise ValueError(f"--{flag_name}={value}: {fix}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which policy."""
+
+    model_path: str = flag("", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
+    attn_implementation: str = flag("sdpa", "attention in transformers: sdpa or eager")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which problems."""
+
+    dataset: str = flag("arithmetic", "arithmetic; a .jsonl, .json, .csv or .parquet file; or a hub id (name:configuration)")
+    eval_dataset: str = flag("", "held-out problems; empty: the test split, or for a file eval_limit problems set aside")
+    limit: int = flag(0, "use at most so many training examples, from the start; 0: all")
+    eval_limit: int = flag(256, "held-out problems per evaluation; 0: never evaluate")
+    instruction: str = flag("", "text put before every prompt, such as how to form the answer")
+    max_prompt_length: int = flag(512, "longest prompt in tokens")
+    long_prompts: Literal["error", "truncate", "drop"] = flag("error", "what happens to longer ones; truncate cuts on the left")
+
+    def __post_init__(self):
+        require(self.limit >= 0, "limit", self.limit, "a number of examples, or 0 for all")
+        require(self.eval_limit >= 0, "eval_limit", self.eval_limit, "a number of problems, or 0 to never evaluate")
+        require(self.max_prompt_length > 0, "max_prompt_length", self.max_prompt_length, "needs at least one token")
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """How completions are sampled, scored and learned from."""
+
+    num_completions_per_prompt: int = flag(4, "G, the group size")
+    generation_max_length: int = flag(256, "longest completion in new tokens")
+    generation_temperature: float = flag(0.8, "divides the logits, in sampling and in training")
+    generation_top_p: float = flag(0.9, "keep the likeliest tokens up to this probability; 1: all")
+    generation_top_k: int = flag(50, "keep so many likeliest tokens; 0: all")
+    normalize_advantages: bool = flag(True, "divide by the group's standard deviation; without it, Dr. GRPO")
+    advantage_epsilon: float = flag(1e-8, "added to that standard deviation")
+    baseline: Literal[BASELINES] = flag("group_mean", "what a reward is compared with")
+    use_kl_penalty: bool = flag(True, "keep the policy near a frozen copy of itself")
+    kl_penalty_coef: float = flag(0.01, "weight of that penalty, points per nat; 0 loads no copy")
+    loss_type: Literal[LOSS_TYPES] = flag("dapo", "how tokens are clipped and averaged, see grpo.py")
+    clip_low: float = flag(0.2, "a token's probability ratio may fall to 1 - clip_low before its gradient ends")
+    clip_high: float = flag(0.2, "and rise to 1 + clip_high; inert with one update per rollout")
+    reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "names from rewards.py, or path/to/file.py:function")
+    reward_weights: list[float] = flag([], "one for each; empty: 1 each, or 1 0.2 0.1 for the default functions")
+    reward_errors: Literal["raise", "none"] = flag("raise", "a reward function that raises: stop, or leave unscored and count")
+
+    def __post_init__(self):
+        size = self.num_completions_per_prompt
+        require(size >= 2, "num_completions_per_prompt", size, "GRPO compares siblings, so it needs at least 2")
+        require(self.generation_max_length >= 1, "generation_max_length", self.generation_max_length, "needs at least one token")
+        require(self.generation_temperature >= 0, "generation_temperature", self.generation_temperature, "cannot be negative")
+        require(0 < self.generation_top_p <= 1, "generation_top_p", self.generation_top_p, "a probability in (0, 1]; 1 keeps all")
+        require(self.generation_top_k >= 0, "generation_top_k", self.generation_top_k, "a number of tokens, or 0 for all")
+        require(self.advantage_epsilon >= 0, "advantage_epsilon", self.advantage_epsilon, "cannot be negative")
+        require(self.kl_penalty_coef >= 0, "kl_penalty_coef", self.kl_penalty_coef, "cannot be negative; 0 switches it off")
+        require(0 <= self.clip_low < 1, "clip_low", self.clip_low, "a ratio cannot fall below 0: choose from [0, 1)")
+        require(self.clip_high >= 0, "clip_high", self.clip_high, "cannot be negative")
+        require(len(self.reward_functions) > 0, "reward_functions", "", "name at least one")
+        require(
+            len(self.reward_weights) in (0, len(self.reward_functions)), "reward_weights", self.reward_weights,
+            f"{len(self.reward_weights)} weights for {len(self.reward_functions)} reward functions {self.reward_functions}",
+        )
+
+    @property
+    def weights(self) -> list[float]:
+        """One weight for each reward function."""
+        if self.reward_functions == list(DEFAULT_REWARDS):
+            return self.reward_weights or list(DEFAULT_REWARDS.values())
+        return self.reward_weights or [1.0] * len(self.reward_functions)
+
+    @property
+    def kl_coef(self) -> float:
+        """The weight of the KL penalty, 0 where it is switched off."""
+        return self.kl_penalty_coef if self.use_kl_penalty else 0.0
+
+    @property
+    def policy(self) -> dict:
+        """What turns logits into the distribution that is sampled from, for completion_log_probs."""
+        return dict(temperature=self.generation_temperature, top_k=self.generation_top_k, top_p=self.generation_top_p)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How the policy is updated, and what is written down."""
+
+    use_grpo: bool = flag(False, "learn from rewards; without it, supervised training on demonstrations")
+    profile: str = flag("", f"settings to start from: {', '.join(PROFILES)}; empty: demo if there is no model_path, else none")
+    output_dir: str = flag("", "the run folder; empty: outputs/<time>")
+    resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
+    check: bool = flag(False, "make the start-up check, print all of it, and stop")
+    seed: int = flag(0, "of weights, data order and sampling")
+    num_epochs: float = flag(3, "passes over the training examples")
+    max_steps: int = flag(0, "end a phase after so many optimiser steps; 0: when its epochs are over")
+    batch_size: int = flag(4, "prompts (or demonstrations) per optimiser step")
+    cold_start_steps: int = flag(0, "supervised steps before GRPO, on the demonstrations of the data set")
+    cold_start_learning_rate: float = flag(5e-5, "peak learning rate of those")
+    learning_rate: float = flag(5e-6, "peak learning rate")
+    lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = flag("cosine", "what follows the warm-up")
+    warmup_ratio: float = flag(0.1, "share of a phase's steps in which the learning rate rises from 0")
+    weight_decay: float = flag(0.0, "of AdamW")
+    max_grad_norm: float = flag(1.0, "longer gradients are cut to this length")
+    max_tokens_per_forward: int = flag(8192, "lower it when memory runs out; the gradient stays the same")
+    eval_steps: int = flag(50, "evaluate every so many steps, and before and after every phase")
+    save_steps: int = flag(100, "write a checkpoint every so many steps; 0: at the end of a phase only")
+    keep_checkpoints: int = flag(2, "delete older ones")
+    log_rollouts_every: int = flag(10, "steps between entries in rollouts.jsonl, and between printed completions")
+    log_groups: int = flag(0, "print rewards and advantages of the first so many groups of every step")
+    report_to: Literal["tensorboard", "none"] = flag("tensorboard", "where metrics go besides metrics.jsonl")
+
+    def __post_init__(self):
+        require(self.profile in ("", *PROFILES), "profile", self.profile, f"choose one of {', '.join(PROFILES)}")
+        for name in ("num_epochs", "batch_size", "max_tokens_per_forward", "max_grad_norm", "keep_checkpoints"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+        for name in ("learning_rate", "cold_start_learning_rate", "weight_decay", "max_steps", "cold_start_steps",
+                     "eval_steps", "save_steps", "log_rollouts_every", "log_groups", "seed"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
+        require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "a share of the steps, from 0 to 1")
+        require(not self.resume or self.output_dir, "resume", self.resume, "needs --output_dir, the run to continue")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self):
+        require(
+            not self.training.use_grpo or self.grpo.generation_temperature > 0, "generation_temperature",
+            self.grpo.generation_temperature, "siblings would all be equal and nothing could be learned; try 0.8",
+        )
+
+    def as_dict(self) -> dict[str, dict]:
+        """The fields by section, as written to config.json."""
+        return dataclasses.asdict(self)
+
+
+SECTIONS = (ModelConfig, DataConfig, GRPOConfig, TrainingConfig)
+
+
+class OneLineParser(HfArgumentParser):
+    """transformers' parser of dataclasses, with errors of one line."""
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def parse_config(argv: list[str]) -> Config:
+    """Command line -> Config. Raises ValueError, one line."""
+    given = flags_of_file(argv[0]) + argv[1:] if argv and not argv[0].startswith("-") else list(argv)
+    first = parse_flags(given)
+    if first.training.resume:
+        given = flags_of_file(str(Path(first.training.output_dir) / "config.json")) + given
+        return parse_flags(given)
+    profile = first.training.profile
+    if not profile and not first.model.model_path:
+        profile = "demo" if first.training.use_grpo else "demo_supervised"
+    return parse_flags(as_flags(PROFILES.get(profile, {}) | {"profile": profile}) + given)
+
+
+def parse_flags(argv: list[str]) -> Config:
+    """Flags alone -> Config."""
+    parser = OneLineParser(SECTIONS, prog="train.py", allow_abbrev=False)
+    *sections, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
+    if unknown:
+        names = [f"--{f.name}" for section in SECTIONS for f in dataclasses.fields(section)]
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        raise ValueError(f"{unknown[0]}: unknown flag; " + (f"did you mean {near[0]}?" if near else "see --help"))
+    return Config(*sections)
+
+
+def flags_of_file(path: str) -> list[str]:
+    """A JSON file of settings as if they had been typed; sections as in config.json may be there or not."""
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable JSON file of settings: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f'{path}: must hold an object such as {{"use_grpo": true}}')
+    flat = {}
+    for name, value in settings.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return as_flags(flat)
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """{"batch_size": 4} -> ["--batch_size", "4"]. Empty lists stand for the default."""
+    argv = []
+    for name, value in settings.items():
+        if value != []:
+            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return argv

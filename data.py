@@ -1,0 +1,217 @@
+"""
+Where prompts come from: built-in arithmetic, files and hubs; how they become tokens; and the order they are used in.
+
+An example is a dict with "prompt" (a string, or a list of chat messages) and, where known, "answer" (for rewards) and
+"completion" (a demonstration, for supervised training). Other columns are passed on to the reward functions.
+
+Left out on purpose: streaming. A data set is a list in memory, or a memory-mapped file that `datasets` reads.
+"""
+
+import json
+import random
+import re
+from pathlib import Path
+
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "messages")
+ANSWER_COLUMNS = ("answer", "solution", "target")
+COMPLETION_COLUMNS = ("completion", "response", "output")
+
+
+def load_examples(source: str, split: str = "train", *, limit: int | None = None, seed: int = 0) -> list[dict]:
+    """Read examples from the built-in `arithmetic`, a .jsonl, .json, .csv or .parquet file, or the Hugging Face hub.
+
+    source  "arithmetic"; a path; or a hub id such as "openai/gsm8k:main" (configuration after the colon)
+    split   "train" or "test"; a file is one split, whatever this says
+    limit   at most so many examples, from the start
+    seed    the order of the built-in problems; which of them are test problems never changes
+    raises  ValueError, one line that names the file and, where there is one, the line
+    """
+    if source == "arithmetic":
+        return arithmetic(split, seed)[:limit]
+    is_file = Path(source).suffix in READERS
+    rows = read_file(Path(source)) if is_file else read_hub(source, split)
+    if len(rows) == 0:
+        raise ValueError(f"{source}: no examples in it")
+    rows = rows[:limit] if isinstance(rows, list) else list(rows.select(range(min(limit or len(rows), len(rows)))))
+    return [as_example(row, f"{source}: example {number}") for number, row in enumerate(rows, start=1)]
+
+
+def arithmetic(split: str, seed: int) -> list[dict]:
+    """Sums of two numbers below 100: 9000 problems to train on, 1000 others to test on."""
+    problems = [(a, b) for a in range(100) for b in range(100)]
+    random.Random("which problems are held out").shuffle(problems)
+    problems = problems[1000:] if split == "train" else problems[:1000]
+    random.Random(seed).shuffle(problems)
+    return [
+        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), str(a + b))}
+        for a, b in problems
+    ]
+
+
+def column_sums(a: int, b: int) -> str:
+    """Addition as it is done on paper: 47+85 is "7+5=12 4+8+1=13"."""
+    ones = a % 10 + b % 10
+    carry = f"+{ones // 10}" if ones > 9 else ""
+    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}{carry}={a // 10 + b // 10 + ones // 10}"
+
+
+def demonstration(reasoning: str, answer: str) -> str:
+    """The form that the format rewards look for."""
+    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
+
+
+# ---- files and hubs ------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path):
+    """Rows of a data file, as a list or a datasets.Dataset."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty")
+    if path.suffix == ".json":
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        if isinstance(content, dict):                                            # {"prompts": [...]}
+            content = content.get("prompts")
+        if not isinstance(content, list):
+            raise ValueError(f'{path}: must hold a list of examples, or {{"prompts": [...]}}')
+        return [row if isinstance(row, dict) else {"prompt": row} for row in content]
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(path.open(encoding="utf-8"), start=1):     # datasets would not say which line
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f'{path}: line {number} is not an object such as {{"prompt": "...", "answer": "..."}}')
+    import datasets                                       # slow to import, and not needed for the built-in problems
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
+    except Exception as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
+
+
+def read_hub(source: str, split: str):
+    """One split of a data set on the hub, or of a folder that `datasets` understands."""
+    import datasets
+
+    name, _, configuration = source.partition(":")
+    try:
+        return datasets.load_dataset(name, configuration or None, split=split)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{source}: not `arithmetic`, not a file ending in {', '.join(READERS)}, and the hub answers: {reason}"
+        ) from None
+
+
+def as_example(row: dict, where: str) -> dict:
+    """Give a row the names prompt, answer and completion; the other columns stay as they are."""
+    example = dict(row)
+    for name, aliases in ("prompt", PROMPT_COLUMNS), ("answer", ANSWER_COLUMNS), ("completion", COMPLETION_COLUMNS):
+        found = next((alias for alias in aliases if row.get(alias) is not None), None)
+        if found:
+            example[name] = example.pop(found)
+    prompt = example.get("prompt")
+    if prompt is None:
+        raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs one of {', '.join(PROMPT_COLUMNS)}")
+    if isinstance(prompt, list):
+        if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
+            raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
+        if prompt and prompt[-1]["role"] == "assistant":                         # a whole conversation: the end is the lesson
+            example["completion"] = prompt[-1]["content"]
+            example["prompt"] = prompt = prompt[:-1]
+    elif not isinstance(prompt, str):
+        raise ValueError(f"{where}: the prompt must be text or chat messages, not {type(prompt).__name__}: {prompt!r}")
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError(f"{where}: the prompt is empty")
+    answer = example.get("answer")
+    if isinstance(answer, str) and "####" in answer:                             # GSM8K: the solution, then the answer
+        solution, _, final = answer.rpartition("####")
+        example["answer"] = final.strip().replace(",", "")
+        reasoning = re.sub(r"<<.*?>>", "", solution).strip()                     # calculator annotations
+        example.setdefault("completion", demonstration(reasoning, example["answer"]))
+    elif answer is not None:
+        example["answer"] = str(answer)
+    return example
+
+
+# ---- text to tokens ------------------------------------------------------------------------------------------------
+
+
+def with_instruction(example: dict, instruction: str) -> dict:
+    """The example with text put before its prompt, or before the first message of its conversation."""
+    if not instruction:
+        return example
+    prompt = example["prompt"]
+    if isinstance(prompt, str):
+        return example | {"prompt": f"{instruction}\n{prompt}"}
+    first = prompt[0] | {"content": f"{instruction}\n{prompt[0]['content']}"}
+    return example | {"prompt": [first, *prompt[1:]]}
+
+
+def encode_prompt(tokenizer, prompt) -> list[int]:
+    """Token ids of a prompt, ready to be continued: with the chat template where the tokenizer has one.
+
+    prompt  a string, chat messages, or token ids (returned as they are). BOS comes once: from the template if there
+            is one, from the tokenizer otherwise.
+    """
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return prompt
+    messages = as_messages(prompt)
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    if isinstance(prompt, str):
+        return tokenizer(prompt).input_ids
+    lines = [f"{message['role']}: {message['content']}" for message in messages]
+    return tokenizer("\n".join([*lines, "assistant: "])).input_ids
+
+
+def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
+    """Token ids of a demonstration, ending with one stop token: the one that the chat template puts there, else EOS."""
+    text = completion
+    if tokenizer.chat_template:
+        messages = as_messages(prompt)
+        before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": completion}], tokenize=False)
+        if whole.startswith(before + completion):
+            text = whole[len(before) :]
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
+
+
+def as_messages(prompt) -> list[dict]:
+    """A prompt as chat messages: text is what a user says."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+# ---- order ---------------------------------------------------------------------------------------------------------
+
+
+class ShuffledBatches:
+    """Endless batches over examples, shuffled anew every epoch. Its whole state is `position`, an int: save it, set it."""
+
+    def __init__(self, examples: list, batch_size: int, seed: int):
+        self.examples, self.batch_size, self.seed = examples, batch_size, seed
+        self.position = 0                                 # examples handed out so far
+        self.epoch, self.order = -1, []
+
+    def __next__(self) -> list:
+        batch = []
+        for position in range(self.position, self.position + self.batch_size):
+            epoch, index = divmod(position, len(self.examples))
+            if epoch != self.epoch:
+                self.epoch, self.order = epoch, list(range(len(self.examples)))
+                random.Random(f"{self.seed} {epoch}").shuffle(self.order)
+            batch.append(self.examples[self.order[index]])
+        self.position += self.batch_size
+        return batch

@@ -1,0 +1,118 @@
+"""
+The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, frozen copies, saving.
+
+Weights are read and written as safetensors. Left out on purpose: adapters and quantised weights.
+"""
+
+import copy
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+
+
+def load_tokenizer(config):
+    """The tokenizer of config.model_path, or the built-in bytes. A tokenizer without a pad token pads with EOS."""
+    if not config.model_path:
+        return byte_tokenizer()
+    check_model_folder(config.model_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model_path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model_path={config.model_path}: no tokenizer: {first_line(error)}") from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--model_path={config.model_path}: its tokenizer has no eos_token, so completions could not end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from positions, never from ids
+    return tokenizer
+
+
+def load_policy(config):
+    """(model, tokenizer) in float32: config.model_path, a folder or a hub id, or the built-in tiny Gemma if it is empty.
+
+    config  has model_path, attn_implementation, trust_remote_code
+    raises  ValueError in one line if there is no such model
+    """
+    tokenizer = load_tokenizer(config)
+    if not config.model_path:
+        return tiny_gemma(tokenizer, config.attn_implementation), tokenizer
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model_path, dtype=torch.float32, attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
+    return model, tokenizer
+
+
+def check_model_folder(path: str) -> None:
+    """Whether a local folder holds what a model needs, said before anything slow happens. Hub ids pass."""
+    folder = Path(path)
+    if not folder.exists():
+        if path.count("/") != 1 or path.startswith((".", "/")):
+            raise ValueError(f"--model_path={path}: no such folder")
+        return
+    needs = {
+        "config.json": ["config.json"],
+        "weights (model.safetensors)": ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"],
+        "a tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"],
+    }
+    for what, patterns in needs.items():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise ValueError(f"--model_path={path}: the folder has no {what}; point it at a saved model, such as RUN/final")
+    try:
+        AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model_path={path}: config.json is unusable: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a long message."""
+    return str(error).strip().splitlines()[0]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, one for each tag, and pad, EOS, BOS: any text can be written with it."""
+    special = ["<pad>", "<eos>", "<bos>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.add_tokens(list(TAGS))                           # ordinary tokens, so that decoding shows them
+    return fast
+
+
+def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalLM:
+    """A Gemma 3 of a million parameters with random weights: every second layer slides over 64 tokens."""
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2, max_position_embeddings=4096,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+        attn_implementation=attn_implementation,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A reference: the model as it is now, without gradients, in evaluation mode."""
+    reference = copy.deepcopy(model).eval()
+    return reference.requires_grad_(False)
+
+
+def save_policy(model: PreTrainedModel, tokenizer, folder: Path) -> None:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

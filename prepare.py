@@ -1,0 +1,122 @@
+"""
+From settings to the things a run is made of, or to one line that says which setting to change.
+
+The order is that of cost: what can be refused without reading anything is refused in config.py, then reward functions are
+imported, data read, the tokenizer loaded and the prompts measured; the model comes last, and the start-up check after it.
+"""
+
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from check import check_setup
+from config import Config
+from data import READERS, encode_prompt, load_examples, with_instruction
+from rewards import load_reward_function, name_of
+
+
+def load_reward_functions(config: Config) -> list[Callable]:
+    """The reward functions of a GRPO run, in order; none for a supervised one."""
+    if not config.training.use_grpo:
+        return []
+    functions = [load_reward_function(name) for name in config.grpo.reward_functions]
+    names = [name_of(function) for function in functions]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: two have the same name; rename one")
+    return functions
+
+
+def load_data(config: Config) -> tuple[list[dict], list[dict]]:
+    """(training examples, held-out examples), which never overlap."""
+    data, seed = config.data, config.training.seed
+    train = load_examples(data.dataset, "train", limit=data.limit or None, seed=seed)
+    if data.eval_limit == 0:
+        held_out = []
+    elif data.eval_dataset:
+        held_out = load_examples(data.eval_dataset, "test", limit=data.eval_limit, seed=seed)
+    elif Path(data.dataset).suffix in READERS:                                   # one file: set some of it aside
+        order = random.Random(seed).sample(train, len(train))
+        count = min(data.eval_limit, len(train) // 5)
+        train, held_out = order[count:], order[:count]
+    else:
+        held_out = load_examples(data.dataset, "test", limit=data.eval_limit, seed=seed)
+    return [with_instruction(e, data.instruction) for e in train], [with_instruction(e, data.instruction) for e in held_out]
+
+
+def fit_prompts(examples: list[dict], tokenizer, config: Config, say: Callable) -> list[dict]:
+    """Deal with prompts longer than --max_prompt_length as --long_prompts says, and say how many there were.
+
+    A truncated prompt is kept as token ids, without its beginning.
+    """
+    data = config.data
+    lengths = [len(encode_prompt(tokenizer, example["prompt"])) for example in examples]
+    too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
+    if not too_long:
+        return examples
+    if data.long_prompts == "error":
+        raise ValueError(
+            f"--max_prompt_length={data.max_prompt_length}: {len(too_long)} of {len(examples)} prompts are longer, the first "
+            f"is example {too_long[0] + 1} with {lengths[too_long[0]]} tokens; raise it to {max(lengths)}, or pass "
+            "--long_prompts truncate or drop"
+        )
+    say(f"{len(too_long)} of {len(examples)} prompts have more than {data.max_prompt_length} tokens: {data.long_prompts}")
+    if data.long_prompts == "drop":
+        kept = [example for example, length in zip(examples, lengths, strict=True) if length <= data.max_prompt_length]
+        if not kept:
+            raise ValueError(f"--max_prompt_length={data.max_prompt_length} --long_prompts drop: no prompt is left")
+        return kept
+    shortened = list(examples)
+    for i in too_long:
+        ids = encode_prompt(tokenizer, examples[i]["prompt"])[-data.max_prompt_length :]
+        shortened[i] = examples[i] | {"prompt": ids}
+    return shortened
+
+
+def validate_demonstrations(config: Config, dataset: list[dict]) -> None:
+    """Supervised steps need something to imitate."""
+    training = config.training
+    if (training.cold_start_steps or not training.use_grpo) and not all(e.get("completion") for e in dataset):
+        wish = f"--cold_start_steps={training.cold_start_steps}" if training.use_grpo else "supervised training (no --use_grpo)"
+        raise ValueError(f"{wish} needs demonstrations, but {config.data.dataset} has no completion column for some examples")
+
+
+def validate_grpo_setup(config: Config, tokenizer, dataset: list[dict]) -> None:
+    """Refuse a GRPO run that cannot work: one line, ValueError. dataset: examples, each with at least a prompt."""
+    size = config.grpo.num_completions_per_prompt
+    if size < 2:
+        raise ValueError(f"--num_completions_per_prompt={size}: GRPO compares siblings, so it needs at least 2")
+    if tokenizer is None or tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+        raise ValueError("GRPO needs a tokenizer with pad_token and eos_token, to batch completions and to end them")
+    if not dataset or not all("prompt" in example for example in dataset):
+        raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
+    columns = {name for example in dataset for name in example} | {"completions", "prompts", "completion_ids"}
+    for name in config.grpo.reward_functions:
+        parameters = inspect.signature(load_reward_function(name)).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        missing = [column for column in needed if column not in columns]
+        if missing:
+            raise ValueError(
+                f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does not have "
+                f"(columns: {', '.join(sorted(set().union(*dataset)))})"
+            )
+
+
+def start_up_check(model, tokenizer, examples: list[dict], config: Config, functions: list, say: Callable) -> bool:
+    """Run the check of check.py; print what is worth knowing, all of it with --check. Refuse if a promise is broken.
+
+    returns  whether siblings can be packed behind one prompt
+    """
+    findings = check_setup(model, tokenizer, examples, config.grpo, functions)
+    for finding in findings:
+        if config.training.check or finding.ok is not True and finding.name != "row 0":
+            mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
+            say(f"  {mark:<6} {finding.name:<12} {finding.found}")
+    broken = [finding for finding in findings if finding.ok is False]
+    if broken:
+        raise ValueError(f"start-up check: {broken[0].name}: {broken[0].found}; {broken[0].fix}")
+    packing = next(finding for finding in findings if finding.name == "packing")
+    agreements = ", ".join(f"{f.name} ok" for f in findings if f.ok)
+    say(f"start-up check: {agreements}")
+    return bool(packing.ok)
+

@@ -1,0 +1,197 @@
+"""
+The run folder: what a run writes down, and what it shows on the console.
+
+    config.json      every setting
+    metrics.jsonl    one object per optimiser step or evaluation; docs/metrics.md says what each number means
+    rollouts.jsonl   every few steps: prompts, completions, rewards by function, advantages
+    curves.png       the learning curve
+    tensorboard/     the same metrics
+    checkpoints/, final/
+"""
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from config import PROFILES, Config
+
+UNITS = {                       # the console line: metric, label, format
+    "loss": "loss {:.3f} nat",
+    "mean_reward": "reward {:.2f}",
+    "reward/correctness": "correct {:.0%}",
+    "tied_groups": "tied {:.0%}",
+    "completion_tokens": "len {:.0f} tok",
+    "truncated": "cut {:.0%}",
+    "kl": "kl {:.4f} nat",
+    "entropy": "entropy {:.2f} nat",
+    "grad_norm": "grad {:.2f}",
+    "step_seconds": "{:.2f} s",
+}
+
+
+class RunFolder:
+    """The folder of one run, and its voice. Use as a context manager around the training loop."""
+
+    def __init__(self, config: Config):
+        training = config.training
+        self.path = Path(training.output_dir or time.strftime("outputs/%Y-%m-%d_%H-%M-%S"))
+        self.config = config
+        if training.resume and not (self.path / "config.json").exists():
+            raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
+        if not training.resume and (self.path / "config.json").exists():
+            raise ValueError(f"--output_dir={self.path}: holds another run; add --resume to continue it, or name another folder")
+        self.console = Console(soft_wrap=True, highlight=False)
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
+        )
+        self.tracker = None
+
+    def open(self, last_step: int) -> None:
+        """Create the folder, or drop what was written after the checkpoint at last_step and will be written again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.json").write_text(json.dumps(self.config.as_dict(), indent=2) + "\n")
+        for name in "metrics.jsonl", "rollouts.jsonl":
+            lines = read_jsonl(self.path / name)
+            (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= last_step))
+        if self.config.training.report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter                    # slow to import
+
+            self.tracker = SummaryWriter(self.path / "tensorboard", purge_step=last_step + 1)
+
+    def say(self, text: str = "") -> None:
+        """A line on the console, above the progress bar."""
+        self.console.print(text, markup=False)
+
+    def log(self, step: int, phase: str, metrics: dict) -> None:
+        """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""
+        line = {"step": step, "phase": phase}
+        line |= {name: or_none(value) if isinstance(value, float) else value for name, value in metrics.items()}
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.tracker:
+            for name, value in line.items():
+                if isinstance(value, int | float) and name != "step":
+                    self.tracker.add_scalar(f"{phase}/{name}", value, step)
+
+    def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
+        """What is about to happen: the settings, the model and the amount of work."""
+        training, data, grpo = self.config.training, self.config.data, self.config.grpo
+        self.say(f"profile {training.profile or 'none'}: " + ", ".join(f"{k} {v}" for k, v in PROFILES.get(training.profile, {}).items()))
+        name = self.config.model.model_path or "built-in tiny Gemma 3"
+        self.say(f"model {name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, float32, on {device}")
+        self.say(f"data {data.dataset}: {num_train} examples to train on, {num_eval} held out")
+        for phase in phases:
+            rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
+            self.say(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
+
+    def show_step(self, phase: str, step: int, total: int, metrics: dict) -> None:
+        """One readable line for a step, with units."""
+        shown = [form.format(metrics[name]) for name, form in UNITS.items() if metrics.get(name) is not None]
+        self.say(f"{phase} {step:>4}/{total}  " + "  ".join(shown))
+
+    def show_completions(self, step: int, completions: list[dict], config: Config) -> None:
+        """Now and then a whole completion with its reward, for a curve does not show a model gaming the checker."""
+        group_size, training = config.grpo.num_completions_per_prompt, config.training
+        for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
+            group = completions[start : start + group_size]
+            self.say(f"  {group[0]['prompt']!r}")
+            self.say("    rewards    " + " ".join(f"{c['reward']:+.2f}" for c in group))
+            self.say("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
+        if completions and training.log_rollouts_every and (step - 1) % training.log_rollouts_every == 0:
+            with (self.path / "rollouts.jsonl").open("a") as file:
+                file.writelines(json.dumps({"step": step} | record) + "\n" for record in completions)
+            shown = completions[0]
+            self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {shown['reward']:.2f} points")
+
+    def draw_curves(self) -> None:
+        """curves.png from metrics.jsonl."""
+        from matplotlib.figure import Figure                                     # slow to import
+
+        metrics = read_jsonl(self.path / "metrics.jsonl")
+        evals = [m for m in metrics if m["phase"] == "eval" and m.get("eval_accuracy") is not None]
+        steps = [m for m in metrics if m["phase"] != "eval"]
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        learned = [m for m in steps if m.get("mean_reward") is not None]
+        if learned:
+            top.plot([m["step"] for m in learned], [m["mean_reward"] for m in learned], color="tab:orange", alpha=0.6, label="mean reward (points)")
+        if evals:
+            x, y = [m["step"] for m in evals], [m["eval_accuracy"] for m in evals]
+            low, high = [m["eval_accuracy_low"] for m in evals], [m["eval_accuracy_high"] for m in evals]
+            top.plot(x, y, "o-", color="tab:blue", markersize=3, label="held-out accuracy, sampled, 95 % interval")
+            top.fill_between(x, low, high, color="tab:blue", alpha=0.2)
+        top.legend(loc="lower right")
+        top.set_ylabel("accuracy (share), reward (points)")
+        for name, label in ("entropy", "entropy (nat/token)"), ("tied_groups", "tied groups (share)"), ("loss", "supervised loss (nat/token)"):
+            points = [(m["step"], m[name]) for m in steps if m.get(name) is not None]
+            if points:
+                bottom.plot(*zip(*points, strict=True), label=label, linewidth=1)
+        for previous, current in zip(steps, steps[1:], strict=False):
+            if previous["phase"] != current["phase"]:
+                for axes in top, bottom:
+                    axes.axvline(previous["step"], color="grey", linestyle=":")
+                top.annotate(f" {current['phase']}", (previous["step"], top.get_ylim()[1]), va="top", color="grey")
+        bottom.legend(loc="upper right")
+        bottom.set_xlabel("optimiser step")
+        figure.savefig(self.path / "curves.png", dpi=120)
+
+    def __enter__(self):
+        self.progress.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.progress.stop()
+        self.draw_curves()
+        if self.tracker:
+            self.tracker.close()
+
+
+class StopOnCtrlC:
+    """The first Ctrl-C sets `pressed` and lets the step finish; the second one ends the program at once."""
+
+    def __enter__(self):
+        self.pressed = False
+        self.previous = signal.signal(signal.SIGINT, self.press)
+        return self
+
+    def press(self, *_):
+        self.pressed = True
+        signal.signal(signal.SIGINT, self.previous)
+
+    def __exit__(self, *exception):
+        signal.signal(signal.SIGINT, self.previous)
+
+
+def completion_records(examples: list[dict], rollout, rewards, per_function: dict, advantages) -> list[dict]:
+    """A line of rollouts.jsonl for each completion; rewards, each of per_function and advantages are (P, G)."""
+    group_size = rewards.shape[1]
+    return [
+        {
+            "prompt": examples[row // group_size]["prompt"],
+            "completion": text,
+            "rewards": {name: or_none(points[row // group_size, row % group_size]) for name, points in per_function.items()},
+            "reward": or_none(rewards.view(-1)[row]),
+            "advantage": float(advantages.view(-1)[row]),
+            "finished": bool(rollout.finished[row]),
+            "tokens": int(rollout.completion_mask[row].sum()),
+        }
+        for row, text in enumerate(rollout.completions)
+    ]
+
+
+def or_none(value) -> float | None:
+    """A number that JSON can hold: NaN and infinities become null."""
+    return float(value) if math.isfinite(value) else None
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The objects of a .jsonl file; none if there is no file. A last line cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,330 @@
+"""
+GRPO and supervised training of a language model.
+
+    python train.py --use_grpo --num_completions_per_prompt 4      a demonstration that needs nothing else
+    python train.py --help                                         every flag
+
+Reading order: train (the loop), grpo_training_step (what it is about), supervised_training_step, then how a run is set up.
+A run goes through phases: cold_start and grpo with --use_grpo, else supervised. They share everything but the step.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers import get_scheduler
+
+from checkpoint import latest_checkpoint, load_state, save_checkpoint
+from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
+from data import ShuffledBatches, encode_completion, encode_prompt
+from devices import best_device, peak_memory_gb
+from grpo import compute_group_advantages, is_tied, kl_penalty, policy_loss
+from infer import accuracy_text, evaluate
+from logprobs import completion_log_probs, micro_batches
+from model import frozen_copy, load_policy, load_tokenizer, save_policy
+from prepare import (
+    fit_prompts, load_data, load_reward_functions, start_up_check, validate_demonstrations, validate_grpo_setup,
+)
+from rewards import compute_rewards_for_completions
+from runs import RunFolder, StopOnCtrlC, completion_records
+from sample import Rollout, left_pad, sample_completions_for_prompts, stop_token_ids
+
+
+@dataclass
+class Phase:
+    """A stretch of training with one kind of step, an optimiser and a schedule of its own."""
+
+    name: str                   # cold_start, supervised or grpo
+    take_step: Callable
+    steps: int
+    learning_rate: float
+
+
+@dataclass
+class Run:
+    """Everything that a run is. What changes during it: the model, and the fields from `phase` on."""
+
+    config: Config
+    folder: RunFolder
+    device: torch.device
+    model: torch.nn.Module
+    tokenizer: object
+    reward_functions: list
+    train_set: list
+    eval_set: list
+    phases: list[Phase]
+    shared_prompt: bool = True                            # pack siblings behind one prompt; the start-up check decides
+    phase: int = 0                                        # index into phases
+    phase_step: int = 0                                   # optimiser steps taken in this phase
+    step: int = 0                                         # optimiser steps taken in all
+    saved_state: dict = field(default_factory=dict)       # of the checkpoint to go on from
+    batches: ShuffledBatches | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: object = None
+    reference: torch.nn.Module | None = None              # frozen; None where nothing asks for it
+
+
+def train(config: Config) -> None:
+    """Train as configured: set up, go through the phases, save the policy to <output_dir>/final."""
+    learn(set_up(config))
+
+
+def learn(run: Run) -> None:
+    """The loop. Ctrl-C ends it after the current step with a checkpoint to go on from."""
+    training = run.config.training
+    run.folder.open(run.step)
+    with run.folder as folder, StopOnCtrlC() as ctrl_c:
+        if run.step == 0:
+            log_evaluation(run, "before training")
+        while run.phase < len(run.phases):
+            phase = run.phases[run.phase]
+            begin_phase(run, phase)
+            bar = folder.progress.add_task(phase.name, total=phase.steps, completed=run.phase_step)
+            while run.phase_step < phase.steps and not ctrl_c.pressed:
+                metrics, completions = phase.take_step(run, next(run.batches))
+                run.step += 1
+                run.phase_step += 1
+                log_step(run, phase, metrics, completions)
+                folder.progress.update(bar, completed=run.phase_step)
+                if due(run.phase_step, training.eval_steps) and run.phase_step < phase.steps:
+                    log_evaluation(run, f"step {run.step}")
+                if due(run.phase_step, training.save_steps) and run.phase_step < phase.steps:
+                    save(run)
+            if ctrl_c.pressed and run.phase_step < phase.steps:
+                folder.say(f"stopped at step {run.step}, saved to {save(run)}")
+                folder.say(f"continue with: python train.py --output_dir {folder.path} --resume")
+                return
+            log_evaluation(run, f"after {phase.name}")
+            run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
+            save(run)
+        save_policy(run.model, run.tokenizer, folder.path / "final")
+        folder.say(f"final model: {folder.path / 'final'}, learning curve: {folder.path / 'curves.png'}")
+
+
+def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:
+    """Sample a group for each prompt, score it, push towards those that beat their siblings. Returns metrics, completions."""
+    grpo, started = run.config.grpo, time.perf_counter()
+    group_size = grpo.num_completions_per_prompt
+    prompts = [example["prompt"] for example in examples]
+    seed = (run.config.training.seed << 32) + run.step + 1                       # evaluations use step 0's
+    rollout = sample_completions_for_prompts(run.model, run.tokenizer, prompts, grpo, seed=seed)
+    num_rows = len(rollout.completions)
+    assert num_rows == len(examples) * group_size, f"{num_rows=} {len(examples)=} {group_size=}"
+    assert len(rollout.prompt_ids) == len(examples), "one prompt a group"
+    sampled = time.perf_counter()
+
+    rewards, per_function = compute_rewards_for_completions(
+        run.reward_functions, grpo.weights, rollout, examples, on_error=grpo.reward_errors
+    )                                                                            # (P, G) points
+    advantages = compute_group_advantages(
+        rewards, baseline=grpo.baseline, scale="group" if grpo.normalize_advantages else "none", epsilon=grpo.advantage_epsilon
+    ).float()                                                                    # (P, G)
+    assert advantages.shape == rewards.shape == (len(examples), group_size), f"{advantages.shape=} {rewards.shape=}"
+    if grpo.baseline in ("group_mean", "leave_one_out"):
+        off_centre = advantages.sum(dim=1).abs().max()
+        assert off_centre < 1e-3 * max(1, advantages.abs().max()), f"siblings' advantages must add up to 0, not {off_centre}"
+    assert not advantages[is_tied(rewards).expand_as(rewards)].any(), "a group of equal rewards has nothing to teach"
+
+    # Groups without signal are left out of the passes unless the KL term needs them; the denominators count them.
+    flat = advantages.view(-1)                                                   # (B,), siblings adjacent as in the rollout
+    rows = torch.arange(num_rows) if run.reference else (advantages != 0).any(dim=1).repeat_interleave(group_size).nonzero()[:, 0]
+    num_tokens = int(rollout.completion_mask.sum())
+    totals = {"policy_loss": 0.0, "kl": 0.0, "entropy": 0.0, "clip_fraction": 0.0, "ratio_deviation": 0.0}
+    for part in micro_batches(rollout, rows, run.config.training.max_tokens_per_forward, run.shared_prompt):
+        mask, old_logp, part_advantages = (
+            tensor[part].to(run.device) for tensor in (rollout.completion_mask, rollout.sampling_logp, flat)
+        )
+        new = completion_log_probs(run.model, rollout, part, **grpo.policy, shared_prompt=run.shared_prompt)
+        loss, stats = policy_loss(
+            new.logp, old_logp, part_advantages, mask, loss_type=grpo.loss_type, num_tokens=num_tokens, num_sequences=num_rows,
+            max_tokens=grpo.generation_max_length, clip_low=grpo.clip_low, clip_high=grpo.clip_high,
+        )
+        if run.reference:
+            with torch.no_grad():
+                reference = completion_log_probs(run.reference, rollout, part, **grpo.policy, shared_prompt=run.shared_prompt)
+            kl = kl_penalty(new.logp, reference.logp, ratio=(new.logp - old_logp).exp()).sum() / num_tokens
+            loss = loss + grpo.kl_coef * kl
+            totals["kl"] += kl.item()
+        loss.backward()
+        totals["policy_loss"] += loss.item()
+        totals["entropy"] += new.entropy.detach().sum().item() / int(rollout.completion_mask[rows].sum())
+        totals["clip_fraction"] += stats["clip_fraction"].item()
+        totals["ratio_deviation"] = max(totals["ratio_deviation"], stats["ratio_deviation"].item())
+    if run.phase_step == 0:
+        deviation = totals["ratio_deviation"]
+        assert deviation < 0.02, f"sampler and trainer disagree: on the first step every ratio is 1, not off by {deviation}"
+    grad_norm = update(run)
+
+    finished = time.perf_counter()
+    metrics = totals | {
+        "mean_reward": float(rewards.nanmean()),
+        "mean_advantage": float(flat.mean()),
+        "std_advantage": float(flat.std()),
+        "tied_groups": float(is_tied(rewards).float().mean()),
+        "unscored": float(rewards.isnan().float().mean()),
+        "completion_tokens": num_tokens / num_rows,
+        "truncated": float((~rollout.finished).float().mean()),
+        "grad_norm": grad_norm,
+        "sampling_seconds": sampled - started,
+        "training_seconds": finished - sampled,
+        "step_seconds": finished - started,
+    } | {f"reward/{name}": float(points.nanmean()) for name, points in per_function.items()}
+    if not run.reference:
+        del metrics["kl"]
+    return metrics, completion_records(examples, rollout, rewards, per_function, advantages)
+
+
+def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:
+    """Make demonstrations likelier: REINFORCE with advantage 1 on completions that somebody else wrote."""
+    started = time.perf_counter()
+    batch = demonstrations(run, examples)
+    num_tokens = int(batch.completion_mask.sum())
+    total, entropy = 0.0, 0.0
+    rows = torch.arange(len(examples))
+    for part in micro_batches(batch, rows, run.config.training.max_tokens_per_forward):
+        new = completion_log_probs(run.model, batch, part)
+        mask = batch.completion_mask[part].to(run.device)
+        everyone = torch.ones(len(part), device=run.device)
+        loss, _ = policy_loss(new.logp, new.logp.detach(), everyone, mask, loss_type="reinforce", num_tokens=num_tokens)
+        loss.backward()
+        total += loss.item()
+        entropy += new.entropy.detach().sum().item() / num_tokens
+    grad_norm = update(run)
+    seconds = time.perf_counter() - started
+    metrics = {"loss": total, "entropy": entropy, "grad_norm": grad_norm, "completion_tokens": num_tokens / len(examples)}
+    return metrics | {"training_seconds": seconds, "step_seconds": seconds}, []
+
+
+def demonstrations(run: Run, examples: list[dict]) -> Rollout:
+    """Demonstrations in the shape of a rollout, with one completion a prompt."""
+    stops = stop_token_ids(run.model, run.tokenizer)
+    pad_id = run.tokenizer.pad_token_id
+    prompt_ids, prompt_mask = left_pad([encode_prompt(run.tokenizer, e["prompt"]) for e in examples], pad_id)
+    texts = [example["completion"] for example in examples]
+    ids = [encode_completion(run.tokenizer, e["prompt"], e["completion"], stops) for e in examples]
+    flipped, mask = left_pad([row[::-1] for row in ids], pad_id)
+    mask = mask.flip(1)
+    return Rollout(prompt_ids, prompt_mask, flipped.flip(1), mask, torch.zeros(mask.shape), mask.any(dim=1), texts)
+
+
+def update(run: Run) -> float:
+    """One optimiser step on the gradients that were added up. Returns their norm before clipping."""
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, run.config.training.max_grad_norm, error_if_nonfinite=True)
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+    return float(norm)
+
+
+# ---- the life of a run ---------------------------------------------------------------------------------------------
+
+
+def begin_phase(run: Run, phase: Phase) -> None:
+    """A new optimiser, schedule, data order and, where the KL term asks for one, reference; or the saved ones."""
+    training = run.config.training
+    run.batches = ShuffledBatches(run.train_set, training.batch_size, training.seed + run.phase)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=phase.learning_rate, weight_decay=training.weight_decay, fused=True)
+    warmup = math.ceil(training.warmup_ratio * phase.steps)
+    run.scheduler = get_scheduler(training.lr_schedule, run.optimizer, warmup, phase.steps)
+    saved, run.saved_state = run.saved_state, {}
+    if phase.name == "grpo" and run.config.grpo.kl_coef > 0 and run.reference is None:
+        run.reference = frozen_copy(run.model)
+    if saved.get("optimizer"):
+        run.optimizer.load_state_dict(saved["optimizer"])
+        run.scheduler.load_state_dict(saved["scheduler"])
+        run.batches.position = saved["position"]
+    elif phase.name == "grpo":
+        run.folder.say("the loss stays near 0 by construction (siblings' advantages cancel): watch reward and entropy")
+
+
+def save(run: Run) -> Path:
+    """Write a checkpoint; returns its folder."""
+    state = {"phase": run.phase, "phase_step": run.phase_step}
+    if run.optimizer:
+        state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict(), "position": run.batches.position}
+    keep = run.config.training.keep_checkpoints
+    return save_checkpoint(run.folder.path / "checkpoints", run.step, run.model, run.tokenizer, run.reference, state, keep)
+
+
+def set_up(config: Config) -> Run:
+    """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
+    device = best_device()
+    folder = RunFolder(config)
+    functions = load_reward_functions(config)
+    train_set, eval_set = load_data(config)
+    validate_demonstrations(config, train_set)
+    checkpoint = latest_checkpoint(folder.path / "checkpoints") if config.training.resume else None
+    model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
+    tokenizer = load_tokenizer(model_config)
+    if config.training.use_grpo:
+        validate_grpo_setup(config, tokenizer, train_set)
+    train_set, eval_set = (fit_prompts(part, tokenizer, config, folder.say) for part in (train_set, eval_set))
+
+    torch.manual_seed(config.training.seed)
+    model, tokenizer = load_policy(model_config)
+    run = Run(config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)))
+    folder.describe(model, device, run.phases, len(train_set), len(eval_set))
+    run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
+    if checkpoint:
+        state = load_state(checkpoint)
+        run.step, run.phase, run.phase_step, run.saved_state = state["step"], state["phase"], state["phase_step"], state
+        if (checkpoint / "reference").exists():
+            reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
+            run.reference = frozen_copy(reference.to(device))
+    return run
+
+
+def plan(config: Config, num_examples: int) -> list[Phase]:
+    """The phases of a run and their lengths in optimiser steps."""
+    training = config.training
+    limit = training.max_steps or math.inf
+    steps = int(min(limit, math.ceil(training.num_epochs * num_examples / training.batch_size)))
+    if not training.use_grpo:
+        return [Phase("supervised", supervised_training_step, steps, training.learning_rate)]
+    cold = int(min(limit, training.cold_start_steps))
+    grpo = Phase("grpo", grpo_training_step, steps, training.learning_rate)
+    return [Phase("cold_start", supervised_training_step, cold, training.cold_start_learning_rate), grpo] if cold else [grpo]
+
+
+def log_evaluation(run: Run, when: str) -> None:
+    """Measure the policy on the held-out problems, with the same random numbers every time."""
+    if not run.eval_set:
+        return
+    seed = run.config.training.seed << 32
+    result = evaluate(run.model, run.tokenizer, run.eval_set, run.config.grpo, seed=seed, reward_functions=run.reward_functions)
+    run.folder.log(run.step, "eval", result)
+    run.folder.say(f"held-out accuracy {when}: {accuracy_text(result)}")
+
+
+def log_step(run: Run, phase: Phase, metrics: dict, completions: list[dict]) -> None:
+    """Write down a step, show it, and now and then show a whole completion."""
+    metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "peak_memory_gb": peak_memory_gb(run.device)}
+    run.folder.log(run.step, phase.name, metrics)
+    run.folder.show_step(phase.name, run.phase_step, phase.steps, metrics)
+    run.folder.show_completions(run.step, completions, run.config)
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps happens now; never for 0."""
+    return every > 0 and step % every == 0
+
+
+def main(argv: list[str]) -> None:
+    """The command line. A user's mistake is one line and exit code 2."""
+    try:
+        config = parse_config(argv)
+        run = set_up(config)
+    except ValueError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if not config.training.check:
+        learn(run)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
