@@ -74,6 +74,7 @@ class DataConfig:
     eval_dataset: str = flag("", "held-out problems; empty: the test split, or for a file eval_limit problems set aside")
     limit: int = flag(0, "use at most so many training examples, from the start; 0: all")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: never evaluate")
+    bad_lines: Literal["error", "skip"] = flag("error", "what happens to lines of a .jsonl file that are not JSON")
     instruction: str = flag("", "text put before every prompt, such as how to form the answer")
     max_prompt_length: int = flag(512, "longest prompt in tokens")
     long_prompts: Literal["error", "truncate", "drop"] = flag("error", "what happens to longer ones; truncate cuts on the left")
@@ -159,6 +160,7 @@ class TrainingConfig:
     lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = flag("cosine", "what follows the warm-up")
     warmup_ratio: float = flag(0.1, "share of a phase's steps in which the learning rate rises from 0")
     weight_decay: float = flag(0.0, "of AdamW")
+    adam_beta2: float = flag(0.95, "of AdamW: gradients change fast here, and 0.999 remembers them for too long")
     max_grad_norm: float = flag(1.0, "longer gradients are cut to this length")
     max_tokens_per_forward: int = flag(8192, "lower it when memory runs out; the gradient stays the same")
     eval_steps: int = flag(50, "evaluate every so many steps, and before and after every phase")
@@ -175,6 +177,7 @@ class TrainingConfig:
         for name in ("learning_rate", "cold_start_learning_rate", "weight_decay", "max_steps", "cold_start_steps",
                      "eval_steps", "save_steps", "log_rollouts_every", "log_groups", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
+        require(0 <= self.adam_beta2 < 1, "adam_beta2", self.adam_beta2, "choose from [0, 1), such as 0.95 or 0.999")
         require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "a share of the steps, from 0 to 1")
         require(not self.resume or self.output_dir, "resume", self.resume, "needs --output_dir, the run to continue")
 

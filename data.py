@@ -10,6 +10,7 @@ Left out on purpose: streaming. A data set is a list in memory, or a memory-mapp
 import json
 import random
 import re
+import warnings
 from pathlib import Path
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -18,19 +19,22 @@ ANSWER_COLUMNS = ("answer", "solution", "target")
 COMPLETION_COLUMNS = ("completion", "response", "output")
 
 
-def load_examples(source: str, split: str = "train", *, limit: int | None = None, seed: int = 0) -> list[dict]:
+def load_examples(
+    source: str, split: str = "train", *, limit: int | None = None, seed: int = 0, bad_lines: str = "error"
+) -> list[dict]:
     """Read examples from the built-in `arithmetic`, a .jsonl, .json, .csv or .parquet file, or the Hugging Face hub.
 
-    source  "arithmetic"; a path; or a hub id such as "openai/gsm8k:main" (configuration after the colon)
-    split   "train" or "test"; a file is one split, whatever this says
-    limit   at most so many examples, from the start
-    seed    the order of the built-in problems; which of them are test problems never changes
-    raises  ValueError, one line that names the file and, where there is one, the line
+    source     "arithmetic"; a path; or a hub id such as "openai/gsm8k:main" (configuration after the colon)
+    split      "train" or "test"; a file is one split, whatever this says
+    limit      at most so many examples, from the start
+    seed       the order of the built-in problems; which of them are test problems never changes
+    bad_lines  a line of a .jsonl file that is not JSON: "error", or "skip" with a warning that counts them
+    raises     ValueError, one line that names the file and, where there is one, the line
     """
     if source == "arithmetic":
         return arithmetic(split, seed)[:limit]
     is_file = Path(source).suffix in READERS
-    rows = read_file(Path(source)) if is_file else read_hub(source, split)
+    rows = read_file(Path(source), bad_lines) if is_file else read_hub(source, split)
     if len(rows) == 0:
         raise ValueError(f"{source}: no examples in it")
     rows = rows[:limit] if isinstance(rows, list) else list(rows.select(range(min(limit or len(rows), len(rows)))))
@@ -64,7 +68,7 @@ def demonstration(reasoning: str, answer: str) -> str:
 # ---- files and hubs ------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path):
+def read_file(path: Path, bad_lines: str):
     """Rows of a data file, as a list or a datasets.Dataset."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -80,27 +84,44 @@ def read_file(path: Path):
         if not isinstance(content, list):
             raise ValueError(f'{path}: must hold a list of examples, or {{"prompts": [...]}}')
         return [row if isinstance(row, dict) else {"prompt": row} for row in content]
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(path.open(encoding="utf-8"), start=1):     # datasets would not say which line
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except ValueError as error:
-                raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f'{path}: line {number} is not an object such as {{"prompt": "...", "answer": "..."}}')
-    import datasets                                       # slow to import, and not needed for the built-in problems
+
+    import datasets  # slow to import, and not needed for the built-in problems
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)                    # what goes wrong is said here, in one line
     try:
         return datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
+        if path.suffix == ".jsonl":
+            return read_lines(path, bad_lines)
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
 
 
+def read_lines(path: Path, bad_lines: str) -> list[dict]:
+    """The objects of a .jsonl file that `datasets` does not take whole: it would not say which line is to blame."""
+    rows, bad = [], []
+    for number, line in enumerate(path.open(encoding="utf-8", errors="replace"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row, problem = json.loads(line), 'not an object such as {"prompt": "...", "answer": "..."}'
+        except ValueError as error:
+            row, problem = None, f"not JSON: {error}"
+        if isinstance(row, dict):
+            rows.append(row)
+            continue
+        if bad_lines == "error":
+            raise ValueError(f"{path}: line {number} is {problem}; mend it, or pass --bad_lines skip")
+        bad.append(number)
+    if bad:
+        warnings.warn(f"{path}: left out {len(bad)} of {len(rows) + len(bad)} lines that are not JSON objects: {bad[:5]}", stacklevel=2)
+    return rows
+
+
 def read_hub(source: str, split: str):
     """One split of a data set on the hub, or of a folder that `datasets` understands."""
-    import datasets
+    import datasets  # slow to import
 
     name, _, configuration = source.partition(":")
     try:

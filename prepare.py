@@ -29,18 +29,19 @@ def load_reward_functions(config: Config) -> list[Callable]:
 
 def load_data(config: Config) -> tuple[list[dict], list[dict]]:
     """(training examples, held-out examples), which never overlap."""
-    data, seed = config.data, config.training.seed
-    train = load_examples(data.dataset, "train", limit=data.limit or None, seed=seed)
+    data = config.data
+    options = dict(seed=config.training.seed, bad_lines=data.bad_lines)
+    train = load_examples(data.dataset, "train", limit=data.limit or None, **options)
     if data.eval_limit == 0:
         held_out = []
     elif data.eval_dataset:
-        held_out = load_examples(data.eval_dataset, "test", limit=data.eval_limit, seed=seed)
+        held_out = load_examples(data.eval_dataset, "test", limit=data.eval_limit, **options)
     elif Path(data.dataset).suffix in READERS:                                   # one file: set some of it aside
-        order = random.Random(seed).sample(train, len(train))
+        order = random.Random(config.training.seed).sample(train, len(train))
         count = min(data.eval_limit, len(train) // 5)
         train, held_out = order[count:], order[:count]
     else:
-        held_out = load_examples(data.dataset, "test", limit=data.eval_limit, seed=seed)
+        held_out = load_examples(data.dataset, "test", limit=data.eval_limit, **options)
     return [with_instruction(e, data.instruction) for e in train], [with_instruction(e, data.instruction) for e in held_out]
 
 

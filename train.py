@@ -228,7 +228,10 @@ def begin_phase(run: Run, phase: Phase) -> None:
     """A new optimiser, schedule, data order and, where the KL term asks for one, reference; or the saved ones."""
     training = run.config.training
     run.batches = ShuffledBatches(run.train_set, training.batch_size, training.seed + run.phase)
-    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=phase.learning_rate, weight_decay=training.weight_decay, fused=True)
+    run.optimizer = torch.optim.AdamW(
+        run.model.parameters(), lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay,
+        fused=True,
+    )
     warmup = math.ceil(training.warmup_ratio * phase.steps)
     run.scheduler = get_scheduler(training.lr_schedule, run.optimizer, warmup, phase.steps)
     saved, run.saved_state = run.saved_state, {}

@@ -1,0 +1,359 @@
+"""
+The algorithm's executable specification: formulas against loops over lists, identities, and gradients.
+
+Every expected value is computed some other way than in grpo.py: with Python floats, by enumeration, or by a law.
+"""
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+
+from grpo import (
+    BASELINES, KL_ESTIMATORS, LOSS_TYPES, SCALES, compute_group_advantages, generalized_advantage_estimation, is_tied,
+    kl_penalty, policy_loss, value_loss,
+)
+
+CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
+
+
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
+
+
+# ---- advantages ----------------------------------------------------------------------------------------------------
+
+
+def advantages_by_hand(rewards, baseline, scale, epsilon):
+    """The formula again from lists and the statistics module, so a misunderstanding of torch cannot hide in both."""
+    everything = [r for row in rewards for r in row if r is not None]
+    result = []
+    for row in rewards:
+        scored = [r for r in row if r is not None]
+        tied = len(scored) < 2 or max(scored) == min(scored)
+        out = []
+        for i, r in enumerate(row):
+            if r is None or tied:
+                out.append(0.0)
+                continue
+            siblings = [other for j, other in enumerate(row) if other is not None and j != i]
+            base = {
+                "group_mean": lambda s=scored: statistics.fmean(s),
+                "group_median": lambda s=scored: statistics.median(s),
+                "global_mean": lambda: statistics.fmean(everything),
+                "leave_one_out": lambda s=siblings: statistics.fmean(s),
+            }[baseline]()
+            spread = {
+                "group": lambda s=scored: statistics.stdev(s) + epsilon,
+                "batch": lambda: statistics.stdev(everything) + epsilon,
+                "none": lambda: 1.0,
+            }[scale]()
+            out.append((r - base) / spread)
+        result.append(out)
+    return result
+
+
+REWARDS = [
+    [0.0, 1.0, 0.25, 0.5],
+    [1.3, 0.2, None, -0.7],
+    [0.7, 0.7, 0.7, 0.7],
+    [2.0, None, None, None],
+    [5.0, 5.0, -1.0, 5.0],
+]
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_advantages_equal_the_formula_by_hand(baseline, scale):
+    rewards = torch.tensor([[math.nan if r is None else r for r in row] for row in REWARDS], dtype=torch.float64)
+    actual = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=0.01)
+    close(actual, advantages_by_hand(REWARDS, baseline, scale, 0.01))
+
+
+@pytest.mark.parametrize("reward", [0.7, 0.1, 1.3, -0.9, 1e6 / 3])
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 64])
+def test_a_tied_group_has_exactly_zero_advantage(reward, size):
+    for baseline, scale in itertools.product(BASELINES, SCALES):
+        rewards = torch.tensor([[reward] * size, [0.0] * (size - 1) + [1.0]])
+        advantages = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=1e-8)
+        assert (advantages[0] == 0).all(), f"{baseline} {scale} {advantages[0]}"
+        assert (advantages[1] != 0).any()
+
+
+def test_ties_are_judged_relative_to_the_size_of_the_rewards():
+    rewards = torch.tensor([[1000.0, 1000.0005], [1000.0, 1000.1], [0.0, 1e-5], [0.0, 5e-7]], dtype=torch.float64)
+    assert is_tied(rewards)[:, 0].tolist() == [True, False, False, True]
+
+
+def test_siblings_advantages_add_up_to_zero_and_do_not_depend_on_shift_and_scale():
+    rewards = torch.rand(50, 6, dtype=torch.float64)
+    advantages = compute_group_advantages(rewards, epsilon=0.0)
+    close(advantages.sum(dim=1), torch.zeros(50), 1e-9)
+    close(compute_group_advantages(rewards * 7 - 3, epsilon=0.0), advantages, 1e-9)
+    order = torch.randperm(6)
+    close(compute_group_advantages(rewards[:, order], epsilon=0.0), advantages[:, order], 1e-9)
+
+
+def test_a_group_of_two_scores_plus_and_minus_one_over_root_two():
+    close(compute_group_advantages(torch.tensor([[0.0, 1.0]], dtype=torch.float64)), [[-(0.5**0.5), 0.5**0.5]], 1e-7)
+
+
+def test_baselines_differ_in_the_result():
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
+    results = [compute_group_advantages(rewards, baseline=baseline) for baseline in BASELINES]
+    for left, right in itertools.combinations(results, 2):
+        assert not torch.allclose(left, right)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (2, 2, 2)])
+def test_rewards_without_siblings_are_refused(shape):
+    with pytest.raises(ValueError, match="group"):
+        compute_group_advantages(torch.zeros(shape))
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+
+def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=False):
+    """logp, old_logp, advantages, mask in float64, off policy, with ragged rows, one hole and garbage in the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    logp = -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    old_logp = logp + 0.4 * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(rows, width if token_level else 1, generator=generator, dtype=torch.float64)
+    lengths = torch.tensor([width, 1, 4, 2])[:rows]
+    mask = torch.arange(width) < lengths[:, None]
+    mask[2, 1] = False
+    return logp.requires_grad_(), old_logp.masked_fill(~mask, masked_value), advantages, mask
+
+
+def loss_by_hand(logp, old_logp, advantages, mask, loss_type, num_tokens, num_sequences):
+    """A loop over tokens with Python floats."""
+    total = 0.0
+    for i in range(len(mask)):
+        tokens = [t for t in range(len(mask[i])) if mask[i][t]]
+        mean_log_ratio = sum(logp[i][t] - old_logp[i][t] for t in tokens) / len(tokens)
+        for t in tokens:
+            a = advantages[i][t if len(advantages[i]) > 1 else 0]
+            ratio = math.exp(mean_log_ratio if loss_type == "gspo" else logp[i][t] - old_logp[i][t])
+            if loss_type == "reinforce":
+                gain = a * logp[i][t]
+            elif loss_type == "cispo":
+                gain = min(FROZEN_RATIO[i][t], 1 + CLIP_HIGH) * a * logp[i][t]
+            else:
+                gain = min(ratio * a, max(1 - CLIP_LOW, min(1 + CLIP_HIGH, ratio)) * a)
+            total -= gain / {
+                "dapo": num_tokens, "cispo": num_tokens, "reinforce": num_tokens,
+                "grpo": len(tokens) * num_sequences, "gspo": len(tokens) * num_sequences,
+                "dr_grpo": num_sequences * MAX_TOKENS,
+            }[loss_type]
+    return total
+
+
+FROZEN_RATIO = []               # cispo's weight has no gradient: finite differences must not see it move
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_and_gradient_equal_a_loop_over_tokens(loss_type, token_level):
+    logp, old_logp, advantages, mask = toy_batch(token_level=token_level)
+    num_tokens, num_sequences = 17, 9                     # of the whole step, of which this is a part
+    loss, _ = policy_loss(
+        logp, old_logp, advantages, mask, loss_type=loss_type, num_tokens=num_tokens, num_sequences=num_sequences,
+        max_tokens=MAX_TOKENS, clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
+    )
+    loss.backward()
+    rest = old_logp.tolist(), advantages.tolist(), mask.tolist(), loss_type, num_tokens, num_sequences
+    FROZEN_RATIO[:] = (logp - old_logp).exp().tolist()
+    values = logp.tolist()
+    close(loss, loss_by_hand(values, *rest))
+    for i, t in itertools.product(range(mask.shape[0]), range(mask.shape[1])):
+        up, down = [row[:] for row in values], [row[:] for row in values]
+        up[i][t], down[i][t] = values[i][t] + 1e-6, values[i][t] - 1e-6
+        slope = (loss_by_hand(up, *rest) - loss_by_hand(down, *rest)) / 2e-6
+        close(logp.grad[i, t], slope, 1e-8)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
+    logp, old_logp, advantages, mask = toy_batch(seed=1)
+    counts = dict(num_tokens=int(mask.sum()), num_sequences=4, max_tokens=MAX_TOKENS)
+    policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, **counts)[0].backward()
+    whole, logp.grad = logp.grad, None
+    for rows in torch.tensor([0]), torch.tensor([3, 1, 2]):
+        part = policy_loss(logp[rows], old_logp[rows], advantages[rows], mask[rows], loss_type=loss_type, **counts)
+        part[0].backward()
+    close(logp.grad, whole, 1e-12)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_stands_in_the_padding_changes_nothing(loss_type, garbage):
+    logp, old_logp, advantages, mask = toy_batch(seed=2, masked_value=0.0)
+    counts = dict(loss_type=loss_type, num_tokens=int(mask.sum()), num_sequences=4, max_tokens=MAX_TOKENS)
+    clean = policy_loss(logp, old_logp, advantages, mask, **counts)
+    dirty = policy_loss(logp, old_logp.masked_fill(~mask, garbage), advantages, mask, **counts)
+    clean[0].backward()
+    expected, logp.grad = logp.grad, None
+    dirty[0].backward()
+    assert torch.equal(clean[0], dirty[0]) and torch.equal(logp.grad, expected)
+    assert clean[1] == dirty[1]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "reinforce"])
+def test_on_the_first_step_the_gradient_is_reinforce(loss_type):
+    logp, _, advantages, mask = toy_batch()
+    loss, stats = policy_loss(logp, logp.detach(), advantages, mask, loss_type=loss_type, num_tokens=int(mask.sum()))
+    loss.backward()
+    close(logp.grad, -advantages * mask / mask.sum(), 1e-12)
+    assert stats["clip_fraction"] == 0 and stats["ratio_deviation"] == 0
+
+
+def test_the_clip_stops_tokens_that_left_the_trust_region_in_the_direction_of_their_advantage():
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
+    logp, mask = ratio.log().requires_grad_(), torch.ones(1, 5, dtype=torch.bool)
+    loss, stats = policy_loss(logp, torch.zeros_like(logp), advantages, mask, num_tokens=5)
+    loss.backward()
+    assert (logp.grad[0] == 0).tolist() == [True, False, False, True, False]
+    close(stats["clip_fraction"], 2 / 5, 1e-7)
+    close(stats["ratio_deviation"], 0.5)
+
+
+def test_a_fully_masked_micro_batch_has_a_loss_of_zero_that_can_be_differentiated():
+    logp, old_logp, advantages, mask = toy_batch()
+    for loss_type in LOSS_TYPES:
+        loss, _ = policy_loss(logp, old_logp, advantages, torch.zeros_like(mask), loss_type=loss_type,
+                              num_tokens=5, num_sequences=2, max_tokens=3)
+        loss.backward()
+        assert loss == 0 and (logp.grad == 0).all()
+
+
+def test_missing_denominators_are_named():
+    logp, old_logp, advantages, mask = toy_batch()
+    with pytest.raises(ValueError, match="num_sequences"):
+        policy_loss(logp, old_logp, advantages, mask, loss_type="grpo", num_tokens=3)
+    with pytest.raises(ValueError, match="max_tokens"):
+        policy_loss(logp, old_logp, advantages, mask, loss_type="dr_grpo", num_tokens=3, num_sequences=3)
+    with pytest.raises(ValueError, match="loss_type"):
+        policy_loss(logp, old_logp, advantages, mask, loss_type="ppo", num_tokens=3)
+
+
+# ---- KL ------------------------------------------------------------------------------------------------------------
+
+
+def expectation(estimator, corrected):
+    """E[penalty] and its gradient for a policy over six symbols, by enumeration: every symbol, weighted by its probability."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    ref_logp = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    probs = logp.exp().detach()                           # how often each symbol is sampled; sampling has no gradient
+    ratio = (logp - logp.detach()).exp() if corrected else None
+    penalty = (probs * kl_penalty(logp, ref_logp, estimator=estimator, ratio=ratio)).sum()
+    (gradient,) = torch.autograd.grad(penalty, logits, retain_graph=True)
+    forward = (logits.softmax(0) * (logits.log_softmax(0) - ref_logp)).sum()     # KL(policy || reference)
+    backward = (ref_logp.exp() * (ref_logp - logits.log_softmax(0))).sum()       # KL(reference || policy)
+    return penalty, gradient, forward, *(torch.autograd.grad(kl, logits, retain_graph=True)[0] for kl in (forward, backward))
+
+
+@pytest.mark.parametrize(
+    "estimator,corrected,unbiased,gradient_of",
+    [
+        ("k1", False, True, "nothing"),
+        ("k2", False, False, "KL(policy || reference)"),
+        ("k3", False, True, "KL(reference || policy)"),
+        ("k1", True, True, "KL(policy || reference)"),
+        ("k3", True, True, "KL(policy || reference)"),
+        ("k2", True, False, "neither"),
+    ],
+)
+def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, unbiased, gradient_of):
+    penalty, gradient, kl, forward, backward = expectation(estimator, corrected)
+    assert (abs(penalty - kl) < 1e-12) == unbiased
+    matches = {
+        "nothing": torch.zeros(6, dtype=torch.float64),
+        "KL(policy || reference)": forward,
+        "KL(reference || policy)": backward,
+    }
+    for name, expected in matches.items():
+        assert torch.allclose(gradient, expected, atol=1e-12) == (name == gradient_of), name
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_values_by_hand(estimator):
+    for logp, ref_logp in [(-1.0, -1.0), (-0.5, -2.0), (-3.0, -0.25)]:
+        x = ref_logp - logp
+        expected = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[estimator]
+        actual = kl_penalty(torch.tensor([[logp]]).double(), torch.tensor([[ref_logp]]).double(), estimator=estimator)
+        close(actual, [[expected]], 1e-12)
+    with pytest.raises(ValueError, match="estimator"):
+        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), estimator="k4")
+
+
+# ---- value function ------------------------------------------------------------------------------------------------
+
+
+def gae_by_hand(rewards, values, mask, gamma, lam):
+    advantages = [[0.0] * len(row) for row in rewards]
+    for i, row in enumerate(rewards):
+        chosen = [t for t in range(len(row)) if mask[i][t]]
+        deltas = [
+            row[t] + (gamma * values[i][after] if after is not None else 0.0) - values[i][t]
+            for t, after in zip(chosen, [*chosen[1:], None])
+        ]
+        for n, t in enumerate(chosen):                    # the sum of eq. 16, not the recursion
+            advantages[i][t] = sum((gamma * lam) ** m * delta for m, delta in enumerate(deltas[n:]))
+    return advantages
+
+
+@pytest.mark.parametrize("gamma,lam", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0)])
+def test_gae_equals_its_sum_and_steps_over_tokens_of_others(gamma, lam):
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 3, 7, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
+    advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=gamma, lam=lam)
+    close(advantages, gae_by_hand(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam), 1e-12)
+    close(returns, (advantages + values) * mask, 1e-12)
+
+
+def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_error():
+    torch.manual_seed(1)
+    rewards, values = torch.randn(2, 2, 5, dtype=torch.float64)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    close(generalized_advantage_estimation(rewards, values, mask, gamma=1.0, lam=1.0)[0], to_go - values, 1e-12)
+    following = torch.cat([values[:, 1:], torch.zeros(2, 1)], dim=1)
+    td_error = rewards + 0.9 * following - values
+    close(generalized_advantage_estimation(rewards, values, mask, gamma=0.9, lam=0.0)[0], td_error, 1e-12)
+
+
+def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
+    values = torch.tensor([[1.0, 0.1, 3.0]], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.tensor([[0.0, 0.0, 0.0]]).double(), torch.tensor([[2.0, 1.0, 9.0]]).double()
+    mask = torch.tensor([[True, True, False]])
+    loss = value_loss(values, old, returns, mask, num_tokens=4, clip=0.2)
+    close(loss, 0.5 * (max((1 - 2) ** 2, (0.2 - 2) ** 2) + (0.1 - 1) ** 2) / 4, 1e-12)
+    loss.backward()
+    close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0]], 1e-12)
+
+
+# ---- and it learns -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_bandit_with_one_right_token_is_solved_in_fifty_steps(loss_type):
+    torch.manual_seed(0)
+    logits = torch.zeros(10, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.3)
+    for _ in range(50):
+        tokens = torch.multinomial(logits.softmax(0).detach(), 32, replacement=True).view(32, 1)
+        advantages = compute_group_advantages((tokens == 7).float().view(4, 8)).view(-1)
+        logp = logits.log_softmax(0)[tokens]
+        loss, _ = policy_loss(logp, logp.detach(), advantages, torch.ones_like(tokens).bool(), loss_type=loss_type,
+                              num_tokens=32, num_sequences=32, max_tokens=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert logits.softmax(0)[7] > 0.9

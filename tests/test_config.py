@@ -1,0 +1,125 @@
+"""Settings: where they come from, which wins, and that every mistake is one line with exit code 2 before a model is loaded."""
+
+import json
+import re
+
+import pytest
+
+import model
+import train
+from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig, parse_config
+
+
+def test_the_defaults_that_others_rely_on():
+    grpo = GRPOConfig()
+    expected = dict(
+        num_completions_per_prompt=4, generation_max_length=256, generation_temperature=0.8, generation_top_p=0.9,
+        generation_top_k=50, normalize_advantages=True, advantage_epsilon=1e-8, use_kl_penalty=True, kl_penalty_coef=0.01,
+    )
+    assert {name: getattr(grpo, name) for name in expected} == expected
+
+
+def test_profile_then_file_then_flags(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"use_grpo": True, "batch_size": 7, "seed": 5, "reward_functions": ["correctness"]}))
+    config = parse_config([str(file), "--seed", "6"])
+    assert config.training.profile == "demo" and config.grpo.generation_max_length == PROFILES["demo"]["generation_max_length"]
+    assert (config.training.batch_size, config.training.seed) == (7, 6) and config.grpo.reward_functions == ["correctness"]
+    assert parse_config(["--use_grpo", "--profile", "balanced"]).grpo.num_completions_per_prompt == 16
+    assert parse_config(["--use_grpo", "--model_path", "some/model"]).grpo == GRPOConfig(), "no profile for a real model"
+
+
+def test_a_run_can_be_repeated_from_its_config_json(tmp_path):
+    config = parse_config(["--use_grpo", "--reward_functions", "correctness", "check_numbers", "--no_use_kl_penalty"])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.as_dict()))
+    assert parse_config([str(file)]) == config
+
+
+def test_weights_go_with_functions():
+    assert GRPOConfig().weights == [1.0, 0.2, 0.1]
+    assert GRPOConfig(reward_functions=["correctness", "check_numbers"]).weights == [1.0, 1.0]
+    assert GRPOConfig(reward_functions=["correctness"], reward_weights=[0.5]).weights == [0.5]
+    assert GRPOConfig(use_kl_penalty=False).kl_coef == 0 and GRPOConfig().kl_coef == 0.01
+
+
+def data_file(folder, name, text):
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+MISTAKES = {
+    "group of one": (["--num_completions_per_prompt", "1"], "--num_completions_per_prompt=1: .*at least 2"),
+    "unknown flag": (["--learning_rat", "1"], "--learning_rat: unknown flag; did you mean --learning_rate"),
+    "stray word": (["--seed", "1", "2"], "2: unknown flag"),
+    "not a number": (["--seed", "x"], "--seed.*'x'"),
+    "unknown profile": (["--profile", "dmeo"], "--profile=dmeo: choose one of demo"),
+    "unknown loss": (["--loss_type", "ppo"], "--loss_type.*'ppo'.*dapo"),
+    "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: siblings would all be equal"),
+    "top-p": (["--generation_top_p", "1.5"], "--generation_top_p=1.5"),
+    "weights": (["--reward_weights", "1", "2"], "--reward_weights.*2 weights for 3 reward functions"),
+    "unknown reward": (["--reward_functions", "corectness"], "--reward_functions corectness: unknown.*correctness"),
+    "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
+    "missing column": (["--reward_functions", "{tmp}/needs.py:f"], "needs the column tests"),
+    "missing data": (["--dataset", "{tmp}/none.jsonl"], "none.jsonl: no such file"),
+    "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
+    "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*--bad_lines skip"),
+    "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
+    "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"], "--cold_start_steps=5 needs demonstrations"),
+    "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
+    "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* prompts are longer.*raise it to 8.*--long_prompts"),
+    "no such model": (["--model_path", "{tmp}/none"], "--model_path=.*none: no such folder"),
+    "no weights": (["--model_path", "{tmp}/no_weights"], "no_weights: the folder has no weights"),
+    "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: the folder has no a? ?tokenizer"),
+    "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
+    "nothing to resume": (["--output_dir", "{tmp}/empty", "--resume"], "empty.*config.json"),
+    "resume what": (["--resume"], "--resume=True: needs --output_dir"),
+    "negative": (["--max_steps", "-1"], "--max_steps=-1: cannot be negative"),
+    "settings file": (["{tmp}/no.json"], "no.json: not a readable JSON file"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_with_exit_code_2_before_any_model_and_overwrites_nothing(mistake, tmp_path, capsys, monkeypatch):
+    data_file(tmp_path, "broken.py", "def f(:\n")
+    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns):\n    return [0.0] * len(completions)\n")
+    data_file(tmp_path, "empty.jsonl", "")
+    data_file(tmp_path, "bad.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
+    data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
+    data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
+    for folder, files in {"used": ["config.json"], "no_weights": ["config.json"], "no_tokenizer": ["config.json", "model.safetensors"]}.items():
+        (tmp_path / folder).mkdir()
+        for name in files:
+            data_file(tmp_path, f"{folder}/{name}", '{"model_type": "llama"}')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+
+    flags, message = MISTAKES[mistake]
+    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
+    output = [] if "--output_dir" in flags or mistake == "resume what" else ["--output_dir", str(tmp_path / "out")]
+    argv = [*flags, "--use_grpo", *output]
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert len(printed.err.strip().splitlines()) == 1, printed.err
+    assert re.search(message, printed.err), printed.err
+    assert printed.err.startswith("train.py: error: ")
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "__pycache__" not in str(path)}
+    assert after == before
+
+
+def test_the_five_names_import_from_train():
+    config = train.Config(model=train.ModelConfig(), data=train.DataConfig(), grpo=train.GRPOConfig(), training=train.TrainingConfig())
+    assert config == Config() and isinstance(config.model, ModelConfig) and isinstance(config.training, TrainingConfig)
+    assert model.load_policy is train.load_policy
+
+
+def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
+    config = Config()
+    train.validate_grpo_setup(config, tokenizer, [{"prompt": "p", "answer": "1"}])
+    for bad in (None, [{"prompt": "p", "answer": "1"}]), (tokenizer, []), (tokenizer, [{"answer": "1"}]):
+        with pytest.raises(ValueError):
+            train.validate_grpo_setup(config, *bad)
+    with pytest.raises(ValueError, match="at least 2"):
+        GRPOConfig(num_completions_per_prompt=1)
