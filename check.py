@@ -89,8 +89,8 @@ def check_head(model, rollout: Rollout) -> Finding:
 def check_sampler(model, rollout: Rollout, config) -> Finding:
     """The log-probability a token was drawn with against the one that training computes."""
     trained = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp.cpu()
-    return agreement("sampler", "sampler and trainer", rollout.sampling_logp, trained,
-                     "first-step ratios would not be 1: try --attn_implementation eager, or --generation_top_p 1 --generation_top_k 0")
+    fix = "ratios would not start at 1: try --attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"
+    return agreement("sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def check_packing(model, rollout: Rollout, config) -> Finding:
     try:
         packed = completion_log_probs(model, rollout, **config.policy, shared_prompt=True).logp
     except Exception as error:
-        return Finding("packing", None, f"off: the model does not take packed groups ({type(error).__name__}); plain rows instead")
+        return Finding("packing", None, f"off: the model takes no packed groups ({type(error).__name__}); plain rows instead")
     rows = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp
     finding = agreement("packing", "packed and plain rows", packed, rows, "")
     return finding if finding.ok else replace(finding, ok=None, found=f"off: {finding.found}; plain rows instead")
@@ -127,7 +127,8 @@ def check_rewards(example: dict, config, reward_functions: list) -> list[Finding
         f"{name_of(f)} {', '.join(f'{p:g}' for p in per_function[name_of(f)][0].tolist())}" for f in reward_functions
     )
     found = ", ".join(f"{name} {value:.2f}" for name, value in points.items()) + f" points ({by_function})"
-    findings = [Finding("rewards", not total.isnan().all(), found, "no reward function can score this data: does it have answers?")]
+    scored = not total.isnan().all()
+    findings = [Finding("rewards", scored, found, "no reward function can score this data: does it have answers?")]
     if gold and points["gold"] <= max(points["empty"], points["wrong"]):
         findings.append(Finding("rewards", None, "the gold completion does not earn most: is that what you want?"))
     return findings

@@ -24,13 +24,14 @@ DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_
 # --use_grpo is not given either. The other three are from cautious to bold.
 PROFILES: dict[str, dict[str, Any]] = {
     "demo": dict(
-        num_completions_per_prompt=8, generation_max_length=32, generation_temperature=1.0, generation_top_k=0,
-        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=150, cold_start_learning_rate=1e-3, limit=6400,
-        batch_size=32, num_epochs=1, learning_rate=3e-4, warmup_ratio=0.1, eval_steps=25, save_steps=100,
+        num_completions_per_prompt=8, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.3,
+        cold_start_learning_rate=2e-3, limit=6400, batch_size=32, num_epochs=1, learning_rate=4e-4, warmup_ratio=0.1,
+        eval_steps=10, save_steps=100,
     ),
     "demo_supervised": dict(
-        generation_max_length=32, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
-        batch_size=32, learning_rate=1e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
+        generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
+        batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
     ),
     "conservative": dict(
         num_completions_per_prompt=32, batch_size=8, learning_rate=1e-6, max_grad_norm=0.5, warmup_ratio=0.2, eval_steps=25,
@@ -109,9 +110,9 @@ class GRPOConfig:
     def __post_init__(self):
         size = self.num_completions_per_prompt
         require(size >= 2, "num_completions_per_prompt", size, "GRPO compares siblings, so it needs at least 2")
-        require(self.generation_max_length >= 1, "generation_max_length", self.generation_max_length, "needs at least one token")
+        require(self.generation_max_length >= 1, "generation_max_length", self.generation_max_length, "at least one token")
         require(self.generation_temperature >= 0, "generation_temperature", self.generation_temperature, "cannot be negative")
-        require(0 < self.generation_top_p <= 1, "generation_top_p", self.generation_top_p, "a probability in (0, 1]; 1 keeps all")
+        require(0 < self.generation_top_p <= 1, "generation_top_p", self.generation_top_p, "choose from (0, 1]; 1 keeps all")
         require(self.generation_top_k >= 0, "generation_top_k", self.generation_top_k, "a number of tokens, or 0 for all")
         require(self.advantage_epsilon >= 0, "advantage_epsilon", self.advantage_epsilon, "cannot be negative")
         require(self.kl_penalty_coef >= 0, "kl_penalty_coef", self.kl_penalty_coef, "cannot be negative; 0 switches it off")
@@ -155,10 +156,11 @@ class TrainingConfig:
     max_steps: int = flag(0, "end a phase after so many optimiser steps; 0: when its epochs are over")
     batch_size: int = flag(4, "prompts (or demonstrations) per optimiser step")
     cold_start_steps: int = flag(0, "supervised steps before GRPO, on the demonstrations of the data set")
-    cold_start_learning_rate: float = flag(5e-5, "peak learning rate of those")
+    cold_start_accuracy: float = flag(1.0, "end the cold start early, at the first evaluation with this held-out accuracy")
+    cold_start_learning_rate: float = flag(5e-5, "peak learning rate of the cold start")
     learning_rate: float = flag(5e-6, "peak learning rate")
-    lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = flag("cosine", "what follows the warm-up")
-    warmup_ratio: float = flag(0.1, "share of a phase's steps in which the learning rate rises from 0")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag("cosine", "what follows the warm-up")
+    warmup_ratio: float = flag(0.1, "share of a phase's steps in which the learning rate rises")
     weight_decay: float = flag(0.0, "of AdamW")
     adam_beta2: float = flag(0.95, "of AdamW: gradients change fast here, and 0.999 remembers them for too long")
     max_grad_norm: float = flag(1.0, "longer gradients are cut to this length")

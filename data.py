@@ -54,10 +54,10 @@ def arithmetic(split: str, seed: int) -> list[dict]:
 
 
 def column_sums(a: int, b: int) -> str:
-    """Addition as it is done on paper: 47+85 is "7+5=12 4+8+1=13"."""
-    ones = a % 10 + b % 10
-    carry = f"+{ones // 10}" if ones > 9 else ""
-    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}{carry}={a // 10 + b // 10 + ones // 10}"
+    """Addition as it is done on paper: 47+85 is "7+5=12 4+8=12 12+1=13", from which 132 can be read off."""
+    ones, tens = a % 10 + b % 10, a // 10 + b // 10
+    carry = f" {tens}+1={tens + 1}" if ones > 9 else ""
+    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
 
 
 def demonstration(reasoning: str, answer: str) -> str:
@@ -115,22 +115,24 @@ def read_lines(path: Path, bad_lines: str) -> list[dict]:
             raise ValueError(f"{path}: line {number} is {problem}; mend it, or pass --bad_lines skip")
         bad.append(number)
     if bad:
-        warnings.warn(f"{path}: left out {len(bad)} of {len(rows) + len(bad)} lines that are not JSON objects: {bad[:5]}", stacklevel=2)
+        total = len(rows) + len(bad)
+        warnings.warn(f"{path}: left out {len(bad)} of {total} lines that are not JSON objects: {bad[:5]}", stacklevel=2)
     return rows
 
 
 def read_hub(source: str, split: str):
     """One split of a data set on the hub, or of a folder that `datasets` understands."""
+    name, _, configuration = source.partition(":")
+    kinds = f"not `arithmetic` and not a file ending in {', '.join(READERS)}"
+    if "/" not in name:
+        raise ValueError(f"{source}: {kinds}; ids on the hub look like openai/gsm8k")
     import datasets  # slow to import
 
-    name, _, configuration = source.partition(":")
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{source}: not `arithmetic`, not a file ending in {', '.join(READERS)}, and the hub answers: {reason}"
-        ) from None
+        raise ValueError(f"{source}: {kinds}, and the hub answers: {reason}") from None
 
 
 def as_example(row: dict, where: str) -> dict:

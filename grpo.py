@@ -1,5 +1,6 @@
 """
-The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices, so any function can be copied out.
+The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Every function stands alone: copied out
+together with `import torch` and `from torch import Tensor`, it works.
 
 Reading order: compute_group_advantages (who did better than their siblings), policy_loss (push towards them, carefully),
 kl_penalty (but stay near the reference); then value_loss and generalized_advantage_estimation, for training with a critic.
@@ -20,19 +21,6 @@ LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "reinforce")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-def is_tied(rewards: Tensor) -> Tensor:
-    """Groups whose rewards are all equal: max - min <= 1e-6 * max(1, |max|). NaN (not scored) takes no part.
-
-    rewards  (P, G) points
-    returns  (P, 1) bool; also True where fewer than two completions of a group were scored
-    """
-    scored = ~rewards.isnan()
-    highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
-    lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
-    equal = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)
-    return equal | (scored.sum(dim=1, keepdim=True) < 2)
-
-
 def compute_group_advantages(
     rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8
 ) -> Tensor:
@@ -48,7 +36,8 @@ def compute_group_advantages(
 
     rewards  (P, G) points; NaN where a completion could not be scored: it takes no part in b or s and gets 0
     returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or in points with scale="none".
-             A tied group (is_tied) comes back as exact zeros. Under group_mean and leave_one_out rows sum to 0.
+             A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with fewer
+             than two scored completions. Under group_mean and leave_one_out rows sum to 0.
 
     std divides by n - 1 (torch's default): a group of two scores about +0.71 and -0.71. The result is not centred
     again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none": Dr. GRPO,
@@ -59,29 +48,29 @@ def compute_group_advantages(
             f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}: "
             "a lone completion has no siblings. For a flat list: rewards.view(-1, group_size)."
         )
-    if baseline not in BASELINES or scale not in SCALES:
-        raise ValueError(f"{baseline=} must be one of {BASELINES} and {scale=} one of {SCALES}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     scored = ~rewards.isnan()                                                    # (P, G)
     count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
     mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)
-    if baseline == "group_median":
-        base = rewards.nanquantile(0.5, dim=1, keepdim=True)                     # halfway between the two middle ones
-    elif baseline == "global_mean":
-        base = rewards.nanmean()
-    elif baseline == "leave_one_out":
-        base = (mean * count - rewards) / (count - 1)                            # (P, G)
-    else:
-        base = mean
-    if scale == "group":
-        spread = ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon
-    elif scale == "batch":
-        spread = rewards[scored].std() + epsilon
-    else:
-        spread = 1.0
+    baselines = {
+        "group_mean": lambda: mean,
+        "group_median": lambda: rewards.nanquantile(0.5, dim=1, keepdim=True),   # halfway between the two middle ones
+        "global_mean": lambda: rewards.nanmean(),
+        "leave_one_out": lambda: (mean * count - rewards) / (count - 1),         # (P, G)
+    }
+    scales = {
+        "group": lambda: ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
+        "batch": lambda: rewards[scored].std() + epsilon,
+        "none": lambda: 1.0,
+    }
+    if baseline not in baselines or scale not in scales:
+        raise ValueError(f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}")
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 5.96.
-    return torch.where(scored & ~is_tied(rewards), (rewards - base) / spread, 0.0)
+    highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
+    lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
+    tied = (highest - lowest <= 1e-6 * highest.abs().clamp(min=1)) | (count < 2)  # (P, 1)
+    return torch.where(scored & ~tied, (rewards - baselines[baseline]()) / scales[scale](), 0.0)
 
 
 def policy_loss(
@@ -109,8 +98,6 @@ def policy_loss(
                 add it up over micro-batches), ratio_deviation (the largest |ratio - 1|)
     """
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"{loss_type=} must be one of {LOSS_TYPES}")
     if loss_type in ("grpo", "dr_grpo", "gspo") and num_sequences is None:
         raise ValueError(f"{loss_type=} averages over sequences: pass num_sequences for the whole optimiser step")
     if loss_type == "dr_grpo" and max_tokens is None:
@@ -131,12 +118,14 @@ def policy_loss(
     elif loss_type == "cispo":
         weight = ratio.detach().clamp(max=1 + clip_high)
         gain, clipped = weight * advantages * torch.where(mask, logp, 0.0), no_clip
-    else:
+    elif loss_type in ("dapo", "grpo", "dr_grpo", "gspo"):
         # The minimum is the pessimist's choice: no reward for leaving the trust region,
         # and still a full gradient for coming back into it.
         inside = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
         gain = torch.minimum(ratio * advantages, inside)
         clipped = inside < ratio * advantages
+    else:
+        raise ValueError(f"unknown {loss_type=}: see the table in the docstring")
     gain = torch.where(mask, gain, 0.0)                                          # (B, T)
 
     if loss_type in ("grpo", "gspo"):
@@ -165,10 +154,11 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: 
     k3 has that of KL(reference || policy), ratio * k3 has exactly that of KL(policy || reference). So pass ratio when
     the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
     """
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"{estimator=} must be one of {KL_ESTIMATORS}")
     x = ref_logp - logp
-    kl = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}[estimator]()
+    estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
+    if estimator not in estimators:
+        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
+    kl = estimators[estimator]()
     return kl if ratio is None else ratio * kl
 
 

@@ -16,6 +16,7 @@ from data import load_examples, with_instruction
 from devices import best_device
 from model import load_policy
 from rewards import FORM, compute_rewards_for_completions, correctness
+from runs import accuracy_text
 from sample import sample_completions_for_prompts
 
 
@@ -55,14 +56,6 @@ def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, f
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def accuracy_text(result: dict) -> str:
-    """'0.91 [0.87, 0.94] of 256', for people."""
-    if "eval_accuracy" not in result:
-        return f"unknown: the data set has no answers ({result['eval_problems']} problems)"
-    low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
-    return f"{result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
 
 
 def main(argv: list[str]) -> None:

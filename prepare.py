@@ -110,7 +110,7 @@ def start_up_check(model, tokenizer, examples: list[dict], config: Config, funct
     """
     findings = check_setup(model, tokenizer, examples, config.grpo, functions)
     for finding in findings:
-        if config.training.check or finding.ok is not True and finding.name != "row 0":
+        if config.training.check or (finding.ok is not True and finding.name != "row 0"):
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
             say(f"  {mark:<6} {finding.name:<12} {finding.found}")
     broken = [finding for finding in findings if finding.ok is False]

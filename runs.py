@@ -9,6 +9,7 @@ The run folder: what a run writes down, and what it shows on the console.
     checkpoints/, final/
 """
 
+import itertools
 import json
 import math
 import signal
@@ -44,7 +45,7 @@ class RunFolder:
         if training.resume and not (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
         if not training.resume and (self.path / "config.json").exists():
-            raise ValueError(f"--output_dir={self.path}: holds another run; add --resume to continue it, or name another folder")
+            raise ValueError(f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder")
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
@@ -59,7 +60,7 @@ class RunFolder:
             lines = read_jsonl(self.path / name)
             (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= last_step))
         if self.config.training.report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter                    # slow to import
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
 
             self.tracker = SummaryWriter(self.path / "tensorboard", purge_step=last_step + 1)
 
@@ -81,7 +82,8 @@ class RunFolder:
     def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
         """What is about to happen: the settings, the model and the amount of work."""
         training, data, grpo = self.config.training, self.config.data, self.config.grpo
-        self.say(f"profile {training.profile or 'none'}: " + ", ".join(f"{k} {v}" for k, v in PROFILES.get(training.profile, {}).items()))
+        settings = ", ".join(f"{name} {value}" for name, value in PROFILES.get(training.profile, {}).items())
+        self.say(f"profile {training.profile or 'none'}: {settings}")
         name = self.config.model.model_path or "built-in tiny Gemma 3"
         self.say(f"model {name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, float32, on {device}")
         self.say(f"data {data.dataset}: {num_train} examples to train on, {num_eval} held out")
@@ -108,35 +110,48 @@ class RunFolder:
             shown = completions[0]
             self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {shown['reward']:.2f} points")
 
+    def sum_up(self) -> None:
+        """What the run achieved, and where it is."""
+        metrics = read_jsonl(self.path / "metrics.jsonl")
+        ends = {0: "before training"} | {m["step"]: f"after {m['phase']}" for m in metrics if m["phase"] != "eval"}
+        last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
+        for m in metrics:
+            if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]:
+                self.say(f"held-out accuracy {ends[m['step']]}: {accuracy_text(m)}")
+        self.say(f"final model: {self.path / 'final'}, learning curve: {self.path / 'curves.png'}")
+
     def draw_curves(self) -> None:
         """curves.png from metrics.jsonl."""
-        from matplotlib.figure import Figure                                     # slow to import
+        from matplotlib.figure import Figure  # slow to import
 
         metrics = read_jsonl(self.path / "metrics.jsonl")
         evals = [m for m in metrics if m["phase"] == "eval" and m.get("eval_accuracy") is not None]
         steps = [m for m in metrics if m["phase"] != "eval"]
         figure = Figure(figsize=(8, 6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True)
-        learned = [m for m in steps if m.get("mean_reward") is not None]
-        if learned:
-            top.plot([m["step"] for m in learned], [m["mean_reward"] for m in learned], color="tab:orange", alpha=0.6, label="mean reward (points)")
-        if evals:
-            x, y = [m["step"] for m in evals], [m["eval_accuracy"] for m in evals]
-            low, high = [m["eval_accuracy_low"] for m in evals], [m["eval_accuracy_high"] for m in evals]
-            top.plot(x, y, "o-", color="tab:blue", markersize=3, label="held-out accuracy, sampled, 95 % interval")
-            top.fill_between(x, low, high, color="tab:blue", alpha=0.2)
-        top.legend(loc="lower right")
-        top.set_ylabel("accuracy (share), reward (points)")
-        for name, label in ("entropy", "entropy (nat/token)"), ("tied_groups", "tied groups (share)"), ("loss", "supervised loss (nat/token)"):
-            points = [(m["step"], m[name]) for m in steps if m.get(name) is not None]
+
+        def line(axes, lines, name, label, **style):
+            points = [(m["step"], m[name]) for m in lines if m.get(name) is not None]
             if points:
-                bottom.plot(*zip(*points, strict=True), label=label, linewidth=1)
-        for previous, current in zip(steps, steps[1:], strict=False):
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+
+        line(top, steps, "mean_reward", "mean reward (points)", color="tab:orange", alpha=0.6)
+        line(top, evals, "eval_accuracy", "held-out accuracy, sampled, 95 % interval", color="tab:blue", marker=".")
+        if evals:
+            low, high = [m["eval_accuracy_low"] for m in evals], [m["eval_accuracy_high"] for m in evals]
+            top.fill_between([m["step"] for m in evals], low, high, color="tab:blue", alpha=0.2)
+        line(bottom, steps, "loss", "supervised loss (nat/token)")
+        line(bottom, steps, "entropy", "entropy (nat/token)")
+        line(bottom, steps, "tied_groups", "tied groups (share)")
+        for previous, current in itertools.pairwise(steps):
             if previous["phase"] != current["phase"]:
                 for axes in top, bottom:
                     axes.axvline(previous["step"], color="grey", linestyle=":")
                 top.annotate(f" {current['phase']}", (previous["step"], top.get_ylim()[1]), va="top", color="grey")
-        bottom.legend(loc="upper right")
+        for axes in top, bottom:
+            if axes.lines:
+                axes.legend(loc="best")
+        top.set_ylabel("accuracy (share), reward (points)")
         bottom.set_xlabel("optimiser step")
         figure.savefig(self.path / "curves.png", dpi=120)
 
@@ -182,6 +197,14 @@ def completion_records(examples: list[dict], rollout, rewards, per_function: dic
         }
         for row, text in enumerate(rollout.completions)
     ]
+
+
+def accuracy_text(result: dict) -> str:
+    """'0.91 [0.87, 0.94] of 256', for people."""
+    if "eval_accuracy" not in result:
+        return f"unknown: the data set has no answers ({result['eval_problems']} problems)"
+    low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
+    return f"{result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
 
 
 def or_none(value) -> float | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from data import encode_prompt
+from data import encode_completion, encode_prompt
 from logprobs import restrict_logits
 
 
@@ -136,6 +136,20 @@ def uniform_streams(prompts: list[list[int]], group_size: int, length: int, seed
     return np.stack(rows)
 
 
+def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout:
+    """What somebody else wrote ("completion"), as if it had been sampled: one completion for each prompt."""
+    stops = stop_token_ids(model, tokenizer)
+    texts = [example["completion"] for example in examples]
+    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
+    ids = [encode_completion(tokenizer, example["prompt"], example["completion"], stops) for example in examples]
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], batch_first=True)
+    completion_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
+    return Rollout(
+        *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, sampling_logp=torch.zeros(mask.shape),
+        finished=torch.ones(len(texts), dtype=torch.bool), completions=texts,
+    )
+
+
 def stop_token_ids(model, tokenizer) -> list[int]:
     """Every id that ends a completion: the generation config's and the tokenizer's (Gemma 3 has two)."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
@@ -158,15 +172,11 @@ def positions_of(mask: Tensor) -> Tensor:
 
 @contextmanager
 def sampling_mode(model):
-    """No gradients, no dropout, no activation checkpointing (it forbids the cache); restored whatever happens."""
-    training, checkpointing = model.training, getattr(model, "is_gradient_checkpointing", False)
+    """No gradients and no dropout; restored whatever happens. Activation checkpointing rests too: it needs train()."""
+    training = model.training
     model.eval()
-    if checkpointing:
-        model.gradient_checkpointing_disable()
     try:
         with torch.no_grad():
             yield
     finally:
         model.train(training)
-        if checkpointing:
-            model.gradient_checkpointing_enable()

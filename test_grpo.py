@@ -4,6 +4,7 @@ The algorithm's executable specification: formulas against loops over lists, ide
 Every expected value is computed some other way than in grpo.py: with Python floats, by enumeration, or by a law.
 """
 
+import inspect
 import itertools
 import math
 import statistics
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from grpo import (
-    BASELINES, KL_ESTIMATORS, LOSS_TYPES, SCALES, compute_group_advantages, generalized_advantage_estimation, is_tied,
-    kl_penalty, policy_loss, value_loss,
+    BASELINES, KL_ESTIMATORS, LOSS_TYPES, SCALES, compute_group_advantages, generalized_advantage_estimation, kl_penalty,
+    policy_loss, value_loss,
 )
 
 CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
@@ -83,8 +84,9 @@ def test_a_tied_group_has_exactly_zero_advantage(reward, size):
 
 
 def test_ties_are_judged_relative_to_the_size_of_the_rewards():
-    rewards = torch.tensor([[1000.0, 1000.0005], [1000.0, 1000.1], [0.0, 1e-5], [0.0, 5e-7]], dtype=torch.float64)
-    assert is_tied(rewards)[:, 0].tolist() == [True, False, False, True]
+    rewards = torch.tensor([[1000.0, 1000.0005], [1000.0, 1000.1], [0.0, 1e-5], [0.0, 5e-7], [-1000.0, -1000.0005]])
+    tied = (compute_group_advantages(rewards.double()) == 0).all(dim=1)
+    assert tied.tolist() == [True, False, False, True, True]
 
 
 def test_siblings_advantages_add_up_to_zero_and_do_not_depend_on_shift_and_scale():
@@ -337,6 +339,24 @@ def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
     close(loss, 0.5 * (max((1 - 2) ** 2, (0.2 - 2) ** 2) + (0.1 - 1) ** 2) / 4, 1e-12)
     loss.backward()
     close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0]], 1e-12)
+
+
+# ---- copied out ----------------------------------------------------------------------------------------------------
+
+
+def test_every_function_works_copied_alone_into_another_project():
+    ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    calls = {
+        compute_group_advantages: lambda f: f(torch.rand(2, 3)),
+        policy_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
+        kl_penalty: lambda f: f(ones, ones),
+        value_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
+        generalized_advantage_estimation: lambda f: f(ones, ones, mask),
+    }
+    for function, call in calls.items():
+        project = {"torch": torch, "Tensor": torch.Tensor}
+        exec(inspect.getsource(function), project)
+        call(project[function.__name__])
 
 
 # ---- and it learns -------------------------------------------------------------------------------------------------

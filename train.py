@@ -13,25 +13,25 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import get_scheduler
 
 from checkpoint import latest_checkpoint, load_state, save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
-from data import ShuffledBatches, encode_completion, encode_prompt
+from data import ShuffledBatches
 from devices import best_device, peak_memory_gb
-from grpo import compute_group_advantages, is_tied, kl_penalty, policy_loss
-from infer import accuracy_text, evaluate
+from grpo import compute_group_advantages, kl_penalty, policy_loss
+from infer import evaluate
 from logprobs import completion_log_probs, micro_batches
 from model import frozen_copy, load_policy, load_tokenizer, save_policy
 from prepare import (
     fit_prompts, load_data, load_reward_functions, start_up_check, validate_demonstrations, validate_grpo_setup,
 )
 from rewards import compute_rewards_for_completions
-from runs import RunFolder, StopOnCtrlC, completion_records
-from sample import Rollout, left_pad, sample_completions_for_prompts, stop_token_ids
+from runs import RunFolder, StopOnCtrlC, accuracy_text, completion_records
+from sample import Rollout, demonstrations_as_rollout, sample_completions_for_prompts
 
 
 @dataclass
@@ -79,42 +79,43 @@ def learn(run: Run) -> None:
     run.folder.open(run.step)
     with run.folder as folder, StopOnCtrlC() as ctrl_c:
         if run.step == 0:
-            log_evaluation(run, "before training")
+            log_evaluation(run)
         while run.phase < len(run.phases):
             phase = run.phases[run.phase]
             begin_phase(run, phase)
-            bar = folder.progress.add_task(phase.name, total=phase.steps, completed=run.phase_step)
+            bar = folder.progress.add_task(phase.name, total=phase.steps)
             while run.phase_step < phase.steps and not ctrl_c.pressed:
                 metrics, completions = phase.take_step(run, next(run.batches))
                 run.step += 1
                 run.phase_step += 1
                 log_step(run, phase, metrics, completions)
                 folder.progress.update(bar, completed=run.phase_step)
-                if due(run.phase_step, training.eval_steps) and run.phase_step < phase.steps:
-                    log_evaluation(run, f"step {run.step}")
-                if due(run.phase_step, training.save_steps) and run.phase_step < phase.steps:
+                if due(run.phase_step, training.eval_steps) or run.phase_step == phase.steps:
+                    accuracy = log_evaluation(run)
+                    if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
+                        phase.steps = run.phase_step      # it has learned what it is there for
+                if due(run.phase_step, training.save_steps):
                     save(run)
-            if ctrl_c.pressed and run.phase_step < phase.steps:
+            if run.phase_step < phase.steps:
                 folder.say(f"stopped at step {run.step}, saved to {save(run)}")
                 folder.say(f"continue with: python train.py --output_dir {folder.path} --resume")
                 return
-            log_evaluation(run, f"after {phase.name}")
             run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
             save(run)
         save_policy(run.model, run.tokenizer, folder.path / "final")
-        folder.say(f"final model: {folder.path / 'final'}, learning curve: {folder.path / 'curves.png'}")
+        folder.sum_up()
 
 
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:
     """Sample a group for each prompt, score it, push towards those that beat their siblings. Returns metrics, completions."""
     grpo, started = run.config.grpo, time.perf_counter()
-    group_size = grpo.num_completions_per_prompt
-    prompts = [example["prompt"] for example in examples]
+    num_prompts, group_size = len(examples), grpo.num_completions_per_prompt
     seed = (run.config.training.seed << 32) + run.step + 1                       # evaluations use step 0's
+    prompts = [example["prompt"] for example in examples]
     rollout = sample_completions_for_prompts(run.model, run.tokenizer, prompts, grpo, seed=seed)
     num_rows = len(rollout.completions)
-    assert num_rows == len(examples) * group_size, f"{num_rows=} {len(examples)=} {group_size=}"
-    assert len(rollout.prompt_ids) == len(examples), "one prompt a group"
+    assert num_rows == num_prompts * group_size, f"{num_rows=} {num_prompts=} {group_size=}"
+    assert len(rollout.prompt_ids) == num_prompts, f"every group has one prompt: {len(rollout.prompt_ids)=} {num_prompts=}"
     sampled = time.perf_counter()
 
     rewards, per_function = compute_rewards_for_completions(
@@ -123,92 +124,88 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
     advantages = compute_group_advantages(
         rewards, baseline=grpo.baseline, scale="group" if grpo.normalize_advantages else "none", epsilon=grpo.advantage_epsilon
     ).float()                                                                    # (P, G)
-    assert advantages.shape == rewards.shape == (len(examples), group_size), f"{advantages.shape=} {rewards.shape=}"
+    assert advantages.shape == rewards.shape == (num_prompts, group_size), f"{advantages.shape=} {rewards.shape=}"
     if grpo.baseline in ("group_mean", "leave_one_out"):
-        off_centre = advantages.sum(dim=1).abs().max()
-        assert off_centre < 1e-3 * max(1, advantages.abs().max()), f"siblings' advantages must add up to 0, not {off_centre}"
-    assert not advantages[is_tied(rewards).expand_as(rewards)].any(), "a group of equal rewards has nothing to teach"
+        off_centre, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
+        assert off_centre <= 1e-3 * max(1.0, largest), f"siblings' advantages must add up to 0: {off_centre=} {largest=}"
 
-    # Groups without signal are left out of the passes unless the KL term needs them; the denominators count them.
-    flat = advantages.view(-1)                                                   # (B,), siblings adjacent as in the rollout
-    rows = torch.arange(num_rows) if run.reference else (advantages != 0).any(dim=1).repeat_interleave(group_size).nonzero()[:, 0]
-    num_tokens = int(rollout.completion_mask.sum())
-    totals = {"policy_loss": 0.0, "kl": 0.0, "entropy": 0.0, "clip_fraction": 0.0, "ratio_deviation": 0.0}
-    for part in micro_batches(rollout, rows, run.config.training.max_tokens_per_forward, run.shared_prompt):
-        mask, old_logp, part_advantages = (
-            tensor[part].to(run.device) for tensor in (rollout.completion_mask, rollout.sampling_logp, flat)
-        )
-        new = completion_log_probs(run.model, rollout, part, **grpo.policy, shared_prompt=run.shared_prompt)
-        loss, stats = policy_loss(
-            new.logp, old_logp, part_advantages, mask, loss_type=grpo.loss_type, num_tokens=num_tokens, num_sequences=num_rows,
-            max_tokens=grpo.generation_max_length, clip_low=grpo.clip_low, clip_high=grpo.clip_high,
-        )
-        if run.reference:
-            with torch.no_grad():
-                reference = completion_log_probs(run.reference, rollout, part, **grpo.policy, shared_prompt=run.shared_prompt)
-            kl = kl_penalty(new.logp, reference.logp, ratio=(new.logp - old_logp).exp()).sum() / num_tokens
-            loss = loss + grpo.kl_coef * kl
-            totals["kl"] += kl.item()
-        loss.backward()
-        totals["policy_loss"] += loss.item()
-        totals["entropy"] += new.entropy.detach().sum().item() / int(rollout.completion_mask[rows].sum())
-        totals["clip_fraction"] += stats["clip_fraction"].item()
-        totals["ratio_deviation"] = max(totals["ratio_deviation"], stats["ratio_deviation"].item())
+    tied = (advantages == 0).all(dim=1)                                          # (P,): equal rewards have nothing to teach
+
+    losses = add_up_policy_gradient(run, rollout, advantages)
     if run.phase_step == 0:
-        deviation = totals["ratio_deviation"]
+        deviation = losses["ratio_deviation"]
         assert deviation < 0.02, f"sampler and trainer disagree: on the first step every ratio is 1, not off by {deviation}"
     grad_norm = update(run)
 
     finished = time.perf_counter()
-    metrics = totals | {
+    metrics = losses | {
         "mean_reward": float(rewards.nanmean()),
-        "mean_advantage": float(flat.mean()),
-        "std_advantage": float(flat.std()),
-        "tied_groups": float(is_tied(rewards).float().mean()),
+        "mean_advantage": float(advantages.mean()),
+        "std_advantage": float(advantages.std()),
+        "tied_groups": float(tied.float().mean()),
         "unscored": float(rewards.isnan().float().mean()),
-        "completion_tokens": num_tokens / num_rows,
+        "completion_tokens": float(rollout.completion_mask.sum()) / num_rows,
         "truncated": float((~rollout.finished).float().mean()),
         "grad_norm": grad_norm,
         "sampling_seconds": sampled - started,
         "training_seconds": finished - sampled,
         "step_seconds": finished - started,
     } | {f"reward/{name}": float(points.nanmean()) for name, points in per_function.items()}
-    if not run.reference:
-        del metrics["kl"]
     return metrics, completion_records(examples, rollout, rewards, per_function, advantages)
+
+
+def add_up_policy_gradient(run: Run, rollout: Rollout, advantages: torch.Tensor) -> dict:
+    """Gradient of the whole step's loss, one micro-batch after the other. advantages (P, G). Returns the loss and its parts."""
+    grpo, max_tokens = run.config.grpo, run.config.training.max_tokens_per_forward
+    # Tied groups are left out of the passes unless the KL term needs them; the denominators count them.
+    needed = (advantages != 0).any(dim=1) | (run.reference is not None)          # (P,)
+    rows = needed.repeat_interleave(advantages.shape[1]).nonzero()[:, 0]
+    num_tokens, num_forwarded = int(rollout.completion_mask.sum()), int(rollout.completion_mask[rows].sum())
+    per_row = advantages.reshape(-1)                                             # (B,), siblings adjacent as in the rollout
+    policy = dict(**grpo.policy, shared_prompt=run.shared_prompt)
+
+    losses = {"policy_loss": 0.0, "entropy": 0.0, "clip_fraction": 0.0, "ratio_deviation": 0.0}
+    for part in micro_batches(rollout, rows, max_tokens, run.shared_prompt):     # any split gives the same gradient
+        old_logp, mask, part_advantages = (
+            tensor[part].to(run.device) for tensor in (rollout.sampling_logp, rollout.completion_mask, per_row)
+        )
+        new = completion_log_probs(run.model, rollout, part, **policy)
+        loss, stats = policy_loss(
+            new.logp, old_logp, part_advantages, mask, loss_type=grpo.loss_type, num_tokens=num_tokens,
+            num_sequences=len(per_row), max_tokens=grpo.generation_max_length, clip_low=grpo.clip_low, clip_high=grpo.clip_high,
+        )
+        if run.reference:
+            with torch.no_grad():
+                reference_logp = completion_log_probs(run.reference, rollout, part, **policy).logp
+            kl = kl_penalty(new.logp, reference_logp, ratio=(new.logp - old_logp).exp()).sum() / num_tokens
+            loss = loss + grpo.kl_coef * kl
+            losses["kl"] = losses.get("kl", 0.0) + kl.item()
+        loss.backward()
+        losses["policy_loss"] += loss.item()
+        losses["entropy"] += new.entropy.detach().sum().item() / num_forwarded
+        losses["clip_fraction"] += stats["clip_fraction"].item()
+        losses["ratio_deviation"] = max(losses["ratio_deviation"], stats["ratio_deviation"].item())
+    return losses
 
 
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:
     """Make demonstrations likelier: REINFORCE with advantage 1 on completions that somebody else wrote."""
     started = time.perf_counter()
-    batch = demonstrations(run, examples)
+    batch = demonstrations_as_rollout(run.model, run.tokenizer, examples)
     num_tokens = int(batch.completion_mask.sum())
-    total, entropy = 0.0, 0.0
-    rows = torch.arange(len(examples))
-    for part in micro_batches(batch, rows, run.config.training.max_tokens_per_forward):
-        new = completion_log_probs(run.model, batch, part)
+    metrics = {"loss": 0.0, "entropy": 0.0}
+    for part in micro_batches(batch, torch.arange(len(examples)), run.config.training.max_tokens_per_forward):
+        new = completion_log_probs(run.model, batch, part, shared_prompt=run.shared_prompt)
         mask = batch.completion_mask[part].to(run.device)
-        everyone = torch.ones(len(part), device=run.device)
-        loss, _ = policy_loss(new.logp, new.logp.detach(), everyone, mask, loss_type="reinforce", num_tokens=num_tokens)
+        one = torch.ones(len(part), device=run.device)
+        loss, _ = policy_loss(new.logp, new.logp.detach(), one, mask, loss_type="reinforce", num_tokens=num_tokens)
         loss.backward()
-        total += loss.item()
-        entropy += new.entropy.detach().sum().item() / num_tokens
+        metrics["loss"] += loss.item()
+        metrics["entropy"] += new.entropy.detach().sum().item() / num_tokens
     grad_norm = update(run)
     seconds = time.perf_counter() - started
-    metrics = {"loss": total, "entropy": entropy, "grad_norm": grad_norm, "completion_tokens": num_tokens / len(examples)}
+    metrics |= {"grad_norm": grad_norm, "completion_tokens": num_tokens / len(examples)}
     return metrics | {"training_seconds": seconds, "step_seconds": seconds}, []
-
-
-def demonstrations(run: Run, examples: list[dict]) -> Rollout:
-    """Demonstrations in the shape of a rollout, with one completion a prompt."""
-    stops = stop_token_ids(run.model, run.tokenizer)
-    pad_id = run.tokenizer.pad_token_id
-    prompt_ids, prompt_mask = left_pad([encode_prompt(run.tokenizer, e["prompt"]) for e in examples], pad_id)
-    texts = [example["completion"] for example in examples]
-    ids = [encode_completion(run.tokenizer, e["prompt"], e["completion"], stops) for e in examples]
-    flipped, mask = left_pad([row[::-1] for row in ids], pad_id)
-    mask = mask.flip(1)
-    return Rollout(prompt_ids, prompt_mask, flipped.flip(1), mask, torch.zeros(mask.shape), mask.any(dim=1), texts)
 
 
 def update(run: Run) -> float:
@@ -233,7 +230,8 @@ def begin_phase(run: Run, phase: Phase) -> None:
         fused=True,
     )
     warmup = math.ceil(training.warmup_ratio * phase.steps)
-    run.scheduler = get_scheduler(training.lr_schedule, run.optimizer, warmup, phase.steps)
+    factor = partial(learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
+    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, factor)
     saved, run.saved_state = run.saved_state, {}
     if phase.name == "grpo" and run.config.grpo.kl_coef > 0 and run.reference is None:
         run.reference = frozen_copy(run.model)
@@ -245,11 +243,20 @@ def begin_phase(run: Run, phase: Phase) -> None:
         run.folder.say("the loss stays near 0 by construction (siblings' advantages cancel): watch reward and entropy")
 
 
+def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
+    """Share of the peak learning rate at a step, counted from 0. It is never 0: no step is for nothing."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[schedule]
+
+
 def save(run: Run) -> Path:
     """Write a checkpoint; returns its folder."""
     state = {"phase": run.phase, "phase_step": run.phase_step}
     if run.optimizer:
-        state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict(), "position": run.batches.position}
+        state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}
+        state["position"] = run.batches.position
     keep = run.config.training.keep_checkpoints
     return save_checkpoint(run.folder.path / "checkpoints", run.step, run.model, run.tokenizer, run.reference, state, keep)
 
@@ -294,14 +301,15 @@ def plan(config: Config, num_examples: int) -> list[Phase]:
     return [Phase("cold_start", supervised_training_step, cold, training.cold_start_learning_rate), grpo] if cold else [grpo]
 
 
-def log_evaluation(run: Run, when: str) -> None:
-    """Measure the policy on the held-out problems, with the same random numbers every time."""
+def log_evaluation(run: Run) -> float:
+    """Measure the policy on the held-out problems, with the same random numbers every time. Returns the accuracy or NaN."""
     if not run.eval_set:
-        return
+        return math.nan
     seed = run.config.training.seed << 32
     result = evaluate(run.model, run.tokenizer, run.eval_set, run.config.grpo, seed=seed, reward_functions=run.reward_functions)
     run.folder.log(run.step, "eval", result)
-    run.folder.say(f"held-out accuracy {when}: {accuracy_text(result)}")
+    run.folder.say(f"held-out accuracy at step {run.step}: {accuracy_text(result)}")
+    return result.get("eval_accuracy", math.nan)
 
 
 def log_step(run: Run, phase: Phase, metrics: dict, completions: list[dict]) -> None:

@@ -65,9 +65,9 @@ MISTAKES = {
     "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
     "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*--bad_lines skip"),
     "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
-    "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"], "--cold_start_steps=5 needs demonstrations"),
+    "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"], "=5 needs demonstrations"),
     "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
-    "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* prompts are longer.*raise it to 8.*--long_prompts"),
+    "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* are longer.*raise it to 8.*--long_prompts"),
     "no such model": (["--model_path", "{tmp}/none"], "--model_path=.*none: no such folder"),
     "no weights": (["--model_path", "{tmp}/no_weights"], "no_weights: the folder has no weights"),
     "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: the folder has no a? ?tokenizer"),
@@ -80,17 +80,16 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_with_exit_code_2_before_any_model_and_overwrites_nothing(mistake, tmp_path, capsys, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_nothing(mistake, tmp_path, capsys, monkeypatch):
     data_file(tmp_path, "broken.py", "def f(:\n")
     data_file(tmp_path, "needs.py", "def f(completions, tests, **columns):\n    return [0.0] * len(completions)\n")
     data_file(tmp_path, "empty.jsonl", "")
     data_file(tmp_path, "bad.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
     data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
-    for folder, files in {"used": ["config.json"], "no_weights": ["config.json"], "no_tokenizer": ["config.json", "model.safetensors"]}.items():
-        (tmp_path / folder).mkdir()
-        for name in files:
-            data_file(tmp_path, f"{folder}/{name}", '{"model_type": "llama"}')
+    for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        data_file(tmp_path, name, '{"model_type": "llama"}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("a model was loaded"))
 
@@ -110,7 +109,8 @@ def test_a_mistake_is_one_line_with_exit_code_2_before_any_model_and_overwrites_
 
 
 def test_the_five_names_import_from_train():
-    config = train.Config(model=train.ModelConfig(), data=train.DataConfig(), grpo=train.GRPOConfig(), training=train.TrainingConfig())
+    sections = train.ModelConfig(), train.DataConfig(), train.GRPOConfig(), train.TrainingConfig()
+    config = train.Config(*sections)
     assert config == Config() and isinstance(config.model, ModelConfig) and isinstance(config.training, TrainingConfig)
     assert model.load_policy is train.load_policy
 

@@ -61,7 +61,7 @@ def test_reasoning_coherence(text, points):
 
 @pytest.mark.parametrize(
     "reasoning,points",
-    [("2 and 2 make 4", 1.0), ("word " * 100, 1.0), ("word " * 200, 0.5), ("word " * 400, 0.0), ("  ", 0.0), ("a\na\na\nb", 0.5)],
+    [("2 and 2 make 4", 1.0), ("w " * 100, 1.0), ("w " * 200, 0.5), ("w " * 400, 0.0), ("  ", 0.0), ("a\na\na\nb", 0.5)],
 )
 def test_explanation_quality(reasoning, points):
     assert rewards.explanation_quality([f"<reasoning>{reasoning}</reasoning>"]) == pytest.approx([points])
@@ -93,7 +93,7 @@ def test_the_four_rewards_of_tunix(text, truth, exact, approximate, answer, numb
 
 
 @pytest.mark.parametrize("name", rewards.BUILT_IN)
-@pytest.mark.parametrize("text", ["", "<answer>", "</answer><answer>", "\x00é" * 50, "<answer>" + "9" * 5000 + "</answer>", "." * 99])
+@pytest.mark.parametrize("text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99])
 def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
     (points,) = rewards.BUILT_IN[name]([text], answer=["132"])
     assert isinstance(points, float) and math.isfinite(points)
@@ -104,7 +104,8 @@ def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
 
 def rollout_of(*texts):
     mask = torch.tensor([[True, True, False]] * len(texts))
-    return SimpleNamespace(completions=list(texts), completion_ids=torch.arange(3 * len(texts)).view(-1, 3), completion_mask=mask)
+    ids = torch.arange(3 * len(texts)).view(-1, 3)
+    return SimpleNamespace(completions=list(texts), completion_ids=ids, completion_mask=mask)
 
 
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]
@@ -130,9 +131,11 @@ def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the
 
 
 def test_the_total_is_the_weighted_sum_and_siblings_stay_in_rows():
-    one = lambda completions, **columns: [1.0] * len(completions)                # noqa: E731
-    one.__name__ = "one"
-    total, per_function = compute_rewards_for_completions([length, one], [2.0, -0.5], rollout_of("", "a", "bb", "ccc"), EXAMPLES)
+    def one(completions, **columns):
+        return [1.0] * len(completions)
+
+    rollout = rollout_of("", "a", "bb", "ccc")
+    total, per_function = compute_rewards_for_completions([length, one], [2.0, -0.5], rollout, EXAMPLES)
     assert total.tolist() == [[-0.5, 1.5], [3.5, 5.5]]
     assert per_function["length"].tolist() == [[0.0, 1.0], [2.0, 3.0]] and set(per_function) == {"length", "one"}
 

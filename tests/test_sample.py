@@ -53,7 +53,8 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     with torch.no_grad():
         model.get_output_embeddings().weight[50] *= 3
-    config = replace(settings, generation_top_p=1.0, generation_top_k=0, generation_temperature=1.5, num_completions_per_prompt=16)
+    everything = dict(generation_top_p=1.0, generation_top_k=0, generation_temperature=1.5)
+    config = replace(settings, **everything, num_completions_per_prompt=16)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
     if pad == 50:
         assert (rollout.completion_ids == 50)[rollout.completion_mask].any(), "the pad token was sampled"
@@ -84,7 +85,8 @@ def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
 def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p):
     """Chi-square against the enumerated probabilities of eight tokens."""
     n = 20000
-    logits = restrict_logits(torch.tensor([[0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]]), temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]])
+    logits = restrict_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
     tokens, logp = draw(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(0)))
     probs = logits[0].softmax(0)
     counts = Counter(tokens.tolist())

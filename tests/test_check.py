@@ -1,0 +1,83 @@
+"""The start-up check must find what it promises to find: each promise is broken here once."""
+
+import pytest
+import torch
+
+import check
+import logprobs
+from check import check_setup, draw_row
+from config import GRPOConfig
+from rewards import correctness
+from sample import sample_completions_for_prompts
+
+EXAMPLES = [{"prompt": "47+85=?", "answer": "132"}, {"prompt": "a longer one", "answer": "2"}]
+
+
+def findings_of(model, tokenizer, settings, functions=()):
+    return {f.name: f for f in check_setup(model, tokenizer, EXAMPLES, settings, list(functions))}
+
+
+def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, settings, monkeypatch):
+    monkeypatch.setattr(check, "completion_log_probs", lambda *a, temperature=1.0, **k: logprobs.completion_log_probs(*a, **k))
+    found = findings_of(model, tokenizer, settings)["sampler"]
+    assert found.ok is False and "nat" in found.found and "--generation_top_p" in found.fix
+
+
+def test_a_head_without_the_soft_cap_is_found(model, tokenizer, settings, monkeypatch):
+    model.config.final_logit_softcapping = 5.0
+    assert findings_of(model, tokenizer, settings)["head"].ok
+    monkeypatch.setattr(logprobs, "logits_of", lambda model, hidden: model.get_output_embeddings()(hidden))
+    assert findings_of(model, tokenizer, settings)["head"].ok is False
+
+
+def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokenizer, settings, monkeypatch):
+    real = logprobs.pack_rows
+
+    def siblings_see_each_other(rollout, rows, shared_prompt):
+        pack = real(rollout, rows, shared_prompt)
+        pack.segments = pack.segments.clamp(max=1) if shared_prompt else pack.segments
+        return pack
+
+    monkeypatch.setattr(logprobs, "pack_rows", siblings_see_each_other)
+    found = findings_of(model, tokenizer, settings)["packing"]
+    assert found.ok is None and "plain rows instead" in found.found
+
+
+def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
+    monkeypatch.setattr(check, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) * 3)
+    assert findings_of(model, tokenizer, settings)["padding"].ok is False
+
+
+def test_two_bos_tokens_are_found(model, tokenizer, settings, monkeypatch):
+    real = check.encode_prompt
+    monkeypatch.setattr(check, "encode_prompt", lambda *a: [tokenizer.bos_token_id, *real(*a)])
+    assert findings_of(model, tokenizer, settings)["BOS"].ok is False
+
+
+def test_rewards_of_gold_empty_and_wrong_completions(model, tokenizer, settings):
+    config = GRPOConfig(reward_functions=["correctness"])
+    found = findings_of(model, tokenizer, config, [correctness])["rewards"]
+    assert found.ok and found.found.startswith("gold 1.00, empty 0.00, wrong 0.00")
+
+
+def test_rewards_that_score_nothing_are_found(model, tokenizer):
+    def never(completions, **columns):
+        return [None] * len(completions)
+
+    config = GRPOConfig(reward_functions=["never"], reward_weights=[1.0])
+    assert findings_of(model, tokenizer, config, [never])["rewards"].ok is False
+
+
+def test_the_mask_is_drawn(model, tokenizer):
+    config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=4)
+    model.generation_config.eos_token_id = [i for i in range(263) if i % 2]
+    rollout = sample_completions_for_prompts(model, tokenizer, ["abc", "a"], config, seed=0)
+    for row in range(4):
+        drawn = draw_row(rollout, row)
+        assert drawn.count("p") == [4, 2][row // 2] and drawn.count("-") == [0, 2][row // 2]
+        assert drawn.count("T") == rollout.completion_mask[row].sum() and drawn.index("T") == 4
+
+
+@pytest.mark.parametrize("shape", [(1, 3)])
+def test_disagreement_that_is_not_a_number_is_not_agreement(shape):
+    assert check.agreement("x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False

@@ -1,0 +1,70 @@
+"""Loading policies: five architectures from disk and the built-in one; saving; refusing what is not a model."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from check import check_setup
+from config import ModelConfig
+from model import frozen_copy, load_policy, save_policy
+from rewards import correctness
+
+EXAMPLES = [
+    {"prompt": "47+85=?", "answer": "132", "completion": "<reasoning>7+5=12</reasoning><answer>132</answer>"},
+    {"prompt": "1+1=?", "answer": "2"},
+]
+
+
+def test_every_architecture_comes_back_from_disk_and_passes_the_check(architecture, tokenizer, settings, tmp_path):
+    name, model = architecture
+    save_policy(model, tokenizer, tmp_path)
+    attention = "eager" if name == "gemma2" else "sdpa"
+    loaded, loaded_tokenizer = load_policy(ModelConfig(model_path=str(tmp_path), attn_implementation=attention))
+    ids = torch.tensor([loaded_tokenizer("47+85=?").input_ids])
+    assert torch.equal(ids, torch.tensor([tokenizer("47+85=?").input_ids]))
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert not loaded.training and next(loaded.parameters()).dtype == torch.float32
+    findings = {f.name: f for f in check_setup(loaded, loaded_tokenizer, EXAMPLES, settings, [correctness])}
+    assert all(finding.ok is not False for finding in findings.values()), findings
+    assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok and findings["padding"].ok
+
+
+def test_the_built_in_model_is_a_gemma_3_of_a_million_parameters():
+    model, tokenizer = load_policy(ModelConfig())
+    assert model.config.model_type == "gemma3_text"
+    assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
+    assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
+
+
+def test_a_saved_policy_loads_without_this_project(model, tokenizer, tmp_path):
+    save_policy(model, tokenizer, tmp_path)
+    loaded, loaded_tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for (name, left), (_, right) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert torch.equal(left, right), name
+    assert loaded_tokenizer.pad_token_id == tokenizer.pad_token_id
+    assert list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob("*.bin"))
+
+
+def test_a_frozen_copy_stays_when_the_model_moves(model):
+    reference = frozen_copy(model)
+    before = reference.get_input_embeddings().weight.clone()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    assert torch.equal(reference.get_input_embeddings().weight, before)
+    assert not any(p.requires_grad for p in reference.parameters()) and all(p.requires_grad for p in model.parameters())
+
+
+def test_a_tokenizer_without_pad_pads_with_eos(model, tokenizer, tmp_path):
+    import copy
+
+    bare = copy.deepcopy(tokenizer)
+    bare.pad_token = None
+    save_policy(model, bare, tmp_path)
+    assert load_policy(ModelConfig(model_path=str(tmp_path)))[1].pad_token_id == 1
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere"])
+def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(path):
+    with pytest.raises(ValueError, match="no such folder"):
+        load_policy(ModelConfig(model_path=path))

@@ -1,0 +1,273 @@
+"""Runs from end to end on the built-in model, the steps' gradients, stopping and going on, and that rewards rise."""
+
+import itertools
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from config import parse_config
+from runs import read_jsonl
+
+QUICK = "--eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0".split()
+
+
+def run_folder(path, *flags):
+    train.main([*QUICK, "--output_dir", str(path), *flags])
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short GRPO run with everything on."""
+    path = tmp_path_factory.mktemp("run")
+    (path / "length.py").write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
+    folder = path / "out"
+    flags = (
+        f"--use_grpo --use_kl_penalty --max_steps 3 --save_steps 1 --keep_checkpoints 2 --log_rollouts_every 1 --log_groups 1 "
+        f"--report_to tensorboard --reward_functions correctness {path}/length.py:length --reward_weights 1 0.5"
+    )
+    return run_folder(folder, *flags.split())
+
+
+def test_the_run_folder_holds_what_it_promises(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "tensorboard", "checkpoints", "final"}
+    assert len(list((finished / "checkpoints").iterdir())) == 2, "the newest two"
+    config = json.loads((finished / "config.json").read_text())
+    assert config["grpo"]["num_completions_per_prompt"] == 4 and config["training"]["use_grpo"] is True
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((finished / "tensorboard").iterdir())
+
+
+def test_metrics_have_the_documented_names_and_count_steps_from_one(finished):
+    lines = read_jsonl(finished / "metrics.jsonl")
+    assert [(m["step"], m["phase"]) for m in lines] == [
+        (0, "eval"), (1, "cold_start"), (2, "cold_start"), (3, "cold_start"), (3, "eval"),
+        (4, "grpo"), (5, "grpo"), (6, "grpo"), (6, "eval"),
+    ]
+    grpo = lines[5]
+    documented = [
+        "policy_loss", "mean_reward", "mean_advantage", "std_advantage", "tied_groups", "kl", "entropy", "clip_fraction",
+        "grad_norm", "completion_tokens", "truncated", "step_seconds", "sampling_seconds", "training_seconds", "peak_memory_gb",
+    ]
+    assert set(documented) <= set(grpo) and all(isinstance(grpo[name], int | float) for name in documented)
+    assert {"eval_accuracy", "eval_accuracy_low", "eval_accuracy_high"} <= set(lines[0])
+    assert grpo["kl"] == pytest.approx(0, abs=1e-6) and lines[7]["kl"] > 0, "the reference is the policy after the cold start"
+    assert abs(grpo["mean_advantage"]) < 1e-6 and grpo["clip_fraction"] == 0
+
+
+def test_every_metric_is_in_the_glossary(finished):
+    glossary = (train.Path(train.__file__).parent / "docs/metrics.md").read_text()
+    for line in read_jsonl(finished / "metrics.jsonl"):
+        for name in line:
+            entry = name.partition("/")[0] + "/<function>" if "/" in name else name
+            assert f"`{entry}`" in glossary, name
+
+
+def test_rollouts_hold_whole_groups(finished):
+    records = read_jsonl(finished / "rollouts.jsonl")
+    assert len(records) == 3 * 4 * 4 and {r["step"] for r in records} == {4, 5, 6}
+    for start in range(0, len(records), 4):
+        group = records[start : start + 4]
+        assert len({r["prompt"] for r in group}) == 1
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-5)
+        for r in group:
+            weights = {"correctness": 1.0, "length": 0.5}
+            assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))
+
+
+def test_the_final_model_loads_without_this_project(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished / "final")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "final")
+    assert model(**tokenizer("1+1=?", return_tensors="pt")).logits.isfinite().all()
+
+
+def comparable(folder):
+    """What must not depend on when a run was stopped: all but the times."""
+    drop = ("seconds", "memory")
+    return [{k: v for k, v in m.items() if not any(d in k for d in drop)} for m in read_jsonl(folder / "metrics.jsonl")]
+
+
+def weights_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+
+
+@pytest.mark.parametrize("stop_after", [2, 5])
+def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, capsys):
+    flags = ["--use_grpo", "--use_kl_penalty", "--max_steps", "4", "--save_steps", "0", "--learning_rate", "1e-3"]
+    whole = run_folder(tmp_path / "whole", *flags)
+
+    log_step = train.log_step
+
+    def press_ctrl_c(run, *rest):
+        log_step(run, *rest)
+        if run.step == stop_after:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train, "log_step", press_ctrl_c)
+    stopped = run_folder(tmp_path / "stopped", *flags)
+    assert f"python train.py --output_dir {stopped} --resume" in capsys.readouterr().out
+    assert not (stopped / "final").exists() and len(comparable(stopped)) < len(comparable(whole))
+    monkeypatch.setattr(train, "log_step", log_step)
+    train.main(["--output_dir", str(stopped), "--resume"])
+    assert comparable(stopped) == comparable(whole)
+    for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_supervised_mode_has_its_own_metrics(tmp_path):
+    folder = run_folder(tmp_path / "out", "--num_epochs", "0.001", "--eval_limit", "0")
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert [m["phase"] for m in lines] == ["supervised"] * 3
+    assert lines[0]["loss"] > lines[-1]["loss"] > 0 and "mean_reward" not in lines[0]
+    assert not (folder / "rollouts.jsonl").read_text()
+
+
+def test_check_prints_and_stops(tmp_path, capsys):
+    train.main(["--use_grpo", "--check", "--output_dir", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    for word in "BOS", "stop ids", "padding", "head", "sampler", "packing", "pppTTT", "gold 1.30":
+        assert word in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("schedule,last", [("constant", 1.0), ("linear", 1 / 8), ("cosine", 0.0381)])
+def test_the_learning_rate_rises_falls_and_is_never_zero(schedule, last):
+    factors = [train.learning_rate_factor(step, steps=10, warmup=2, schedule=schedule) for step in range(10)]
+    assert factors[:3] == [0.5, 1.0, 1.0] and factors[-1] == pytest.approx(last, abs=1e-4)
+    assert all(left >= right > 0 for left, right in itertools.pairwise(factors[1:]))
+
+
+# ---- one step ------------------------------------------------------------------------------------------------------
+
+
+def set_up(tmp_path, *flags):
+    config = parse_config([*QUICK, "--output_dir", str(tmp_path / "unused"), "--eval_limit", "0", "--max_steps", "10", *flags])
+    run = train.set_up(config)
+    train.begin_phase(run, run.phases[-1])
+    run.phase_step = 1                                    # later than the first step: ratios may differ from 1
+    return run
+
+
+def gradient_of(run, step, examples, monkeypatch):
+    """What a step would have handed to the optimiser."""
+    run.model.zero_grad()
+    monkeypatch.setattr(train, "update", lambda run: 0.0)
+    step(run, examples)
+    return torch.cat([p.grad.flatten() for p in run.model.parameters()])
+
+
+def half(completions, **columns):
+    """A reward that ties one group in two and differs within the other."""
+    return [float(len(text) % 3) if i // 4 % 2 else 0.7 for i, text in enumerate(completions)]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("kl", [[], ["--use_kl_penalty", "--kl_penalty_coef", "0.5"]])
+def test_the_gradient_of_a_grpo_step_does_not_depend_on_micro_batches(tmp_path, monkeypatch, loss_type, kl):
+    run = set_up(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--loss_type", loss_type, *kl)
+    run.reward_functions = [half]
+    run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
+    if run.reference:                                     # a reference that differs, or its gradient would vanish
+        with torch.no_grad():
+            run.reference.get_output_embeddings().weight.mul_(1.5)
+    examples = next(run.batches)
+    whole = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
+    assert whole.norm() > 0
+    for budget, shared in (200, True), (60, True), (1, True), (200, False):
+        run.config = replace(run.config, training=replace(run.config.training, max_tokens_per_forward=budget))
+        run.shared_prompt = shared
+        cut = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
+        assert (cut - whole).norm() / whole.norm() < 1e-5, f"{budget=} {shared=}"
+
+
+def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch):
+    run = set_up(tmp_path, "--use_grpo", "--cold_start_steps", "0")
+    run.reward_functions = [half]
+    run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
+    examples = next(run.batches)
+    seen = []
+    real = train.completion_log_probs
+
+    def spy(model, rollout, rows, **options):
+        seen.extend(rows.tolist())
+        return real(model, rollout, rows, **options)
+
+    monkeypatch.setattr(train, "completion_log_probs", spy)
+    without = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
+    assert sorted(seen) == [4, 5, 6, 7, 12, 13, 14, 15]
+    everything = train.micro_batches
+    monkeypatch.setattr(train, "micro_batches", lambda r, rows, *rest: everything(r, torch.arange(16), *rest))
+    with_all = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
+    assert len(seen) == 24 and (without - with_all).norm() / with_all.norm() < 1e-5
+
+
+def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_path, monkeypatch):
+    run = set_up(tmp_path)
+    examples = next(run.batches)
+    ours = gradient_of(run, train.supervised_training_step, examples, monkeypatch)
+    run.model.zero_grad()
+    batch = train.demonstrations_as_rollout(run.model, run.tokenizer, examples)
+    num_tokens = int(batch.completion_mask.sum())
+    for i, example in enumerate(examples):                # one row at a time, transformers' own loss
+        prompt = run.tokenizer(example["prompt"]).input_ids
+        answer = [*run.tokenizer(example["completion"], add_special_tokens=False).input_ids, run.tokenizer.eos_token_id]
+        assert batch.completion_ids[i][batch.completion_mask[i]].tolist() == answer
+        ids, labels = torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])
+        (run.model(ids, labels=labels).loss * len(answer) / num_tokens).backward()
+    theirs = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    assert (ours - theirs).norm() / theirs.norm() < 1e-5
+
+
+def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path):
+    file = tmp_path / "fussy.py"
+    file.write_text(
+        "calls = []\n"
+        "def fussy(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 1: raise KeyError('no such thing')\n"     # the start-up check passes
+        "    return [0.0] * len(completions)\n"
+    )
+    flags = [*"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions".split(), f"{file}:fussy"]
+    with pytest.raises(RuntimeError, match="reward function fussy raised KeyError: 'no such thing'"):
+        run_folder(tmp_path / "a", *flags)
+    folder = run_folder(tmp_path / "b", *flags, "--reward_errors", "none")
+    (line,) = read_jsonl(folder / "metrics.jsonl")
+    assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsys, policy):
+    file = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{'x' * (50 * (i % 2))}{i}+1=?", "answer": str(i + 1)} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limit = ["--max_prompt_length", "20", "--long_prompts", policy]
+    run = set_up(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--dataset", str(file), *limit)
+    assert f"4 of 8 prompts have more than 20 tokens: {policy}" in capsys.readouterr().out
+    if policy == "drop":
+        assert [e["answer"] for e in run.train_set] == ["1", "3", "5", "7"]
+    else:
+        assert [len(e["prompt"]) for e in run.train_set if isinstance(e["prompt"], list)] == [20] * 4
+        assert run.tokenizer.decode(run.train_set[1]["prompt"]).endswith("x1+1=?")
+        train.grpo_training_step(run, run.train_set[:4])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "reinforce"])
+def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
+    """A random policy finds the one byte in 263 that is rewarded more than others, and sticks to it."""
+    file = tmp_path / "seven.py"
+    file.write_text("def seven(completions, **columns):\n    return [(c == '7') + 0.1 * c.isdigit() for c in completions]\n")
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8)))
+    settings = (
+        "--use_grpo --cold_start_steps 0 --generation_max_length 1 --num_completions_per_prompt 16 --batch_size 8 "
+        f"--max_steps 60 --num_epochs 100 --learning_rate 2e-3 --eval_limit 0 --loss_type {loss_type}"
+    )
+    folder = run_folder(tmp_path / "out", *settings.split(), "--dataset", str(data), "--reward_functions", f"{file}:seven")
+    rewards = [m["mean_reward"] for m in read_jsonl(folder / "metrics.jsonl")]
+    assert sum(rewards[:5]) / 5 < 0.1 and sum(rewards[-5:]) / 5 > 0.9
