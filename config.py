@@ -25,7 +25,7 @@ DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_
 PROFILES: dict[str, dict[str, Any]] = {
     "demo": dict(
         num_completions_per_prompt=8, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
-        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.3,
+        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.2,
         cold_start_learning_rate=2e-3, limit=6400, batch_size=32, num_epochs=1, learning_rate=4e-4, warmup_ratio=0.1,
         eval_steps=10, save_steps=100,
     ),

@@ -102,13 +102,13 @@ class RunFolder:
         for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
             group = completions[start : start + group_size]
             self.say(f"  {group[0]['prompt']!r}")
-            self.say("    rewards    " + " ".join(f"{c['reward']:+.2f}" for c in group))
+            self.say("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
             self.say("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
         if completions and training.log_rollouts_every and (step - 1) % training.log_rollouts_every == 0:
             with (self.path / "rollouts.jsonl").open("a") as file:
                 file.writelines(json.dumps({"step": step} | record) + "\n" for record in completions)
             shown = completions[0]
-            self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {shown['reward']:.2f} points")
+            self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {points_text(shown['reward'])} points")
 
     def sum_up(self) -> None:
         """What the run achieved, and where it is."""
@@ -205,6 +205,11 @@ def accuracy_text(result: dict) -> str:
         return f"unknown: the data set has no answers ({result['eval_problems']} problems)"
     low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
     return f"{result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
+
+
+def points_text(reward: float | None) -> str:
+    """'+1.30', or '?' where no function could score."""
+    return "?" if reward is None else f"{reward:+.2f}"
 
 
 def or_none(value) -> float | None:

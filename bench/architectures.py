@@ -36,7 +36,7 @@ FLAGS = (
 
 def main() -> None:
     """Save each model, run train.py --check and ten steps on it, print a row."""
-    print("| model | check: sampler, head, packing, padding (nat) | largest first-step ratio - 1 | reward, steps 1-2 and 9-10 |")
+    print("| model | check: sampler, head, packing, padding (nat) | first step, largest ratio - 1 | reward, steps 1-2 and 9-10 |")
     print("|---|---|---|---|")
     for name, build in ARCHITECTURES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -46,9 +46,11 @@ def main() -> None:
             save_policy(build(), tokenizer, Path(folder) / "model")
             (Path(folder) / "reward.py").write_text(REWARD)
             attention = "eager" if name == "gemma2" else "sdpa"
-            command = [sys.executable, "train.py", *FLAGS.split(), "--model_path", f"{folder}/model", "--attn_implementation",
-                       attention, "--reward_functions", f"{folder}/reward.py:digits", "--output_dir", f"{folder}/run"]
-            check, run = (subprocess.run(command + more, cwd=ROOT, capture_output=True, text=True) for more in (["--check"], []))
+            command = [sys.executable, "train.py", *FLAGS.split(), "--model_path", f"{folder}/model"]
+            command += ["--attn_implementation", attention, "--reward_functions", f"{folder}/reward.py:digits"]
+            command += ["--output_dir", f"{folder}/run"]
+            options = dict(cwd=ROOT, capture_output=True, text=True)
+            check, run = subprocess.run([*command, "--check"], **options), subprocess.run(command, **options)
             if check.returncode or run.returncode:
                 sys.exit(f"{name}: {check.stderr}{run.stderr}")
             lines = [line.split() for line in check.stdout.splitlines() if line.startswith("  ")]

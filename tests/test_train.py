@@ -164,7 +164,7 @@ def gradient_of(run, step, examples, monkeypatch):
 
 def half(completions, **columns):
     """A reward that ties one group in two and differs within the other."""
-    return [float(len(text) % 3) if i // 4 % 2 else 0.7 for i, text in enumerate(completions)]
+    return [float(i % 4) if i // 4 % 2 else 0.7 for i in range(len(completions))]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo"])
@@ -261,13 +261,13 @@ def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsy
 def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     """A random policy finds the one byte in 263 that is rewarded more than others, and sticks to it."""
     file = tmp_path / "seven.py"
-    file.write_text("def seven(completions, **columns):\n    return [(c == '7') + 0.1 * c.isdigit() for c in completions]\n")
+    file.write_text("def seven(completions, **columns):\n    return [float(c == '7') for c in completions]\n")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8)))
     settings = (
         "--use_grpo --cold_start_steps 0 --generation_max_length 1 --num_completions_per_prompt 16 --batch_size 8 "
-        f"--max_steps 60 --num_epochs 100 --learning_rate 2e-3 --eval_limit 0 --loss_type {loss_type}"
+        f"--max_steps 30 --num_epochs 100 --learning_rate 2e-3 --eval_limit 0 --loss_type {loss_type}"
     )
     folder = run_folder(tmp_path / "out", *settings.split(), "--dataset", str(data), "--reward_functions", f"{file}:seven")
     rewards = [m["mean_reward"] for m in read_jsonl(folder / "metrics.jsonl")]
-    assert sum(rewards[:5]) / 5 < 0.1 and sum(rewards[-5:]) / 5 > 0.9
+    assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.9
