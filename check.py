@@ -27,6 +27,7 @@ class Finding:
 
 def check_setup(model, tokenizer, examples: list[dict], config, reward_functions: list) -> list[Finding]:
     """Look at two examples from all sides. config: GRPOConfig; reward_functions may be empty for supervised training."""
+    answered = next((example for example in examples if example.get("answer")), examples[0])
     examples = examples[:2]
     short = replace(config, generation_max_length=min(16, config.generation_max_length))
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
@@ -40,7 +41,7 @@ def check_setup(model, tokenizer, examples: list[dict], config, reward_functions
         Finding("row 0", None, draw_row(rollout, 0)),
     ]
     if reward_functions:
-        findings += check_rewards(examples[0], config, reward_functions)
+        findings += check_rewards(answered, config, reward_functions)
     return findings
 
 
@@ -117,7 +118,7 @@ def check_rewards(example: dict, config, reward_functions: list) -> list[Finding
     gold = example.get("completion") or (f"<reasoning>because</reasoning><answer>{answer}</answer>" if answer else None)
     wrong = gold.replace(answer, f"not {answer}") if gold and answer else "I do not know."
     texts = {"gold": gold, "empty": "", "wrong": wrong} if gold else {"empty": "", "wrong": wrong}
-    mask = torch.zeros(len(texts), 1, dtype=torch.bool)
+    mask = torch.ones(len(texts), 1, dtype=torch.bool)
     rollout = Rollout(*[torch.zeros(1, 1)] * 2, mask.long(), mask, mask.float(), mask[:, 0], list(texts.values()))
     total, per_function = compute_rewards_for_completions(
         reward_functions, config.weights, rollout, [example], on_error=config.reward_errors

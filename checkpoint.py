@@ -22,8 +22,11 @@ def save_checkpoint(folder: Path, step: int, model, tokenizer, reference, state:
     if reference is not None:
         save_policy(reference, tokenizer, partial / "reference")
     torch.save(state | {"step": step, "random_state": torch.get_rng_state()}, partial / "state.pt")
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():                                   # the same step again: keep the old one until the new one is there
+        shutil.rmtree(folder / "replaced", ignore_errors=True)
+        target.rename(folder / "replaced")
     partial.rename(target)
+    shutil.rmtree(folder / "replaced", ignore_errors=True)
     for old in sorted(folder.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
     return target

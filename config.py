@@ -7,6 +7,7 @@ Later wins: defaults, profile, settings.json, flags. A settings.json holds flags
 a run is one. User mistakes end here, in one line, before anything is loaded.
 """
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -24,10 +25,10 @@ DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_
 # --use_grpo is not given either. The other three are from cautious to bold.
 PROFILES: dict[str, dict[str, Any]] = {
     "demo": dict(
-        num_completions_per_prompt=8, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
-        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.2,
-        cold_start_learning_rate=2e-3, limit=6400, batch_size=32, num_epochs=1, learning_rate=4e-4, warmup_ratio=0.1,
-        eval_steps=10, save_steps=100,
+        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.33,
+        cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=5,
+        save_steps=100,
     ),
     "demo_supervised": dict(
         generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
@@ -63,7 +64,7 @@ class ModelConfig:
     """Which policy."""
 
     model_path: str = flag("", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
-    attn_implementation: str = flag("sdpa", "attention in transformers: sdpa or eager")
+    attn_implementation: Literal["sdpa", "eager"] = flag("sdpa", "attention in transformers")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
 
 
@@ -200,8 +201,10 @@ class Config:
         )
 
     def as_dict(self) -> dict[str, dict]:
-        """The fields by section, as written to config.json."""
-        return dataclasses.asdict(self)
+        """The fields by section, as written to config.json. What was asked of this start alone is left out."""
+        sections = dataclasses.asdict(self)
+        del sections["training"]["resume"], sections["training"]["check"]
+        return sections
 
 
 SECTIONS = (ModelConfig, DataConfig, GRPOConfig, TrainingConfig)
@@ -217,10 +220,13 @@ class OneLineParser(HfArgumentParser):
 def parse_config(argv: list[str]) -> Config:
     """Command line -> Config. Raises ValueError, one line."""
     given = flags_of_file(argv[0]) + argv[1:] if argv and not argv[0].startswith("-") else list(argv)
+    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    where.add_argument("--resume", action="store_true")
+    where.add_argument("--output_dir", default="")
+    resumed = where.parse_known_args(given)[0]
+    if resumed.resume and resumed.output_dir:             # a run's own settings lie below the flags
+        return parse_flags(flags_of_file(str(Path(resumed.output_dir) / "config.json")) + given)
     first = parse_flags(given)
-    if first.training.resume:
-        given = flags_of_file(str(Path(first.training.output_dir) / "config.json")) + given
-        return parse_flags(given)
     profile = first.training.profile
     if not profile and not first.model.model_path:
         profile = "demo" if first.training.use_grpo else "demo_supervised"

@@ -13,7 +13,9 @@ import re
 import warnings
 from pathlib import Path
 
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+from jinja2 import TemplateError  # transformers renders chat templates with it
+
+READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}        # who of `datasets` reads it, if not we
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "target")
 COMPLETION_COLUMNS = ("completion", "response", "output")
@@ -85,6 +87,8 @@ def read_file(path: Path, bad_lines: str):
             raise ValueError(f'{path}: must hold a list of examples, or {{"prompts": [...]}}')
         return [row if isinstance(row, dict) else {"prompt": row} for row in content]
 
+    if path.suffix == ".jsonl":
+        return read_lines(path, bad_lines)
     import datasets  # slow to import, and not needed for the built-in problems
 
     datasets.disable_progress_bars()
@@ -92,14 +96,12 @@ def read_file(path: Path, bad_lines: str):
     try:
         return datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        if path.suffix == ".jsonl":
-            return read_lines(path, bad_lines)
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
 
 
 def read_lines(path: Path, bad_lines: str) -> list[dict]:
-    """The objects of a .jsonl file that `datasets` does not take whole: it would not say which line is to blame."""
+    """The objects of a .jsonl file. `datasets` would not say which line is to blame, and turns "2020-01-01" into a date."""
     rows, bad = [], []
     for number, line in enumerate(path.open(encoding="utf-8", errors="replace"), start=1):
         if not line.strip():
@@ -155,12 +157,17 @@ def as_example(row: dict, where: str) -> dict:
         raise ValueError(f"{where}: the prompt must be text or chat messages, not {type(prompt).__name__}: {prompt!r}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{where}: the prompt is empty")
+    completion = example.get("completion")
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
+        example["completion"] = completion[0].get("content")                     # an assistant's message
+    elif completion is not None and not isinstance(completion, str):
+        raise ValueError(f"{where}: the completion must be text or one chat message, not {completion!r}")
     answer = example.get("answer")
     if isinstance(answer, str) and "####" in answer:                             # GSM8K: the solution, then the answer
         solution, _, final = answer.rpartition("####")
         example["answer"] = final.strip().replace(",", "")
         reasoning = re.sub(r"<<.*?>>", "", solution).strip()                     # calculator annotations
-        example.setdefault("completion", demonstration(reasoning, example["answer"]))
+        example["completion"] = example.get("completion") or demonstration(reasoning, example["answer"])
     elif answer is not None:
         example["answer"] = str(answer)
     return example
@@ -190,8 +197,7 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
         return prompt
     messages = as_messages(prompt)
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False).input_ids
+        return tokenizer(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False).input_ids
     if isinstance(prompt, str):
         return tokenizer(prompt).input_ids
     lines = [f"{message['role']}: {message['content']}" for message in messages]
@@ -202,14 +208,22 @@ def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -
     """Token ids of a demonstration, ending with one stop token: the one that the chat template puts there, else EOS."""
     text = completion
     if tokenizer.chat_template:
-        messages = as_messages(prompt)
-        before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": completion}], tokenize=False)
+        messages = as_messages("" if isinstance(prompt[0], int) else prompt)     # how a turn ends does not depend on it
+        before = render(tokenizer, messages, add_generation_prompt=True)
+        whole = render(tokenizer, [*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False)
         if whole.startswith(before + completion):
             text = whole[len(before) :]
     ids = tokenizer(text, add_special_tokens=False).input_ids
     stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
     return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
+
+
+def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    """A conversation as text. Templates refuse what they do not know, such as Gemma 2's a system message."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
 
 
 def as_messages(prompt) -> list[dict]:

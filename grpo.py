@@ -94,8 +94,8 @@ def policy_loss(
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
     num_tokens, num_sequences, max_tokens count the whole optimiser step: every micro-batch, every process.
         grpo, dr_grpo and gspo need num_sequences; dr_grpo needs max_tokens, the generation limit (a constant).
-    returns     loss, a scalar; and stats: clip_fraction (share of all num_tokens whose gradient the clip removed;
-                add it up over micro-batches), ratio_deviation (the largest |ratio - 1|)
+    returns     loss, a scalar; and stats, to be added up over micro-batches as well: clip_fraction (share of num_tokens
+                whose gradient the clip removed), ratio_deviation (mean over num_tokens of |ratio - 1|)
     """
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
     if loss_type in ("grpo", "dr_grpo", "gspo") and num_sequences is None:
@@ -136,7 +136,7 @@ def policy_loss(
         loss = -gain.sum() / num_tokens
     stats = {
         "clip_fraction": (clipped & mask).sum() / num_tokens,
-        "ratio_deviation": torch.where(mask, ratio.detach() - 1, 0.0).abs().amax(),
+        "ratio_deviation": torch.where(mask, ratio.detach() - 1, 0.0).abs().sum() / num_tokens,
     }
     return loss, stats
 

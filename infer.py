@@ -43,7 +43,7 @@ def evaluate(
     columns = {name: torch.cat(values) for name, values in points.items()}
     correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
-    result |= {"eval_problems": len(examples), "eval_truncated": truncated / len(examples)}
+    result |= {"eval_problems": len(correct) or len(examples), "eval_truncated": truncated / len(examples)}
     if len(correct):
         low, high = wilson_interval(float(correct.sum()), len(correct))
         result |= {"eval_accuracy": float(correct.mean()), "eval_accuracy_low": low, "eval_accuracy_high": high}
@@ -72,12 +72,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--generation_temperature", type=float, default=1.0, help="0 takes the likeliest token")
     parser.add_argument("--generation_top_p", type=float, default=1.0)
     parser.add_argument("--generation_top_k", type=int, default=0)
-    parser.add_argument("--attn_implementation", default="sdpa")
+    parser.add_argument("--attn_implementation", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if bool(args.question) == bool(args.evaluate):
         raise ValueError("give --question \"...\" or --evaluate DATASET, one of them")
+    if args.limit < 1:
+        raise ValueError(f"--limit={args.limit}: at least one problem has to be asked")
     config = GRPOConfig(
         generation_max_length=args.generation_max_length, generation_temperature=args.generation_temperature,
         generation_top_p=args.generation_top_p, generation_top_k=args.generation_top_k,

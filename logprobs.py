@@ -6,8 +6,9 @@ Two ideas live here. A group shares one prompt, so the prompt is forwarded once 
 under a mask that keeps siblings apart. And the vocabulary is large, so the head runs in chunks of a few hundred tokens,
 recomputed in the backward pass: no (tokens, V) tensor outlives a chunk.
 
-Left out on purpose: several groups in one pack (each group is a row of its own here, padded to the longest), and models
-whose layers carry state from token to token (recurrent ones): for those pass shared_prompt=False.
+Left out on purpose: several groups in one pack (each group is a row of its own here, padded to the longest). Models
+whose layers carry state from token to token cannot be packed: the start-up check finds that, and shared_prompt=False
+forwards ordinary rows.
 Shapes: B rows of T completion tokens, K packs of L tokens, N completion tokens in all, H hidden size, V vocabulary.
 """
 
@@ -69,7 +70,7 @@ def completion_log_probs(
     hidden = model.base_model(
         input_ids=pack.ids.to(device),
         position_ids=pack.positions.to(device),
-        attention_mask=attention_masks(model.config, pack, device),
+        attention_mask=attention_masks(model.config, pack, device) if shared_prompt else (pack.segments >= 0).to(device),
         use_cache=False,
     ).last_hidden_state                                                          # (K, L, H)
 
@@ -176,13 +177,12 @@ def attention_masks(config, pack: Pack, device) -> Tensor | dict[str, Tensor]:
         return torch.zeros(allowed.shape, device=device).masked_fill(~allowed, torch.finfo(torch.float32).min)[:, None]
 
     config = config.get_text_config()
-    layer_types = getattr(config, "layer_types", None)
+    layer_types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    sliding = visible & (distance < window) if window else visible
     if layer_types is None:
-        return additive(visible)
-    masks = {"full_attention": visible}
-    if "sliding_attention" in layer_types:
-        masks["sliding_attention"] = visible & (distance < config.sliding_window)
-    return {name: additive(mask) for name, mask in masks.items()}
+        return additive(sliding)                          # Mistral: a window in every layer
+    masks = {"full_attention": visible, "sliding_attention": sliding}
+    return {name: additive(masks[name]) for name in set(layer_types)}
 
 
 def completion_lengths(completion_mask: Tensor) -> Tensor:

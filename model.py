@@ -8,6 +8,7 @@ import copy
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
@@ -21,7 +22,7 @@ def load_tokenizer(config):
     """The tokenizer of config.model_path, or the built-in bytes. A tokenizer without a pad token pads with EOS."""
     if not config.model_path:
         return byte_tokenizer()
-    check_model_folder(config.model_path)
+    check_model_folder(config.model_path, config.trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model_path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -47,12 +48,12 @@ def load_policy(config):
             config.model_path, dtype=torch.float32, attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
     return model, tokenizer
 
 
-def check_model_folder(path: str) -> None:
+def check_model_folder(path: str, trust_remote_code: bool) -> None:
     """Whether a local folder holds what a model needs, said before anything slow happens. Hub ids pass."""
     folder = Path(path)
     if not folder.exists():
@@ -68,7 +69,7 @@ def check_model_folder(path: str) -> None:
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise ValueError(f"--model_path={path}: the folder has no {what}; point it at a saved model, such as RUN/final")
     try:
-        AutoConfig.from_pretrained(path)
+        AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model_path={path}: config.json is unusable: {first_line(error)}") from None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from check import check_setup
 from config import Config
 from data import READERS, encode_prompt, load_examples, with_instruction
-from rewards import load_reward_function, name_of
+from rewards import RESERVED, RewardError, load_reward_function, name_of
 
 
 def load_reward_functions(config: Config) -> list[Callable]:
@@ -28,7 +28,7 @@ def load_reward_functions(config: Config) -> list[Callable]:
 
 
 def load_data(config: Config) -> tuple[list[dict], list[dict]]:
-    """(training examples, held-out examples), which never overlap."""
+    """(training examples, held-out examples). A prompt that is held out is not trained on, should it be in both."""
     data = config.data
     options = dict(seed=config.training.seed, bad_lines=data.bad_lines)
     train = load_examples(data.dataset, "train", limit=data.limit or None, **options)
@@ -42,6 +42,10 @@ def load_data(config: Config) -> tuple[list[dict], list[dict]]:
         train, held_out = order[count:], order[:count]
     else:
         held_out = load_examples(data.dataset, "test", limit=data.eval_limit, **options)
+    held_out_prompts = {str(example["prompt"]) for example in held_out}
+    train = [example for example in train if str(example["prompt"]) not in held_out_prompts]
+    if not train:
+        raise ValueError(f"--dataset={data.dataset}: all its prompts are held out; choose another --eval_dataset")
     return [with_instruction(e, data.instruction) for e in train], [with_instruction(e, data.instruction) for e in held_out]
 
 
@@ -57,8 +61,8 @@ def fit_prompts(examples: list[dict], tokenizer, config: Config, say: Callable) 
         return examples
     if data.long_prompts == "error":
         raise ValueError(
-            f"--max_prompt_length={data.max_prompt_length}: {len(too_long)} of {len(examples)} prompts are longer, the first "
-            f"is example {too_long[0] + 1} with {lengths[too_long[0]]} tokens; raise it to {max(lengths)}, or pass "
+            f"--max_prompt_length={data.max_prompt_length}: {len(too_long)} of {len(examples)} prompts are longer, such as "
+            f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to {max(lengths)}, or pass "
             "--long_prompts truncate or drop"
         )
     say(f"{len(too_long)} of {len(examples)} prompts have more than {data.max_prompt_length} tokens: {data.long_prompts}")
@@ -91,7 +95,7 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: list[dict]) -> None:
         raise ValueError("GRPO needs a tokenizer with pad_token and eos_token, to batch completions and to end them")
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
-    columns = {name for example in dataset for name in example} | {"completions", "prompts", "completion_ids"}
+    columns = {name for example in dataset for name in example} - set(RESERVED) | {"completions", "prompts", "completion_ids"}
     for name in config.grpo.reward_functions:
         parameters = inspect.signature(load_reward_function(name)).parameters.values()
         needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -103,12 +107,27 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: list[dict]) -> None:
             )
 
 
+def check_positions(config: Config, model, tokenizer, examples: list[dict]) -> None:
+    """Refuse completions that would outgrow the positions that the model knows."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(encode_prompt(tokenizer, example["prompt"])) for example in examples)
+    wanted = config.grpo.generation_max_length
+    if known and longest + wanted > known:
+        raise ValueError(
+            f"--generation_max_length={wanted}: with prompts of up to {longest} tokens that exceeds the model's {known} "
+            f"positions; at most {known - longest}, or shorten prompts with --max_prompt_length"
+        )
+
+
 def start_up_check(model, tokenizer, examples: list[dict], config: Config, functions: list, say: Callable) -> bool:
     """Run the check of check.py; print what is worth knowing, all of it with --check. Refuse if a promise is broken.
 
     returns  whether siblings can be packed behind one prompt
     """
-    findings = check_setup(model, tokenizer, examples, config.grpo, functions)
+    try:
+        findings = check_setup(model, tokenizer, examples, config.grpo, functions)
+    except RewardError as error:
+        raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
     for finding in findings:
         if config.training.check or (finding.ok is not True and finding.name != "row 0"):
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]

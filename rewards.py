@@ -12,10 +12,13 @@ The expected form is <reasoning>...</reasoning><answer>...</answer>.
 """
 
 import importlib.util
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,6 +26,13 @@ from torch import Tensor
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 FORM = re.compile(r"<reasoning>(.*?)</reasoning>\s*<answer>(.*?)</answer>", re.DOTALL)
+
+
+RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # no data column reaches a function as these
+
+
+class RewardError(RuntimeError):
+    """A reward function raised; the message says which one, how, and on what."""
 
 
 def text_of(completion) -> str:
@@ -181,6 +191,7 @@ BUILT_IN = {
 # ---- choosing and adding them up -----------------------------------------------------------------------------------
 
 
+@cache
 def load_reward_function(name: str) -> Callable:
     """A built-in reward function by name, or `path/to/file.py:function`. Raises ValueError in one line."""
     if name in BUILT_IN:
@@ -190,15 +201,19 @@ def load_reward_function(name: str) -> Callable:
         raise ValueError(f"--reward_functions {name}: unknown; use path/to/file.py:function or one of {', '.join(BUILT_IN)}")
     if not Path(path).is_file():
         raise ValueError(f"--reward_functions {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
     try:
-        module = importlib.util.module_from_spec(spec)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"--reward_functions {name}: importing {path} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"--reward_functions {name}: {path} has no function {attribute}")
+    if name_of(function) in BUILT_IN:
+        raise ValueError(f"--reward_functions {name}: there is a built-in reward function {name_of(function)}; rename yours")
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values()):
+        raise ValueError(f"--reward_functions {name}: it must accept columns it does not use: add **columns to its parameters")
     return function
 
 
@@ -207,7 +222,8 @@ def compute_rewards_for_completions(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score every completion with every function and add up: total = sum of weight * points.
 
-    rollout   has completions (B texts) and completion_ids, completion_mask (B, T); examples: P dicts, B = P * G
+    rollout   has completions (B texts) and completion_ids, completion_mask (B, T); examples: P dicts, B = P * G.
+              A function gets [{"role": "assistant", "content": text}] where the prompt is a conversation, else the text
     on_error  "raise" stops with the function's name and what was asked of it, "none" counts its completions as unscored
     returns   total (P, G) in points, and the points of each function (P, G) before weighting. NaN where a function
               could not score. A total is NaN if a function scored only some siblings and not this one, for then they
@@ -215,10 +231,10 @@ def compute_rewards_for_completions(
     """
     group_size, remainder = divmod(len(rollout.completions), len(examples))
     assert remainder == 0, f"{len(rollout.completions)} completions do not make equal groups for {len(examples)} prompts"
-    columns = {name for example in examples for name in example} - {"prompt", "completion"}
+    columns = {name for example in examples for name in example} - set(RESERVED)
     per_row = [example for example in examples for _ in range(group_size)]
     arguments = dict(
-        completions=rollout.completions,
+        completions=[as_asked(text, example["prompt"]) for text, example in zip(rollout.completions, per_row, strict=True)],
         prompts=[example["prompt"] for example in per_row],
         completion_ids=[ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)],
         **{name: [example.get(name) for example in per_row] for name in sorted(columns)},
@@ -233,6 +249,12 @@ def compute_rewards_for_completions(
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0)), per_function
 
 
+def as_asked(text: str, prompt) -> str | list[dict]:
+    """A completion in the form of its prompt, as TRL's reward functions expect it: text, or an assistant's message."""
+    is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
+    return [{"role": "assistant", "content": text}] if is_chat else text
+
+
 def call_reward_function(function: Callable, arguments: dict, on_error: str) -> Tensor:
     """(B,) float64 points, NaN where the function answered None."""
     completions = arguments["completions"]
@@ -245,7 +267,7 @@ def call_reward_function(function: Callable, arguments: dict, on_error: str) -> 
         if on_error == "none":
             return torch.full((len(completions),), math.nan, dtype=torch.float64)
         failed = first_failing(function, arguments)
-        raise RuntimeError(
+        raise RewardError(
             f"reward function {name_of(function)} raised {type(error).__name__}: {error}; on completion {failed!r}. "
             "Let it return None for what it cannot score, or pass --reward_errors none."
         ) from error

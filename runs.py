@@ -46,6 +46,8 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
         if not training.resume and (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder")
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--output_dir={self.path}: is a file; name a folder")
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
@@ -58,7 +60,8 @@ class RunFolder:
         (self.path / "config.json").write_text(json.dumps(self.config.as_dict(), indent=2) + "\n")
         for name in "metrics.jsonl", "rollouts.jsonl":
             lines = read_jsonl(self.path / name)
-            (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= last_step))
+            kept = [line for line in lines if last_step > 0 and line["step"] <= last_step]
+            (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in kept))
         if self.config.training.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
@@ -82,7 +85,8 @@ class RunFolder:
     def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
         """What is about to happen: the settings, the model and the amount of work."""
         training, data, grpo = self.config.training, self.config.data, self.config.grpo
-        settings = ", ".join(f"{name} {value}" for name, value in PROFILES.get(training.profile, {}).items())
+        values = {name: value for section in self.config.as_dict().values() for name, value in section.items()}
+        settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
         self.say(f"profile {training.profile or 'none'}: {settings}")
         name = self.config.model.model_path or "built-in tiny Gemma 3"
         self.say(f"model {name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, float32, on {device}")

@@ -27,7 +27,8 @@ from infer import evaluate
 from logprobs import completion_log_probs, micro_batches
 from model import frozen_copy, load_policy, load_tokenizer, save_policy
 from prepare import (
-    fit_prompts, load_data, load_reward_functions, start_up_check, validate_demonstrations, validate_grpo_setup,
+    check_positions, fit_prompts, load_data, load_reward_functions, start_up_check, validate_demonstrations,
+    validate_grpo_setup,
 )
 from rewards import compute_rewards_for_completions
 from runs import RunFolder, StopOnCtrlC, accuracy_text, completion_records
@@ -94,7 +95,7 @@ def learn(run: Run) -> None:
                     accuracy = log_evaluation(run)
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = run.phase_step      # it has learned what it is there for
-                if due(run.phase_step, training.save_steps):
+                if due(run.phase_step, training.save_steps) and run.phase_step < phase.steps:
                     save(run)
             if run.phase_step < phase.steps:
                 folder.say(f"stopped at step {run.step}, saved to {save(run)}")
@@ -134,7 +135,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
     losses = add_up_policy_gradient(run, rollout, advantages)
     if run.phase_step == 0:
         deviation = losses["ratio_deviation"]
-        assert deviation < 0.02, f"sampler and trainer disagree: on the first step every ratio is 1, not off by {deviation}"
+        assert deviation < 0.01, f"sampler and trainer disagree: on the first step ratios are 1, not off by {deviation}"
     grad_norm = update(run)
 
     finished = time.perf_counter()
@@ -184,7 +185,7 @@ def add_up_policy_gradient(run: Run, rollout: Rollout, advantages: torch.Tensor)
         losses["policy_loss"] += loss.item()
         losses["entropy"] += new.entropy.detach().sum().item() / num_forwarded
         losses["clip_fraction"] += stats["clip_fraction"].item()
-        losses["ratio_deviation"] = max(losses["ratio_deviation"], stats["ratio_deviation"].item())
+        losses["ratio_deviation"] += stats["ratio_deviation"].item()
     return losses
 
 
@@ -278,6 +279,7 @@ def set_up(config: Config) -> Run:
     torch.manual_seed(config.training.seed)
     model, tokenizer = load_policy(model_config)
     run = Run(config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)))
+    check_positions(config, model, tokenizer, train_set + eval_set)
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
     if checkpoint:
@@ -285,7 +287,7 @@ def set_up(config: Config) -> Run:
         run.step, run.phase, run.phase_step, run.saved_state = state["step"], state["phase"], state["phase_step"], state
         if (checkpoint / "reference").exists():
             reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
-            run.reference = frozen_copy(reference.to(device))
+            run.reference = reference.to(device).eval().requires_grad_(False)
     return run
 
 
@@ -305,8 +307,11 @@ def log_evaluation(run: Run) -> float:
     """Measure the policy on the held-out problems, with the same random numbers every time. Returns the accuracy or NaN."""
     if not run.eval_set:
         return math.nan
-    seed = run.config.training.seed << 32
-    result = evaluate(run.model, run.tokenizer, run.eval_set, run.config.grpo, seed=seed, reward_functions=run.reward_functions)
+    training, grpo = run.config.training, run.config.grpo
+    result = evaluate(
+        run.model, run.tokenizer, run.eval_set, grpo, seed=training.seed << 32, reward_functions=run.reward_functions,
+        batch_size=training.batch_size * grpo.num_completions_per_prompt,        # as many rows as a step samples at a time
+    )
     run.folder.log(run.step, "eval", result)
     run.folder.say(f"held-out accuracy at step {run.step}: {accuracy_text(result)}")
     return result.get("eval_accuracy", math.nan)

@@ -1,5 +1,5 @@
 """
-Five architectures from disk, each with the start-up check and ten GRPO steps: a table of what was found.
+Six architectures from disk, each with the start-up check and ten GRPO steps: a table of what was found.
 
     python bench/architectures.py
 
@@ -36,7 +36,7 @@ FLAGS = (
 
 def main() -> None:
     """Save each model, run train.py --check and ten steps on it, print a row."""
-    print("| model | check: sampler, head, packing, padding (nat) | first step, largest ratio - 1 | reward, steps 1-2 and 9-10 |")
+    print("| model | check: sampler, head, packing, padding (nat) | first step, ratio - 1 | reward, steps 1-2 and 9-10 |")
     print("|---|---|---|---|")
     for name, build in ARCHITECTURES.items():
         with tempfile.TemporaryDirectory() as folder:

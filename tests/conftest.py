@@ -1,10 +1,10 @@
-"""Small models of five architectures, with random weights large enough that every logit matters."""
+"""Small models of six architectures, with random weights large enough that every logit matters."""
 
 import pytest
 import torch
 from transformers import (
     Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig,
-    LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM,
 )
 
 from config import GRPOConfig
@@ -30,6 +30,7 @@ ARCHITECTURES = {
         **SIZES, sliding_window=5, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
     "gpt2": build_gpt2,
 }
 

@@ -61,6 +61,9 @@ MISTAKES = {
     "unknown reward": (["--reward_functions", "corectness"], "--reward_functions corectness: unknown.*correctness"),
     "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
     "missing column": (["--reward_functions", "{tmp}/needs.py:f"], "needs the column tests"),
+    "narrow reward": (["--reward_functions", "{tmp}/narrow.py:f"], "add \\*\\*columns"),
+    "taken name": (["--reward_functions", "{tmp}/needs.py:correctness"], "a built-in reward function correctness"),
+    "demonstration wanted": (["--reward_functions", "{tmp}/needs.py:g"], "needs the column completion"),
     "missing data": (["--dataset", "{tmp}/none.jsonl"], "none.jsonl: no such file"),
     "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
     "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*--bad_lines skip"),
@@ -82,7 +85,9 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_nothing(mistake, tmp_path, capsys, monkeypatch):
     data_file(tmp_path, "broken.py", "def f(:\n")
-    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns):\n    return [0.0] * len(completions)\n")
+    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns): ...\ndef g(completion, **columns): ...\n"
+              "def correctness(completions, **columns): ...\n")
+    data_file(tmp_path, "narrow.py", "def f(completions): ...\n")
     data_file(tmp_path, "empty.jsonl", "")
     data_file(tmp_path, "bad.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
     data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
@@ -121,5 +126,10 @@ def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
     for bad in (None, [{"prompt": "p", "answer": "1"}]), (tokenizer, []), (tokenizer, [{"answer": "1"}]):
         with pytest.raises(ValueError):
             train.validate_grpo_setup(config, *bad)
-    with pytest.raises(ValueError, match="at least 2"):
-        GRPOConfig(num_completions_per_prompt=1)
+    lone = GRPOConfig()
+    object.__setattr__(lone, "num_completions_per_prompt", 1)                    # past the check of the dataclass itself
+    for refused in lambda: GRPOConfig(num_completions_per_prompt=1), lambda: train.validate_grpo_setup(
+        Config(grpo=lone), tokenizer, [{"prompt": "p", "answer": "1"}]
+    ):
+        with pytest.raises(ValueError, match="at least 2"):
+            refused()

@@ -63,6 +63,8 @@ def test_other_column_names_and_whole_conversations(tmp_path):
     assert load_examples(str(path)) == [{"prompt": "q", "answer": "5", "completion": "r"}]
     path.write_text(json.dumps({"messages": chat}) + "\n")
     assert load_examples(str(path)) == [{"prompt": chat[:1], "completion": "4"}]
+    path.write_text(json.dumps({"prompt": chat[:1], "completion": chat[1:], "answer": "2020-01-01"}) + "\n")
+    assert load_examples(str(path)) == [{"prompt": chat[:1], "completion": "4", "answer": "2020-01-01"}]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_other_column_names_and_whole_conversations(tmp_path):
         ("number.jsonl", '{"prompt": 5}\n', "must be text or chat messages"),
         ("blank.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "example 2: the prompt is empty"),
         ("chat.jsonl", '{"prompt": [{"text": "a"}]}\n', "chat messages must look like"),
+        ("completion.jsonl", '{"prompt": "a", "completion": 5}\n', "completion must be text"),
         ("bad.json", "{", "not JSON"),
         ("dict.json", '{"a": 1}', "must hold a list"),
         ("list.json", "[]", "no examples"),
@@ -146,6 +149,7 @@ def test_a_demonstration_ends_with_one_stop_token(tokenizer, chat_tokenizer):
     assert encode_completion(tokenizer, "p", "ab", [1]) == [*tokenizer("ab", add_special_tokens=False).input_ids, 1]
     end = chat_tokenizer.convert_tokens_to_ids("<end>")
     expected = [*chat_tokenizer("ab", add_special_tokens=False).input_ids, end]
+    assert encode_completion(chat_tokenizer, [5, 6, 7], "ab", [1, end]) == expected, "a truncated prompt"
     assert encode_completion(chat_tokenizer, "p", "ab", [1, end]) == expected, "the template's own end of turn"
 
 
@@ -154,6 +158,12 @@ def test_the_byte_tokenizer_writes_and_reads_any_text(tokenizer):
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert tokenizer.decode(ids) == text
     assert len(tokenizer("<answer>é</answer>", add_special_tokens=False).input_ids) == 4
+
+
+def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ValueError, match=r"refuses the prompt.*System role not supported"):
+        encode_prompt(chat_tokenizer, [{"role": "system", "content": "s"}])
 
 
 def test_a_tokenizer_that_appends_eos_to_prompts_is_seen_by_the_check(model, tokenizer, settings):

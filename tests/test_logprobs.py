@@ -1,12 +1,14 @@
 """Log-probabilities of completions: against the model's own logits, packed against plain rows, under any split."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import PROMPTS
 
 from config import GRPOConfig
 from grpo import policy_loss
-from logprobs import HEAD_CHUNK, completion_log_probs, micro_batches, restrict_logits
+from logprobs import HEAD_CHUNK, completion_log_probs, micro_batches, pack_rows, restrict_logits
 from sample import sample_completions_for_prompts
 
 
@@ -64,15 +66,15 @@ def test_packing_and_any_split_give_the_same_gradient(architecture, tokenizer, s
         assert difference < 1e-5, f"{name}: {difference}"
 
 
-def test_a_vocabulary_larger_than_a_chunk_of_tokens_changes_nothing(model, tokenizer):
+def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer):
     config = GRPOConfig(generation_max_length=40, num_completions_per_prompt=20)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], config, seed=0)
     assert rollout.completion_mask.sum() > HEAD_CHUNK, "several chunks"
     with torch.no_grad():
         ours = completion_log_probs(model, rollout)
-        row = int(rollout.completion_mask.sum(1).argmax())
-        logp, _ = dense_log_probs(model, rollout, row, 1.0)
-        torch.testing.assert_close(ours.logp[row, rollout.completion_mask[row]], logp, atol=2e-5, rtol=1e-5)
+        for row, mask in enumerate(rollout.completion_mask):
+            logp, _ = dense_log_probs(model, rollout, row, 1.0)
+            torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
 
 
 def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, settings):
@@ -82,10 +84,10 @@ def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, 
         for budget in 1, 60, 150, 10**6:
             batches = micro_batches(rollout, rows, budget, shared_prompt)
             assert sorted(torch.cat(batches).tolist()) == rows.tolist()
-            if budget == 10**6:
-                assert len(batches) == 1
-            if budget == 1:
-                assert all(len(batch) == 1 for batch in batches)
+            for batch in batches:
+                pack = pack_rows(rollout, batch, shared_prompt)
+                assert pack.ids.numel() <= budget or len(batch) == 1, f"{budget=} {pack.ids.shape=}"
+            assert budget < 10**6 or len(batches) == 1
 
 
 def kept_by_hand(logits, temperature, top_k, top_p):
@@ -122,8 +124,16 @@ def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(mode
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     everything = torch.arange(len(rollout.completions))
     plain = gradient(model, rollout, [everything], shared_prompt=False)
-    right = logprobs.attention_masks
-    monkeypatch.setattr(logprobs, "attention_masks", lambda *a: {
-        name: right(*a)["full_attention"] for name in ("full_attention", "sliding_attention")})
-    wrong = gradient(model, rollout, [everything])
-    assert (wrong - plain).norm() / plain.norm() > 1e-3
+    right_masks, right_pack = logprobs.attention_masks, logprobs.pack_rows
+
+    def no_window(*args):
+        return {name: right_masks(*args)["full_attention"] for name in ("full_attention", "sliding_attention")}
+
+    def no_walls(*args):
+        pack = right_pack(*args)
+        return replace(pack, segments=pack.segments.clamp(max=1))
+
+    for name, wrong in ("attention_masks", no_window), ("pack_rows", no_walls):
+        with monkeypatch.context() as patch:
+            patch.setattr(logprobs, name, wrong)
+            assert (gradient(model, rollout, [everything]) - plain).norm() / plain.norm() > 1e-3, name

@@ -1,4 +1,4 @@
-"""Loading policies: five architectures from disk and the built-in one; saving; refusing what is not a model."""
+"""Loading policies: six architectures from disk and the built-in one; saving; refusing what is not a model."""
 
 import pytest
 import torch

@@ -111,6 +111,16 @@ def rollout_of(*texts):
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]
 
 
+def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_columns_stay_out():
+    def as_in_trl(completions, **columns):
+        assert set(columns) == {"prompts", "completion_ids"}
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1}
+    total, _ = compute_rewards_for_completions([as_in_trl], [1.0], rollout_of("a", "bb"), [example])
+    assert total.tolist() == [[1.0, 2.0]]
+
+
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
 

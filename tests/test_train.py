@@ -97,23 +97,25 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
 
 
-@pytest.mark.parametrize("stop_after", [2, 5])
+@pytest.mark.parametrize("stop_after", [0, 2, 5])
 def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, capsys):
     flags = ["--use_grpo", "--use_kl_penalty", "--max_steps", "4", "--save_steps", "0", "--learning_rate", "1e-3"]
     whole = run_folder(tmp_path / "whole", *flags)
 
-    log_step = train.log_step
+    where = "log_step" if stop_after else "log_evaluation"
+    original = getattr(train, where)
 
     def press_ctrl_c(run, *rest):
-        log_step(run, *rest)
+        result = original(run, *rest)
         if run.step == stop_after:
             signal.raise_signal(signal.SIGINT)
+        return result
 
-    monkeypatch.setattr(train, "log_step", press_ctrl_c)
+    monkeypatch.setattr(train, where, press_ctrl_c)
     stopped = run_folder(tmp_path / "stopped", *flags)
     assert f"python train.py --output_dir {stopped} --resume" in capsys.readouterr().out
     assert not (stopped / "final").exists() and len(comparable(stopped)) < len(comparable(whole))
-    monkeypatch.setattr(train, "log_step", log_step)
+    monkeypatch.setattr(train, where, original)
     train.main(["--output_dir", str(stopped), "--resume"])
     assert comparable(stopped) == comparable(whole)
     for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
@@ -224,19 +226,27 @@ def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_
     assert (ours - theirs).norm() / theirs.norm() < 1e-5
 
 
-def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path):
+def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys):
     file = tmp_path / "fussy.py"
-    file.write_text(
-        "calls = []\n"
-        "def fussy(completions, **columns):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) > 1: raise KeyError('no such thing')\n"     # the start-up check passes
-        "    return [0.0] * len(completions)\n"
-    )
-    flags = [*"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions".split(), f"{file}:fussy"]
-    with pytest.raises(RuntimeError, match="reward function fussy raised KeyError: 'no such thing'"):
-        run_folder(tmp_path / "a", *flags)
-    folder = run_folder(tmp_path / "b", *flags, "--reward_errors", "none")
+    file.write_text("def fussy(completions, **columns):\n    raise KeyError('always')\n")
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "never", "--use_grpo", "--reward_functions", f"{file}:fussy")
+    assert stop.value.code == 2 and "reward function fussy raised KeyError: 'always'" in capsys.readouterr().err
+
+    def later(name):                                      # raises when training, not in the start-up check
+        (tmp_path / name).write_text(
+            "calls = []\n"
+            "def later(completions, **columns):\n"
+            "    calls.append(1)\n"
+            "    if len(calls) > 1: raise KeyError('no such thing')\n"
+            "    return [0.0] * len(completions)\n"
+        )
+        return f"{tmp_path}/{name}:later"
+
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions".split()
+    with pytest.raises(RuntimeError, match="reward function later raised KeyError: 'no such thing'"):
+        run_folder(tmp_path / "a", *flags, later("one.py"))
+    folder = run_folder(tmp_path / "b", *flags, later("two.py"), "--reward_errors", "none")
     (line,) = read_jsonl(folder / "metrics.jsonl")
     assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
 
