@@ -1,5 +1,5 @@
 """
-Saving everything a run is, and finding it again.
+Saving everything a run is, and putting it back.
 
 A checkpoint is a folder that infer.py can load as a model, with what training needs beside it: the reference as another
 such folder, and state.pt with optimiser, schedule, counters, data position and random state. It is written under another
@@ -14,31 +14,50 @@ import torch
 from model import save_policy
 
 
-def save_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, keep: int) -> Path:
-    """Write folder/step-<step> and delete all but the newest `keep`. state: tensors, numbers, strings, lists, dicts."""
-    target, partial = folder / f"step-{step:08d}", folder / "writing"
+def save_checkpoint(run) -> Path:
+    """Write checkpoints/step-<step>, delete all but the newest --keep_checkpoints, return the new one.
+
+    run  has model, tokenizer, reference, step, phase, phase_step and, within a phase, optimizer, scheduler, batches
+    """
+    folder = run.folder.path / "checkpoints"
+    target, partial, replaced = folder / f"step-{run.step:08d}", folder / "writing", folder / "replaced"
     shutil.rmtree(partial, ignore_errors=True)
-    save_policy(model, tokenizer, partial)
-    if reference is not None:
-        save_policy(reference, tokenizer, partial / "reference")
-    torch.save(state | {"step": step, "random_state": torch.get_rng_state()}, partial / "state.pt")
+    save_policy(run.model, run.tokenizer, partial)
+    if run.reference is not None:
+        save_policy(run.reference, run.tokenizer, partial / "reference")
+    state = {"step": run.step, "phase": run.phase, "phase_step": run.phase_step, "random_state": torch.get_rng_state()}
+    if run.optimizer is not None:
+        state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}
+        state["position"] = run.batches.position
+    torch.save(state, partial / "state.pt")
     if target.exists():                                   # the same step again: keep the old one until the new one is there
-        shutil.rmtree(folder / "replaced", ignore_errors=True)
-        target.rename(folder / "replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
     partial.rename(target)
-    shutil.rmtree(folder / "replaced", ignore_errors=True)
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    shutil.rmtree(replaced, ignore_errors=True)
+    for old in sorted(folder.glob("step-*"))[: -run.config.training.keep_checkpoints]:
         shutil.rmtree(old)
     return target
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint, if there is one."""
-    return max(folder.glob("step-*"), default=None)
+    """The newest complete checkpoint of a run folder, if there is one."""
+    return max((folder / "checkpoints").glob("step-*"), default=None)
 
 
-def load_state(path: Path) -> dict:
-    """What save_checkpoint was given as state; the random state is set. Loading it cannot run code."""
-    state = torch.load(path / "state.pt", weights_only=True)
-    torch.set_rng_state(state["random_state"])
-    return state
+def restore_counters(run, checkpoint: Path) -> None:
+    """Put back how far a run has come. The rest waits in run.saved_state for restore_phase. Loading cannot run code."""
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    torch.set_rng_state(state.pop("random_state"))
+    run.step, run.phase, run.phase_step, run.saved_state = state["step"], state["phase"], state["phase_step"], state
+
+
+def restore_phase(run) -> bool:
+    """Put back optimiser, schedule and data position, if the checkpoint was written within this phase; returns whether."""
+    state, run.saved_state = run.saved_state, {}
+    if "optimizer" not in state:
+        return False
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.scheduler.load_state_dict(state["scheduler"])
+    run.batches.position = state["position"]
+    return True

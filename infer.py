@@ -21,11 +21,13 @@ from sample import sample_completions_for_prompts
 
 
 def evaluate(
-    model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), batch_size: int = 64
+    model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
+    batch_size: int = 64,
 ) -> dict:
     """One sampled completion for each problem, scored.
 
-    config   as for sample_completions_for_prompts; batch_size: problems sampled at a time
+    config   as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
+             batch_size: problems sampled at a time
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
@@ -37,7 +39,7 @@ def evaluate(
         prompts = [example["prompt"] for example in batch]
         rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=seed, num_completions=1)
         truncated += int((~rollout.finished).sum())
-        _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, batch, on_error="none")
+        _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, batch, on_error=on_error)
         for name, values in scored.items():
             points.setdefault(name, []).append(values[:, 0])
     columns = {name: torch.cat(values) for name, values in points.items()}

@@ -37,12 +37,14 @@ def load_tokenizer(config):
 def load_policy(config):
     """(model, tokenizer) in float32: config.model_path, a folder or a hub id, or the built-in tiny Gemma if it is empty.
 
+    The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
+
     config  has model_path, attn_implementation, trust_remote_code
     raises  ValueError in one line if there is no such model
     """
     tokenizer = load_tokenizer(config)
     if not config.model_path:
-        return tiny_gemma(tokenizer, config.attn_implementation), tokenizer
+        return tiny_gemma(tokenizer, config.attn_implementation).eval(), tokenizer
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model_path, dtype=torch.float32, attn_implementation=config.attn_implementation,

@@ -28,6 +28,7 @@ UNITS = {                       # the console line: metric, label, format
     "tied_groups": "tied {:.0%}",
     "completion_tokens": "len {:.0f} tok",
     "truncated": "cut {:.0%}",
+    "unscored": "unscored {:.0%}",
     "kl": "kl {:.4f} nat",
     "entropy": "entropy {:.2f} nat",
     "grad_norm": "grad {:.2f}",
@@ -97,7 +98,8 @@ class RunFolder:
 
     def show_step(self, phase: str, step: int, total: int, metrics: dict) -> None:
         """One readable line for a step, with units."""
-        shown = [form.format(metrics[name]) for name, form in UNITS.items() if metrics.get(name) is not None]
+        known = {name: value for name, value in metrics.items() if name != "unscored" or value > 0}
+        shown = [form.format(known[name]) for name, form in UNITS.items() if name in known]
         self.say(f"{phase} {step:>4}/{total}  " + "  ".join(shown))
 
     def show_completions(self, step: int, completions: list[dict], config: Config) -> None:

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from checkpoint import latest_checkpoint, load_state, save_checkpoint
+from checkpoint import latest_checkpoint, restore_counters, restore_phase, save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
 from data import ShuffledBatches
 from devices import best_device, peak_memory_gb
@@ -96,13 +95,13 @@ def learn(run: Run) -> None:
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = run.phase_step      # it has learned what it is there for
                 if due(run.phase_step, training.save_steps) and run.phase_step < phase.steps:
-                    save(run)
+                    save_checkpoint(run)
             if run.phase_step < phase.steps:
-                folder.say(f"stopped at step {run.step}, saved to {save(run)}")
+                folder.say(f"stopped at step {run.step}, saved to {save_checkpoint(run)}")
                 folder.say(f"continue with: python train.py --output_dir {folder.path} --resume")
                 return
             run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
-            save(run)
+            save_checkpoint(run)
         save_policy(run.model, run.tokenizer, folder.path / "final")
         folder.sum_up()
 
@@ -129,8 +128,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
     if grpo.baseline in ("group_mean", "leave_one_out"):
         off_centre, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
         assert off_centre <= 1e-3 * max(1.0, largest), f"siblings' advantages must add up to 0: {off_centre=} {largest=}"
-
-    tied = (advantages == 0).all(dim=1)                                          # (P,): equal rewards have nothing to teach
+    tied = (advantages == 0).all(dim=1)                                          # (P,) equal rewards have nothing to teach
 
     losses = add_up_policy_gradient(run, rollout, advantages)
     if run.phase_step == 0:
@@ -233,14 +231,9 @@ def begin_phase(run: Run, phase: Phase) -> None:
     warmup = math.ceil(training.warmup_ratio * phase.steps)
     factor = partial(learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
     run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, factor)
-    saved, run.saved_state = run.saved_state, {}
     if phase.name == "grpo" and run.config.grpo.kl_coef > 0 and run.reference is None:
         run.reference = frozen_copy(run.model)
-    if saved.get("optimizer"):
-        run.optimizer.load_state_dict(saved["optimizer"])
-        run.scheduler.load_state_dict(saved["scheduler"])
-        run.batches.position = saved["position"]
-    elif phase.name == "grpo":
+    if not restore_phase(run) and phase.name == "grpo":
         run.folder.say("the loss stays near 0 by construction (siblings' advantages cancel): watch reward and entropy")
 
 
@@ -252,16 +245,6 @@ def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -
     return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[schedule]
 
 
-def save(run: Run) -> Path:
-    """Write a checkpoint; returns its folder."""
-    state = {"phase": run.phase, "phase_step": run.phase_step}
-    if run.optimizer:
-        state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}
-        state["position"] = run.batches.position
-    keep = run.config.training.keep_checkpoints
-    return save_checkpoint(run.folder.path / "checkpoints", run.step, run.model, run.tokenizer, run.reference, state, keep)
-
-
 def set_up(config: Config) -> Run:
     """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
     device = best_device()
@@ -269,7 +252,7 @@ def set_up(config: Config) -> Run:
     functions = load_reward_functions(config)
     train_set, eval_set = load_data(config)
     validate_demonstrations(config, train_set)
-    checkpoint = latest_checkpoint(folder.path / "checkpoints") if config.training.resume else None
+    checkpoint = latest_checkpoint(folder.path) if config.training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
     if config.training.use_grpo:
@@ -283,8 +266,7 @@ def set_up(config: Config) -> Run:
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
     if checkpoint:
-        state = load_state(checkpoint)
-        run.step, run.phase, run.phase_step, run.saved_state = state["step"], state["phase"], state["phase_step"], state
+        restore_counters(run, checkpoint)
         if (checkpoint / "reference").exists():
             reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
             run.reference = reference.to(device).eval().requires_grad_(False)
@@ -310,7 +292,7 @@ def log_evaluation(run: Run) -> float:
     training, grpo = run.config.training, run.config.grpo
     result = evaluate(
         run.model, run.tokenizer, run.eval_set, grpo, seed=training.seed << 32, reward_functions=run.reward_functions,
-        batch_size=training.batch_size * grpo.num_completions_per_prompt,        # as many rows as a step samples at a time
+        on_error=grpo.reward_errors, batch_size=training.batch_size * grpo.num_completions_per_prompt,  # as in a step
     )
     run.folder.log(run.step, "eval", result)
     run.folder.say(f"held-out accuracy at step {run.step}: {accuracy_text(result)}")
