@@ -131,7 +131,7 @@ class RunFolder:
         from matplotlib.figure import Figure  # slow to import
 
         metrics = read_jsonl(self.path / "metrics.jsonl")
-        evals = [m for m in metrics if m["phase"] == "eval" and m.get("eval_accuracy") is not None]
+        evals = [m for m in metrics if m["phase"] == "eval"]
         steps = [m for m in metrics if m["phase"] != "eval"]
         figure = Figure(figsize=(8, 6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True)
@@ -141,11 +141,15 @@ class RunFolder:
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, **style)
 
-        line(top, steps, "mean_reward", "mean reward (points)", color="tab:orange", alpha=0.6)
-        line(top, evals, "eval_accuracy", "held-out accuracy, sampled, 95 % interval", color="tab:blue", marker=".")
-        if evals:
-            low, high = [m["eval_accuracy_low"] for m in evals], [m["eval_accuracy_high"] for m in evals]
-            top.fill_between([m["step"] for m in evals], low, high, color="tab:blue", alpha=0.2)
+        line(top, steps, "mean_reward", "mean reward in training (points)", color="tab:orange", alpha=0.6)
+        scores = {name for m in evals for name in m if name.startswith("eval_reward/")} - {"eval_reward/correctness"}
+        for i, name in enumerate(sorted(scores)):
+            line(top, evals, name, f"held out: {name.removeprefix('eval_reward/')} (points)", color=f"C{i + 2}", linestyle="--")
+        line(top, evals, "eval_accuracy", "held out: accuracy, sampled, 95 % interval", color="tab:blue", marker=".")
+        known = [m for m in evals if m.get("eval_accuracy") is not None]
+        if known:
+            low, high = [m["eval_accuracy_low"] for m in known], [m["eval_accuracy_high"] for m in known]
+            top.fill_between([m["step"] for m in known], low, high, color="tab:blue", alpha=0.2)
         line(bottom, steps, "loss", "supervised loss (nat/token)")
         line(bottom, steps, "entropy", "entropy (nat/token)")
         line(bottom, steps, "tied_groups", "tied groups (share)")
