@@ -2,8 +2,8 @@
 Saving everything a run is, and putting it back.
 
 A checkpoint is a folder that infer.py can load as a model, with what training needs beside it: the reference as another
-such folder, and state.pt with optimiser, schedule, counters, data position and random state. It is written under another
-name and renamed when complete, so that a run killed at any moment leaves the last good one alone.
+such folder, and state.pt with settings, optimiser, schedule, counters, data position and random state. It is written
+under another name and renamed when complete, so that a run killed at any moment leaves the last good one alone.
 """
 
 import shutil
@@ -26,6 +26,7 @@ def save_checkpoint(run) -> Path:
     if run.reference is not None:
         save_policy(run.reference, run.tokenizer, partial / "reference")
     state = {"step": run.step, "phase": run.phase, "phase_step": run.phase_step, "random_state": torch.get_rng_state()}
+    state["settings"] = run.config.as_dict()
     if run.optimizer is not None:
         state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}
         state["position"] = run.batches.position

@@ -14,7 +14,9 @@ from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
+logging.disable_progress_bar()                            # a run has one of its own
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 

@@ -37,8 +37,9 @@ def finished(tmp_path_factory):
 def test_the_run_folder_holds_what_it_promises(finished):
     names = {path.name for path in finished.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "tensorboard", "checkpoints", "final"}
-    assert len(list((finished / "checkpoints").iterdir())) == 2, "the newest two"
+    newest, _ = sorted((finished / "checkpoints").iterdir(), reverse=True)
     config = json.loads((finished / "config.json").read_text())
+    assert torch.load(newest / "state.pt", weights_only=True)["settings"] == config
     assert config["grpo"]["num_completions_per_prompt"] == 4 and config["training"]["use_grpo"] is True
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "tensorboard").iterdir())
