@@ -69,7 +69,7 @@ def compute_group_advantages(
     # and that last bit divided by a tiny std would pass for an advantage of 5.96.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
     lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
-    tied = (highest - lowest <= 1e-6 * highest.abs().clamp(min=1)) | (count < 2)  # (P, 1)
+    tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also where fewer than two are scored
     return torch.where(scored & ~tied, (rewards - baselines[baseline]()) / scales[scale](), 0.0)
 
 
