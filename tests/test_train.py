@@ -4,6 +4,7 @@ import itertools
 import json
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_metrics_have_the_documented_names_and_count_steps_from_one(finished):
 
 
 def test_every_metric_is_in_the_glossary(finished):
-    glossary = (train.Path(train.__file__).parent / "docs/metrics.md").read_text()
+    glossary = (Path(train.__file__).parent / "docs/metrics.md").read_text()
     for line in read_jsonl(finished / "metrics.jsonl"):
         for name in line:
             entry = name.partition("/")[0] + "/<function>" if "/" in name else name
