@@ -19,6 +19,8 @@ TOLERANCE = 1e-2                # nats; float32 forward passes of different shap
 
 @dataclass
 class Finding:
+    """One thing that was looked at."""
+
     name: str
     ok: bool | None             # None: nothing to pass or fail, only worth knowing
     found: str

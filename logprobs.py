@@ -23,6 +23,8 @@ HEAD_CHUNK = 512                # tokens; at V = 262144 a float32 chunk of logit
 
 @dataclass
 class LogProbs:
+    """What a policy says about completion tokens, with rows in the order they were asked for."""
+
     logp: Tensor                # (rows, T) nats, with gradient where the model has one; 0 where completion_mask is False
     entropy: Tensor             # (rows, T) nats, entropy of the same distribution; 0 where completion_mask is False
 
