@@ -2,8 +2,8 @@
 Saving everything a run is, and putting it back.
 
 A checkpoint is a folder that infer.py can load as a model, with what training needs beside it: the reference as another
-such folder, and state.pt with settings, optimiser, schedule, counters, data position and random state. It is written
-under another name and renamed when complete, so that a run killed at any moment leaves the last good one alone.
+such folder, and state.pt with settings, optimiser, schedule, value head, counters, data position and random state. It is
+written under another name and renamed when complete, so that a run killed at any moment leaves the last good one alone.
 """
 
 import shutil
@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 
 from model import save_policy
+
+# The plain numbers of a run.
+COUNTERS = ("step", "phase", "phase_step", "skipped", "skipped_in_a_row", "kl_coef", "reward_sum", "reward_count")
 
 
 def save_checkpoint(run) -> Path:
@@ -25,11 +28,12 @@ def save_checkpoint(run) -> Path:
     save_policy(run.model, run.tokenizer, partial)
     if run.reference is not None:
         save_policy(run.reference, run.tokenizer, partial / "reference")
-    state = {"step": run.step, "phase": run.phase, "phase_step": run.phase_step, "random_state": torch.get_rng_state()}
+    state = {name: getattr(run, name) for name in COUNTERS} | {"random_state": torch.get_rng_state()}
     state["settings"] = run.config.as_dict()
     if run.optimizer is not None:
         state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}
         state["position"] = run.batches.position
+        state["value_head"] = run.value_head.state_dict() if run.value_head is not None else None
     torch.save(state, partial / "state.pt")
     if target.exists():                                   # the same step again: keep the old one until the new one is there
         shutil.rmtree(replaced, ignore_errors=True)
@@ -50,7 +54,9 @@ def restore_counters(run, checkpoint: Path) -> None:
     """Put back how far a run has come. The rest waits in run.saved_state for restore_phase. Loading cannot run code."""
     state = torch.load(checkpoint / "state.pt", weights_only=True)
     torch.set_rng_state(state.pop("random_state"))
-    run.step, run.phase, run.phase_step, run.saved_state = state["step"], state["phase"], state["phase_step"], state
+    for name in COUNTERS:
+        setattr(run, name, state[name])
+    run.saved_state = state
 
 
 def restore_phase(run) -> bool:
@@ -61,4 +67,6 @@ def restore_phase(run) -> bool:
     run.optimizer.load_state_dict(state["optimizer"])
     run.scheduler.load_state_dict(state["scheduler"])
     run.batches.position = state["position"]
+    if run.value_head is not None:
+        run.value_head.load_state_dict(state["value_head"])
     return True

@@ -11,13 +11,15 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import HfArgumentParser
 
-from grpo import BASELINES, LOSS_TYPES
+from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}
 
@@ -96,17 +98,51 @@ class GRPOConfig:
     generation_temperature: float = flag(0.8, "divides the logits, in sampling and in training")
     generation_top_p: float = flag(0.9, "keep the likeliest tokens up to this probability; 1: all")
     generation_top_k: int = flag(50, "keep so many likeliest tokens; 0: all")
-    normalize_advantages: bool = flag(True, "divide by the group's standard deviation; without it, Dr. GRPO")
-    advantage_epsilon: float = flag(1e-8, "added to that standard deviation")
-    baseline: Literal[BASELINES] = flag("group_mean", "what a reward is compared with")
-    use_kl_penalty: bool = flag(True, "keep the policy near a frozen copy of itself")
-    kl_penalty_coef: float = flag(0.01, "weight of that penalty, points per nat; 0 loads no copy")
-    loss_type: Literal[LOSS_TYPES] = flag("dapo", "how tokens are clipped and averaged, see grpo.py")
-    clip_low: float = flag(0.2, "a token's probability ratio may fall to 1 - clip_low before its gradient ends")
-    clip_high: float = flag(0.2, "and rise to 1 + clip_high; inert with one update per rollout")
+    dynamic_sampling: int = flag(0, "sample up to so many more times a step, to replace groups of equal rewards by new prompts")
+
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "names from rewards.py, or path/to/file.py:function")
     reward_weights: list[float] = flag([], "one for each; empty: 1 each, or 1 0.2 0.1 for the default functions")
     reward_errors: Literal["raise", "none"] = flag("raise", "a reward function that raises: stop, or leave unscored and count")
+    reward_clip: float = flag(0.0, "cut rewards to this many points up and down; 0: never")
+    overlong: Literal["keep", "mask", "penalise"] = flag("keep", "completions cut at the limit: train on them, leave them out "
+                                                         "of the loss, or take up to 1 point off as they come near the limit")
+    overlong_buffer: int = flag(0, "tokens before the limit in which that penalty rises; 0: a fifth of generation_max_length")
+
+    normalize_advantages: bool = flag(True, "divide by the standard deviation; without it, Dr. GRPO")
+    advantage_scale: Literal["group", "batch"] = flag("group", "whose standard deviation that is")
+    advantage_epsilon: float = flag(1e-8, "added to that standard deviation")
+    baseline: Literal[BASELINES] = flag("group_mean", "what a reward is compared with; global_mean: of the whole run so far")
+
+    loss_type: Literal[LOSS_TYPES] = flag("dapo", "how tokens are clipped and averaged, see grpo.py")
+    loss_aggregation: Literal["", *AGGREGATIONS] = flag("", "how tokens are averaged; empty: as the loss type does")
+    clip_low: float = flag(0.2, "a token's probability ratio may fall to 1 - clip_low before its gradient ends")
+    clip_high: float = flag(0.2, "and rise to 1 + clip_high; inert with one update per rollout")
+    dual_clip: float = flag(0.0, "where the advantage is negative, end the gradient above this ratio too, such as 3; 0: never")
+    importance_cap: float = flag(0.0, "weigh tokens by trainer's / sampler's probability up to this; 0: ratios to the sampler")
+    entropy_coef: float = flag(0.0, "points per nat of entropy added to what is maximised")
+
+    ppo_epochs: int = flag(1, "passes over a rollout")
+    minibatch_size: int = flag(0, "completions per optimiser step, shuffled, groups together; 0: all of a rollout")
+    max_policy_kl: float = flag(0.0, "end a rollout's updates when the policy has moved so many nats per token; 0: never")
+
+    use_kl_penalty: bool = flag(True, "keep the policy near a frozen copy of itself, the reference")
+    kl_penalty_coef: float = flag(0.01, "weight of that penalty, points per nat; 0 loads no copy")
+    kl_estimator: Literal["ratio_k3", "k3", "k2", "k1", "exact"] = flag(
+        "ratio_k3", "from the sampled tokens; or exact, over the vocabulary. ratio_k3, k2 and exact pull the policy where the "
+        "value says")
+    kl_in: Literal["loss", "reward"] = flag("loss", "where the penalty goes")
+    kl_target: float = flag(0.0, "nats per token towards which the weight of the penalty adapts; 0: it is constant")
+    kl_horizon: int = flag(10000, "completions over which it adapts by 20 %")
+    reference_mode: Literal["static", "ema", "periodic"] = flag("static", "stays; follows slowly; is replaced now and then")
+    ema_alpha: float = flag(0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, after every update")
+    reference_update_freq: int = flag(500, "periodic: optimiser steps between replacements by the policy")
+    reference_offload: bool = flag(False, "keep the reference on the CPU between rollouts")
+
+    use_value_head: bool = flag(False, "advantages of tokens from a value head (GAE) instead of the group's")
+    value_coef: float = flag(0.1, "weight of the value head's squared error in the loss")
+    value_clip: float = flag(0.2, "values may move so many points from those at sampling time")
+    gae_gamma: float = flag(1.0, "discount of rewards per token")
+    gae_lambda: float = flag(0.95, "0: one-step error of the values, 1: return minus value")
 
     def __post_init__(self):
         size = self.num_completions_per_prompt
@@ -119,10 +155,60 @@ class GRPOConfig:
         require(self.kl_penalty_coef >= 0, "kl_penalty_coef", self.kl_penalty_coef, "cannot be negative; 0 switches it off")
         require(0 <= self.clip_low < 1, "clip_low", self.clip_low, "a ratio cannot fall below 0: choose from [0, 1)")
         require(self.clip_high >= 0, "clip_high", self.clip_high, "cannot be negative")
+        for name in ("dynamic_sampling", "reward_clip", "overlong_buffer", "importance_cap", "entropy_coef", "minibatch_size",
+                     "max_policy_kl", "kl_target", "value_coef", "value_clip"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
+        for name in ("ppo_epochs", "kl_horizon", "reference_update_freq"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+        for name in ("ema_alpha", "gae_gamma", "gae_lambda"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "choose from 0 to 1")
+        self.refuse_contradictions()
         require(len(self.reward_functions) > 0, "reward_functions", "", "name at least one")
         require(
             len(self.reward_weights) in (0, len(self.reward_functions)), "reward_weights", self.reward_weights,
             f"{len(self.reward_weights)} weights for {len(self.reward_functions)} reward functions {self.reward_functions}",
+        )
+
+    def refuse_contradictions(self) -> None:
+        """Settings that are fine alone and wrong together: what would come out is not what was asked for."""
+        clips = self.loss_type not in ("cispo", "reinforce")
+        require(self.dual_clip == 0 or clips, "dual_clip", self.dual_clip, f"--loss_type={self.loss_type} clips no ratio")
+        require(
+            self.dual_clip == 0 or self.dual_clip > 1 + self.clip_high, "dual_clip", self.dual_clip,
+            f"below 1 + clip_high it would end the gradient of ordinary tokens; choose above {1 + self.clip_high:g}, such as 3",
+        )
+        require(
+            self.loss_type != "reinforce" or self.ppo_epochs == 1, "ppo_epochs", self.ppo_epochs,
+            "--loss_type=reinforce has no ratio and is wrong from the second epoch on; take dapo",
+        )
+        require(
+            not (self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1"), "kl_estimator", "k1",
+            "in a loss its gradient is 0 on average, so nothing would hold the policy; take k2 (the same with the right "
+            "gradient) or ratio_k3, or put it in the reward with --kl_in reward",
+        )
+        require(
+            not (self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "exact" and self.reference_offload),
+            "reference_offload", True, "--kl_estimator exact asks the reference in every pass; ratio_k3 does once a rollout",
+        )
+        require(
+            not self.kl_target or self.kl_coef > 0, "kl_target", self.kl_target,
+            "there is no KL penalty to adapt; add --use_kl_penalty true and a --kl_penalty_coef to start from",
+        )
+        require(
+            not (self.use_value_head and self.baseline != "group_mean"), "baseline", self.baseline,
+            "--use_value_head takes the value as the baseline; leave out one of the two",
+        )
+        require(
+            not (self.use_value_head and self.dynamic_sampling), "dynamic_sampling", self.dynamic_sampling,
+            "--use_value_head learns from groups of equal rewards too; leave out one of the two",
+        )
+        require(
+            not (self.overlong_buffer and self.overlong != "penalise"), "overlong_buffer", self.overlong_buffer,
+            f"--overlong={self.overlong} has no penalty that could rise; add --overlong penalise",
+        )
+        require(
+            self.overlong_buffer < self.generation_max_length, "overlong_buffer", self.overlong_buffer,
+            f"must be below --generation_max_length={self.generation_max_length}",
         )
 
     @property
@@ -136,6 +222,19 @@ class GRPOConfig:
     def kl_coef(self) -> float:
         """The weight of the KL penalty, 0 where it is switched off."""
         return self.kl_penalty_coef if self.use_kl_penalty else 0.0
+
+    @property
+    def scale(self) -> str:
+        """What advantages are divided by, for compute_group_advantages."""
+        return self.advantage_scale if self.normalize_advantages else "none"
+
+    @property
+    def loss(self) -> dict:
+        """The kind of loss, for policy_loss."""
+        return dict(
+            loss_type=self.loss_type, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip or None,
+            aggregation=self.loss_aggregation or None,
+        )
 
     @property
     def policy(self) -> dict:
@@ -152,6 +251,7 @@ class TrainingConfig:
     output_dir: str = flag("", "the run folder; empty: outputs/<time>")
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
     check: bool = flag(False, "make the start-up check, print all of it, and stop")
+    replay: str = flag("", "a rollouts.jsonl: compute losses on it, with the settings of its run and any flags, and stop")
     seed: int = flag(0, "of weights, data order and sampling")
     num_epochs: float = flag(3, "passes over the training examples")
     max_steps: int = flag(0, "end a phase after so many optimiser steps; 0: when its epochs are over")
@@ -165,6 +265,7 @@ class TrainingConfig:
     weight_decay: float = flag(0.0, "of AdamW")
     adam_beta2: float = flag(0.95, "of AdamW: gradients change fast here, and 0.999 remembers them for too long")
     max_grad_norm: float = flag(1.0, "longer gradients are cut to this length")
+    max_skipped_steps: int = flag(3, "stop after so many steps in a row whose loss or gradient was not finite")
     max_tokens_per_forward: int = flag(8192, "lower it when memory runs out; the gradient stays the same")
     eval_steps: int = flag(50, "evaluate every so many steps, and before and after every phase")
     save_steps: int = flag(100, "write a checkpoint every so many steps; 0: at the end of a phase only")
@@ -175,7 +276,8 @@ class TrainingConfig:
 
     def __post_init__(self):
         require(self.profile in ("", *PROFILES), "profile", self.profile, f"choose one of {', '.join(PROFILES)}")
-        for name in ("num_epochs", "batch_size", "max_tokens_per_forward", "max_grad_norm", "keep_checkpoints"):
+        for name in ("num_epochs", "batch_size", "max_tokens_per_forward", "max_grad_norm", "keep_checkpoints",
+                     "max_skipped_steps"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
         for name in ("learning_rate", "cold_start_learning_rate", "weight_decay", "max_steps", "cold_start_steps",
                      "eval_steps", "save_steps", "log_rollouts_every", "log_groups", "seed"):
@@ -200,10 +302,31 @@ class Config:
             self.grpo.generation_temperature, "siblings would all be equal and nothing could be learned; try 0.8",
         )
 
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimiser steps on what was sampled once, if nothing ends them early."""
+        completions = self.training.batch_size * self.grpo.num_completions_per_prompt
+        return self.grpo.ppo_epochs * math.ceil(completions / (self.grpo.minibatch_size or completions))
+
+    def inert(self) -> list[str]:
+        """Settings that change nothing in this GRPO run, one line each: wrong to refuse, worth knowing."""
+        grpo, lines = self.grpo, []
+        if self.updates_per_rollout == 1 and grpo.loss_type != "reinforce":
+            lines.append("clipping is inert: with one update per rollout every ratio is 1; --ppo_epochs and --minibatch_size "
+                         "make more")
+        if not grpo.kl_coef and (grpo.reference_mode != "static" or grpo.reference_offload):
+            lines.append("reference settings are inert: there is no reference without --use_kl_penalty true")
+        if grpo.minibatch_size >= self.training.batch_size * grpo.num_completions_per_prompt:
+            lines.append(f"minibatch_size {grpo.minibatch_size} is inert: a rollout has no more completions")
+        if grpo.loss_type == "gspo" and grpo.clip_high > 0.01 and self.updates_per_rollout > 1:
+            lines.append("gspo's ratio is a mean over a completion and hardly moves: clip_low 3e-4, clip_high 4e-4 is usual")
+        return lines
+
     def as_dict(self) -> dict[str, dict]:
         """The fields by section, as written to config.json. What was asked of this start alone is left out."""
         sections = dataclasses.asdict(self)
-        del sections["training"]["resume"], sections["training"]["check"]
+        for name in "resume", "check", "replay":
+            del sections["training"][name]
         return sections
 
 
@@ -223,9 +346,12 @@ def parse_config(argv: list[str]) -> Config:
     where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     where.add_argument("--resume", action="store_true")
     where.add_argument("--output_dir", default="")
-    resumed = where.parse_known_args(given)[0]
-    if resumed.resume and resumed.output_dir:             # a run's own settings lie below the flags
-        return parse_flags(flags_of_file(str(Path(resumed.output_dir) / "config.json")) + given)
+    where.add_argument("--replay", default="")
+    known = where.parse_known_args(given)[0]
+    run = Path(known.output_dir) if known.resume and known.output_dir else Path(known.replay).parent if known.replay else None
+    if run and (known.resume or (run / "config.json").exists()):                 # a run's own settings lie below the flags
+        without = ["model_path"] if known.replay else []  # a replay's weights are a checkpoint's, or those that a flag names
+        return parse_flags(flags_of_file(str(run / "config.json"), without) + given)
     first = parse_flags(given)
     profile = first.training.profile
     if not profile and not first.model.model_path:
@@ -244,7 +370,7 @@ def parse_flags(argv: list[str]) -> Config:
     return Config(*sections)
 
 
-def flags_of_file(path: str) -> list[str]:
+def flags_of_file(path: str, without: Sequence[str] = ()) -> list[str]:
     """A JSON file of settings as if they had been typed; sections as in config.json may be there or not."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -255,7 +381,7 @@ def flags_of_file(path: str) -> list[str]:
     flat = {}
     for name, value in settings.items():
         flat |= value if isinstance(value, dict) else {name: value}
-    return as_flags(flat)
+    return as_flags({name: value for name, value in flat.items() if name not in without})
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:

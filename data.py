@@ -243,12 +243,16 @@ class ShuffledBatches:
         self.epoch, self.order = -1, []
 
     def __next__(self) -> list:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list:
+        """The next so many examples."""
         batch = []
-        for position in range(self.position, self.position + self.batch_size):
+        for position in range(self.position, self.position + count):
             epoch, index = divmod(position, len(self.examples))
             if epoch != self.epoch:
                 self.epoch, self.order = epoch, list(range(len(self.examples)))
                 random.Random(f"{self.seed} {epoch}").shuffle(self.order)
             batch.append(self.examples[self.order[index]])
-        self.position += self.batch_size
+        self.position += count
         return batch

@@ -1,28 +1,34 @@
 """
-The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Every function stands alone: copied out
-together with `import torch` and `from torch import Tensor`, it works.
+The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices; with torch installed this file works
+anywhere, and so does each function that is not a loss, copied out on its own.
 
-Reading order: compute_group_advantages (who did better than their siblings), policy_loss (push towards them, carefully),
-kl_penalty (but stay near the reference); then value_loss and generalized_advantage_estimation, for training with a critic.
+Reading order: compute_group_advantages (who did better than their siblings), policy_loss (push towards them, carefully)
+with a small function for each kind of loss, kl_penalty (but stay near the reference); value_loss and
+generalized_advantage_estimation, for training with a critic; then what corrects rewards, weights and coefficients.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the default
 aggregation is DAPO's token mean, and every denominator is an argument, so that micro-batches add up to one big batch.
+Formulas stand in the docstrings as Python expressions: the tests evaluate them, token by token, and compare.
 
 Shapes: P prompts per step, G completions of each, B = P*G rows (or a micro-batch of them) with siblings adjacent,
 T completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BASELINES = ("group_mean", "group_median", "global_mean", "leave_one_out")
 SCALES = ("group", "batch", "none")
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "reinforce")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def compute_group_advantages(
-    rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8
+    rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8,
+    global_mean: float | None = None, reward_clip: float | None = None,
 ) -> Tensor:
     """How much better each completion did than its siblings.
 
@@ -31,10 +37,12 @@ def compute_group_advantages(
         baseline       b[p, g]                              scale  s[p]
         group_mean     mean_g r[p, :]                       group  std_g r[p, :] + epsilon
         group_median   median_g r[p, :]                     batch  std of all rewards + epsilon
-        global_mean    mean of all rewards                  none   1, so A stays in points
+        global_mean    mean of all rewards (see below)      none   1, so A stays in points
         leave_one_out  mean of the siblings of g
 
     rewards  (P, G) points; NaN where a completion could not be scored: it takes no part in b or s and gets 0
+    global_mean  points: the baseline of that name, such as the mean over a whole run; None takes that of these rewards
+    reward_clip  points: rewards are cut to [-reward_clip, reward_clip] before anything else; None leaves them
     returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or in points with scale="none".
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with fewer
              than two scored completions. Under group_mean and leave_one_out rows sum to 0.
@@ -49,13 +57,14 @@ def compute_group_advantages(
             "a lone completion has no siblings. For a flat list: rewards.view(-1, group_size)."
         )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    rewards = rewards if reward_clip is None else rewards.clamp(-reward_clip, reward_clip)       # NaN stays NaN
     scored = ~rewards.isnan()                                                    # (P, G)
     count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
     mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)
     baselines = {
         "group_mean": lambda: mean,
         "group_median": lambda: rewards.nanquantile(0.5, dim=1, keepdim=True),   # halfway between the two middle ones
-        "global_mean": lambda: rewards.nanmean(),
+        "global_mean": lambda: rewards.nanmean() if global_mean is None else global_mean,
         "leave_one_out": lambda: (mean * count - rewards) / (count - 1),         # (P, G)
     }
     scales = {
@@ -75,70 +84,188 @@ def compute_group_advantages(
 
 def policy_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
-    num_sequences=None, max_tokens=None, clip_low: float = 0.2, clip_high: float = 0.2,
+    num_sequences=None, max_tokens=None, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
+    weights: Tensor | None = None, aggregation: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss whose gradient makes completions with positive advantage more likely.
 
-        ratio = exp(logp - old_logp)                        how much likelier the policy has made this token
-        gain  = min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)                per token (PPO)
-
-        loss_type   loss                                                            source
-        dapo        -sum of gain / num_tokens                                       arXiv:2503.14476 eq. 8
-        grpo        -mean over sequences of their mean gain                         arXiv:2402.03300 eq. 3
-        dr_grpo     -sum of gain / (num_sequences * max_tokens)                     arXiv:2503.20783 sec. 3.2
-        gspo        as grpo, ratio = exp(mean over the sequence of logp - old_logp) arXiv:2507.18071 eq. 5
-        cispo       -sum of min(sg(ratio), 1 + clip_high) * A * logp / num_tokens   arXiv:2506.13585 eq. 4, no floor
-        reinforce   -sum of A * logp / num_tokens                                   Williams 1992
+        loss_type   per token                                           aggregation     source
+        dapo        clipped ratio, as in PPO                            token_mean      arXiv:2503.14476 eq. 8
+        grpo        the same                                            sequence_mean   arXiv:2402.03300 eq. 3
+        dr_grpo     the same                                            constant        arXiv:2503.20783 sec. 3.2
+        gspo        the same with one ratio for the whole sequence      sequence_mean   arXiv:2507.18071 eq. 5
+        cispo       log-probability, weighted by the capped ratio       token_mean      arXiv:2506.13585 eq. 4
+        reinforce   log-probability                                     token_mean      Williams 1992
 
     logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
-    num_tokens, num_sequences, max_tokens count the whole optimiser step: every micro-batch, every process.
-        grpo, dr_grpo and gspo need num_sequences; dr_grpo needs max_tokens, the generation limit (a constant).
+    num_tokens, num_sequences, max_tokens count the whole optimiser step: every micro-batch, every process. See aggregate.
+    dual_clip   where A < 0, a token's loss is at most -dual_clip * A; for the losses with a clipped ratio
+    weights     (B, T) without gradient, factors of each token's loss: see importance_weights
+    aggregation in place of the loss type's own
     returns     loss, a scalar; and stats, to be added up over micro-batches as well: clip_fraction (share of num_tokens
-                whose gradient the clip removed), ratio_deviation (mean over num_tokens of |ratio - 1|)
+                whose gradient the clip removed, or for cispo whose weight it capped), ratio_deviation (mean over
+                num_tokens of |ratio - 1|), policy_kl (nats, mean over num_tokens of ratio - 1 - log ratio: the distance
+                from the policy that old_logp belongs to)
     """
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
-    if loss_type in ("grpo", "dr_grpo", "gspo") and num_sequences is None:
-        raise ValueError(f"{loss_type=} averages over sequences: pass num_sequences for the whole optimiser step")
-    if loss_type == "dr_grpo" and max_tokens is None:
-        raise ValueError("loss_type='dr_grpo' divides by the generation limit: pass max_tokens")
+    if loss_type not in LOSSES:
+        raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
     if advantages.ndim == 1:
         advantages = advantages[:, None]                                         # (B, 1)
-
     # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
     log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                         # (B, 1)
-    if loss_type == "gspo":
-        log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(mask)   # one ratio a sequence
-    ratio = log_ratio.exp()
-
-    no_clip = torch.zeros_like(mask)
-    if loss_type == "reinforce":
-        gain, clipped = advantages * torch.where(mask, logp, 0.0), no_clip
-    elif loss_type == "cispo":
-        weight = ratio.detach().clamp(max=1 + clip_high)
-        gain, clipped = weight * advantages * torch.where(mask, logp, 0.0), no_clip
-    elif loss_type in ("dapo", "grpo", "dr_grpo", "gspo"):
-        # The minimum is the pessimist's choice: no reward for leaving the trust region,
-        # and still a full gradient for coming back into it.
-        inside = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-        gain = torch.minimum(ratio * advantages, inside)
-        clipped = inside < ratio * advantages
-    else:
-        raise ValueError(f"unknown {loss_type=}: see the table in the docstring")
-    gain = torch.where(mask, gain, 0.0)                                          # (B, T)
-
-    if loss_type in ("grpo", "gspo"):
-        loss = -(gain / lengths).sum() / num_sequences
-    elif loss_type == "dr_grpo":
-        loss = -gain.sum() / (num_sequences * max_tokens)
-    else:
-        loss = -gain.sum() / num_tokens
+    per_token, own_aggregation = LOSSES[loss_type]
+    tokens = Tokens(torch.where(mask, logp, 0.0), log_ratio, advantages, mask, clip_low, clip_high, dual_clip)
+    loss, held_back = per_token(tokens)                                          # (B, T) each
+    if weights is not None:
+        loss = loss * weights
+    counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
+    total = aggregate(loss, mask, aggregation or own_aggregation, **counts)
+    ratio = tokens.ratio.detach()                                                # 1 where mask is False
     stats = {
-        "clip_fraction": (clipped & mask).sum() / num_tokens,
-        "ratio_deviation": torch.where(mask, ratio.detach() - 1, 0.0).abs().sum() / num_tokens,
+        "clip_fraction": (held_back & mask).sum() / num_tokens,
+        "ratio_deviation": (ratio - 1).abs().sum() / num_tokens,
+        "policy_kl": (ratio - 1 - log_ratio.detach()).sum() / num_tokens,
     }
-    return loss, stats
+    return total, stats
+
+
+def aggregate(x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None) -> Tensor:
+    """Per-token values (B, T) -> a scalar, whose denominator counts the whole optimiser step.
+
+        token_mean      x / num_tokens                      every token counts the same
+        sequence_mean   x / length / num_sequences          every completion counts the same, long or short
+        constant        x / (num_sequences * max_tokens)    neither; max_tokens is the generation limit
+
+    added up over the tokens where mask (B, T) is True; length counts those of a row, num_sequences the rows that have any.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"{aggregation=} must be one of {', '.join(AGGREGATIONS)}")
+    if aggregation != "token_mean" and num_sequences is None:
+        raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences for the whole optimiser step")
+    if aggregation == "constant" and max_tokens is None:
+        raise ValueError("aggregation='constant' divides by the generation limit: pass max_tokens")
+    x = torch.where(mask, x, 0.0)
+    if aggregation == "token_mean":
+        return x.sum() / num_tokens
+    if aggregation == "constant":
+        return x.sum() / (num_sequences * max_tokens)
+    return (x / mask.sum(dim=1, keepdim=True).clamp(min=1)).sum() / num_sequences
+
+
+# ---- one small function for each loss. A new one needs nothing but a function like these ----------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a per-token loss is made of, (B, T) each; logp and log_ratio are 0 where mask is False."""
+
+    logp: Tensor                # nats, with gradient
+    log_ratio: Tensor           # logp - old_logp, with gradient
+    advantages: Tensor          # (B, 1) or (B, T)
+    mask: Tensor                # bool
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+
+    @property
+    def ratio(self) -> Tensor:
+        """How much likelier the policy has made each token. Cut at e^20, where only a broken run gets: inf * 0 is NaN."""
+        return self.log_ratio.clamp(-20, 20).exp()
+
+
+LOSSES: dict[str, tuple[Callable, str]] = {}              # name -> function of Tokens, aggregation
+
+
+def averaged_by(aggregation: str) -> Callable:
+    """Enter a function into LOSSES under its name. It returns loss (B, T), and bool (B, T): tokens that its clip held back."""
+
+    def enter(function):
+        LOSSES[function.__name__] = function, aggregation
+        return function
+
+    return enter
+
+
+def clipped_ratio(ratio: Tensor, t: Tokens) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate (arXiv:1707.06347 eq. 7), with a second clip (arXiv:1912.09729 eq. 5) if dual_clip is given.
+
+        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+        -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
+    """
+    # The minimum is the pessimist's choice: no reward for leaving the trust region, and still a full gradient for
+    # coming back into it. The second clip bounds that gradient where a token has become likelier by far.
+    free = ratio * t.advantages
+    gain = torch.minimum(free, ratio.clamp(1 - t.clip_low, 1 + t.clip_high) * t.advantages)
+    held_back = gain < free
+    if t.dual_clip is not None:
+        floor = torch.where(t.advantages < 0, t.dual_clip * t.advantages, -torch.inf)
+        held_back = held_back | (gain < floor)
+        gain = torch.maximum(gain, floor)
+    return -gain, held_back
+
+
+@averaged_by("token_mean")
+def dapo(t: Tokens) -> tuple[Tensor, Tensor]:
+    """Every token of the step counts the same, so long completions count more. arXiv:2503.14476 eq. 8.
+
+        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+    """
+    return clipped_ratio(t.ratio, t)
+
+
+@averaged_by("sequence_mean")
+def grpo(t: Tokens) -> tuple[Tensor, Tensor]:
+    """The paper's own: every completion counts the same, so a token of a long one counts less. arXiv:2402.03300 eq. 3.
+
+        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+    """
+    return clipped_ratio(t.ratio, t)
+
+
+@averaged_by("constant")
+def dr_grpo(t: Tokens) -> tuple[Tensor, Tensor]:
+    """No length bias: a constant denominator. Goes with advantages that are not scaled. arXiv:2503.20783 sec. 3.2.
+
+        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+    """
+    return clipped_ratio(t.ratio, t)
+
+
+@averaged_by("sequence_mean")
+def gspo(t: Tokens) -> tuple[Tensor, Tensor]:
+    """The completion is what is sampled and scored, so it gets the ratio: the geometric mean of its tokens'.
+    Clip it far closer than a token's: the paper takes 3e-4 and 4e-4. arXiv:2507.18071 eq. 5 and 7.
+
+        -min(sequence_ratio * A, clip(sequence_ratio, 1 - clip_low, 1 + clip_high) * A)
+    """
+    lengths = t.mask.sum(dim=1, keepdim=True).clamp(min=1)                       # (B, 1)
+    mean_log_ratio = (t.log_ratio.sum(dim=1, keepdim=True) / lengths).clamp(-20, 20)
+    return clipped_ratio(mean_log_ratio.exp().expand_as(t.mask), t)
+
+
+@averaged_by("token_mean")
+def cispo(t: Tokens) -> tuple[Tensor, Tensor]:
+    """Caps the weight of a token instead of dropping its gradient; there is no floor. sg is stop-gradient, and the cap
+    is meant to be high: clip_high of 4 or so. arXiv:2506.13585 eq. 4 and 5.
+
+        -sg(min(ratio, 1 + clip_high)) * A * logp
+    """
+    weight = t.ratio.detach()
+    return -weight.clamp(max=1 + t.clip_high) * t.advantages * t.logp, weight > 1 + t.clip_high
+
+
+@averaged_by("token_mean")
+def reinforce(t: Tokens) -> tuple[Tensor, Tensor]:
+    """The policy gradient itself, right on policy alone: for one update per rollout. Williams 1992, Machine Learning 8.
+
+        -A * logp
+    """
+    return -t.advantages * t.logp, torch.zeros_like(t.mask)
+
+
+LOSS_TYPES = tuple(LOSSES)
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None) -> Tensor:
@@ -201,3 +328,39 @@ def generalized_advantage_estimation(
         next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+# ---- corrections of rewards, weights and coefficients ---------------------------------------------------------------
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Points to add to the rewards of completions that come near the limit, linear over the last `buffer` tokens.
+
+        min(0, (max_tokens - buffer - length) / buffer)
+
+    lengths  (B,) tokens, at most max_tokens;  returns (B,) points, from 0 down to -1 at the limit
+    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
+
+
+def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """What makes up for tokens that were not drawn from the policy that trains, but from a sampler that differs a little.
+
+        min(exp(old_logp - sampling_logp), cap)
+
+    old_logp, sampling_logp  (B, T) nats before the first update, by trainer and by sampler; anything where mask is False
+    returns  (B, T) without gradient, 1 where mask is False. Truncated importance sampling, Ionides 2008, JCGS 17.
+    """
+    return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
+
+
+def adapt_kl_coefficient(coefficient: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
+    """A proportional controller: raises the coefficient while the KL is above its target, by at most 20 % per horizon.
+
+        coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
+
+    kl, target  nats per token;  num_samples  completions of this step;  horizon  completions over which it acts
+    arXiv:1909.08593 sec. 2.2.
+    """
+    return coefficient * (1 + max(-0.2, min(0.2, kl / target - 1)) * num_samples / horizon)

@@ -27,6 +27,8 @@ class LogProbs:
 
     logp: Tensor                # (rows, T) nats, with gradient where the model has one; 0 where completion_mask is False
     entropy: Tensor             # (rows, T) nats, entropy of the same distribution; 0 where completion_mask is False
+    kl: Tensor | None = None    # (rows, T) nats, KL(policy || reference) over the whole vocabulary, if there is a reference
+    values: Tensor | None = None        # (rows, T) points expected before each token, if there is a value head
 
 
 def restrict_logits(logits: Tensor, *, temperature: float, top_k: int, top_p: float, chosen: Tensor | None = None) -> Tensor:
@@ -57,7 +59,7 @@ def restrict_logits(logits: Tensor, *, temperature: float, top_k: int, top_p: fl
 
 def completion_log_probs(
     model, rollout, rows: Tensor | None = None, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-    shared_prompt: bool = True,
+    shared_prompt: bool = True, reference=None, value_head=None,
 ) -> LogProbs:
     """log p(completion token | everything before it) under the policy: model, temperature and kept support together.
 
@@ -65,41 +67,62 @@ def completion_log_probs(
     rows           which of the B rows, in any order; all of them by default
     shared_prompt  forward each prompt once for all its rows; False forwards one row per completion. The same numbers
                    to rounding, unless the model's layers carry state.
+    reference      another model of the same vocabulary, for the exact KL at every token, over the tokens that the policy
+                   keeps, with both distributions normalised over those; forwarded here, without gradient
+    value_head     a module from hidden states (N, H) to points (N,)
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     pack = pack_rows(rollout, rows, shared_prompt)
     device = next(model.parameters()).device
-    hidden = model.base_model(
+    inputs = dict(
         input_ids=pack.ids.to(device),
         position_ids=pack.positions.to(device),
         attention_mask=attention_masks(model.config, pack, device) if shared_prompt else (pack.segments >= 0).to(device),
         use_cache=False,
-    ).last_hidden_state                                                          # (K, L, H)
-
+    )
     mask = rollout.completion_mask[rows]                                         # (b, T)
     chosen = rollout.completion_ids[rows][mask].to(device)                       # (N,)
-    hidden = hidden.flatten(0, 1)[pack.predictor[mask].to(device)]               # (N, H)
-    parts = [
-        checkpoint(
-            head_log_probs, model, hidden[i : i + HEAD_CHUNK], chosen[i : i + HEAD_CHUNK], temperature, top_k, top_p,
-            use_reentrant=False,
-        )
-        for i in range(0, len(chosen), HEAD_CHUNK)
-    ]
-    logp, entropy = (torch.cat(part) for part in zip(*parts, strict=True))       # (N,) each
-    where = mask.to(device)
-    empty = torch.zeros(mask.shape, device=device)
-    return LogProbs(empty.masked_scatter(where, logp), empty.masked_scatter(where, entropy))
+    predictor = pack.predictor[mask].to(device)                                  # (N,)
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]               # (N, H)
+    reference_hidden = None
+    if reference is not None:
+        with torch.no_grad():
+            reference_hidden = reference.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]
 
-
-def head_log_probs(model, hidden: Tensor, chosen: Tensor, temperature, top_k, top_p) -> tuple[Tensor, Tensor]:
-    """hidden (N, H) and the tokens chosen next (N,) -> their log-probabilities and the entropies, (N,) nats, float32."""
-    logits = restrict_logits(
-        logits_of(model, hidden), temperature=temperature, top_k=top_k, top_p=top_p, chosen=chosen
+    policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    parts = []
+    for i in range(0, len(chosen), HEAD_CHUNK):
+        chunk = slice(i, i + HEAD_CHUNK)
+        other = None if reference is None else reference_hidden[chunk]
+        parts.append(checkpoint(
+            head_log_probs, model, hidden[chunk], chosen[chunk], policy, reference, other, use_reentrant=False
+        ))
+    logp, entropy, kl = (torch.cat(part) for part in zip(*parts, strict=True))   # (N,) each
+    where, empty = mask.to(device), torch.zeros(mask.shape, device=device)
+    return LogProbs(
+        logp=empty.masked_scatter(where, logp),
+        entropy=empty.masked_scatter(where, entropy),
+        kl=None if reference is None else empty.masked_scatter(where, kl),
+        values=None if value_head is None else empty.masked_scatter(where, value_head(hidden)),
     )
+
+
+def head_log_probs(model, hidden: Tensor, chosen: Tensor, policy: dict, reference=None, reference_hidden=None):
+    """hidden (N, H), the tokens chosen next (N,) -> log-probabilities, entropies, exact KLs (0 without a reference).
+
+    policy   temperature, top_k and top_p, as for restrict_logits;  returns (N,) nats each, float32
+    """
+    logits = restrict_logits(logits_of(model, hidden), **policy, chosen=chosen)
     log_probs = logits.log_softmax(dim=-1)
-    surprise = torch.where(log_probs == -torch.inf, 0.0, log_probs)              # 0 * log 0 is 0
-    return log_probs.gather(-1, chosen[:, None])[:, 0], -(log_probs.exp() * surprise).sum(dim=-1)
+    kept = log_probs > -torch.inf
+    probs, surprise = log_probs.exp(), torch.where(kept, log_probs, 0.0)         # 0 * log 0 is 0
+    logp, entropy = log_probs.gather(-1, chosen[:, None])[:, 0], -(probs * surprise).sum(dim=-1)
+    if reference is None:
+        return logp, entropy, torch.zeros_like(logp)
+    with torch.no_grad():
+        reference_logits = logits_of(reference, reference_hidden).float() / policy["temperature"]
+        reference_logp = reference_logits.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
+    return logp, entropy, (probs * torch.where(kept, log_probs - reference_logp, 0.0)).sum(dim=-1)
 
 
 def logits_of(model, hidden: Tensor) -> Tensor:

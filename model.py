@@ -1,10 +1,12 @@
 """
-The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, frozen copies, saving.
+The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, frozen copies, the value
+head, saving.
 
 Weights are read and written as safetensors. Left out on purpose: adapters and quantised weights.
 """
 
 import copy
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -116,6 +118,42 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A reference: the model as it is now, without gradients, in evaluation mode."""
     reference = copy.deepcopy(model).eval()
     return reference.requires_grad_(False)
+
+
+@torch.no_grad()
+def update_reference(reference: PreTrainedModel, model: PreTrainedModel, alpha: float) -> None:
+    """reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
+    for kept, new in zip(reference.parameters(), model.parameters(), strict=True):
+        kept.lerp_(new.to(kept.device), 1 - alpha) if alpha else kept.copy_(new)
+
+
+@contextmanager
+def moved_to(model: PreTrainedModel, device: torch.device):
+    """The model on a device for a while, and back where it was afterwards."""
+    home = next(model.parameters()).device
+    try:
+        yield model.to(device)
+    finally:
+        model.to(home)
+
+
+class ValueHead(torch.nn.Module):
+    """The reward to expect before a token, from the hidden state that predicts it: (N, H) -> (N,) points.
+
+    Starts at 0 everywhere. No dropout: values at sampling time and in training must come from the same function.
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.LayerNorm(hidden_size), torch.nn.Linear(hidden_size, hidden_size), torch.nn.ReLU(),
+            torch.nn.Linear(hidden_size, 1),
+        )
+        torch.nn.init.zeros_(self.layers[-1].weight)
+        torch.nn.init.zeros_(self.layers[-1].bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layers(hidden.float())[:, 0]
 
 
 def save_policy(model: PreTrainedModel, tokenizer, folder: Path) -> None:

@@ -1,19 +1,67 @@
 """
-From settings to the things a run is made of, or to one line that says which setting to change.
+From settings to a run, or to one line that says which setting to change.
 
 The order is that of cost: what can be refused without reading anything is refused in config.py, then reward functions are
 imported, data read, the tokenizer loaded and the prompts measured; the model comes last, and the start-up check after it.
 """
 
 import inspect
+import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from check import check_setup
+from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
-from data import READERS, encode_prompt, load_examples, with_instruction
+from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
+from devices import best_device
+from model import ValueHead, frozen_copy, load_policy, load_tokenizer
 from rewards import RESERVED, RewardError, load_reward_function, name_of
+from runs import RunFolder
+
+
+@dataclass
+class Phase:
+    """A stretch of training with one kind of step, an optimiser and a schedule of its own."""
+
+    name: str                   # cold_start, supervised or grpo
+    steps: int                  # optimiser steps
+    learning_rate: float
+
+
+@dataclass
+class Run:
+    """Everything that a run is. What changes during it: the model, and the fields from `phase` on."""
+
+    config: Config
+    folder: RunFolder
+    device: torch.device
+    model: torch.nn.Module
+    tokenizer: object
+    reward_functions: list
+    train_set: list
+    eval_set: list
+    phases: list[Phase]
+    shared_prompt: bool = True                            # pack siblings behind one prompt; the start-up check decides
+    phase: int = 0                                        # index into phases
+    phase_step: int = 0                                   # optimiser steps taken in this phase
+    step: int = 0                                         # optimiser steps taken in all
+    skipped: int = 0                                      # of those, how many were not finite and changed nothing
+    skipped_in_a_row: int = 0                             # how many of the last ones
+    kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
+    reward_sum: float = 0.0                               # points, over all completions scored in this run
+    reward_count: int = 0                                 # how many those were
+    saved_state: dict = field(default_factory=dict)       # of the checkpoint to go on from
+    batches: ShuffledBatches | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: object = None
+    reference: torch.nn.Module | None = None              # frozen; None where nothing asks for it
+    value_head: torch.nn.Module | None = None             # likewise
 
 
 def load_reward_functions(config: Config) -> list[Callable]:
@@ -140,3 +188,82 @@ def start_up_check(model, tokenizer, examples: list[dict], config: Config, funct
     say(f"start-up check: {agreements}")
     return bool(packing.ok)
 
+
+
+def set_up(config: Config) -> Run:
+    """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
+    device = best_device()
+    folder = RunFolder(config)
+    functions = load_reward_functions(config)
+    train_set, eval_set = load_data(config)
+    validate_demonstrations(config, train_set)
+    checkpoint = latest_checkpoint(folder.path) if config.training.resume else None
+    model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
+    tokenizer = load_tokenizer(model_config)
+    if config.training.use_grpo:
+        validate_grpo_setup(config, tokenizer, train_set)
+    train_set, eval_set = (fit_prompts(part, tokenizer, config, folder.say) for part in (train_set, eval_set))
+
+    torch.manual_seed(config.training.seed)
+    model, tokenizer = load_policy(model_config)
+    run = Run(
+        config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
+        kl_coef=config.grpo.kl_coef,
+    )
+    check_positions(config, model, tokenizer, train_set + eval_set)
+    folder.describe(model, device, run.phases, len(train_set), len(eval_set))
+    run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
+    if checkpoint:
+        restore_counters(run, checkpoint)
+        if not config.grpo.kl_target:
+            run.kl_coef = config.grpo.kl_coef             # a flag may have changed it
+        run.reference = load_reference(config, checkpoint, device)
+    return run
+
+
+def load_reference(config: Config, checkpoint: Path, device: torch.device) -> torch.nn.Module | None:
+    """The reference beside a checkpoint, where there is one and the KL penalty asks for it."""
+    if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
+        return None
+    reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
+    return reference.to("cpu" if config.grpo.reference_offload else device).eval().requires_grad_(False)
+
+
+def plan(config: Config, num_examples: int) -> list[Phase]:
+    """The phases of a run and their lengths in optimiser steps."""
+    training = config.training
+    limit, rollouts = training.max_steps or math.inf, math.ceil(training.num_epochs * num_examples / training.batch_size)
+    if not training.use_grpo:
+        return [Phase("supervised", int(min(limit, rollouts)), training.learning_rate)]
+    cold = int(min(limit, training.cold_start_steps))
+    grpo = Phase("grpo", int(min(limit, rollouts * config.updates_per_rollout)), training.learning_rate)
+    return [Phase("cold_start", cold, training.cold_start_learning_rate), grpo] if cold else [grpo]
+
+
+def begin_phase(run: Run, phase: Phase) -> None:
+    """A new optimiser, schedule and data order and, where they are asked for, reference and value head; or the saved ones."""
+    training, grpo = run.config.training, run.config.grpo
+    run.batches = ShuffledBatches(run.train_set, training.batch_size, training.seed + run.phase)
+    parameters = list(run.model.parameters())
+    if phase.name == "grpo" and grpo.kl_coef > 0 and run.reference is None:
+        run.reference = frozen_copy(run.model)
+        run.reference.to("cpu" if grpo.reference_offload else run.device)
+    if phase.name == "grpo" and grpo.use_value_head:
+        run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
+        parameters += run.value_head.parameters()
+    run.optimizer = torch.optim.AdamW(
+        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay, fused=True
+    )
+    warmup = math.ceil(training.warmup_ratio * phase.steps)
+    factor = partial(learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
+    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, factor)
+    if not restore_phase(run) and phase.name == "grpo":
+        run.folder.say("the loss stays near 0 by construction (siblings' advantages cancel): watch reward and entropy")
+
+
+def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
+    """Share of the peak learning rate at a step, counted from 0. It is never 0: no step is for nothing."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[schedule]

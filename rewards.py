@@ -243,10 +243,15 @@ def compute_rewards_for_completions(
         name_of(function): call_reward_function(function, arguments, on_error).view(len(examples), group_size)
         for function in reward_functions
     }
+    return weighted_sum(per_function, weights), per_function
+
+
+def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
+    """Points of each function (P, G) -> total (P, G), NaN as compute_rewards_for_completions says."""
     points = torch.stack(list(per_function.values()))                            # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)                            # this function does not apply to this group
     weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
-    return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0)), per_function
+    return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
 
 
 def as_asked(text: str, prompt) -> str | list[dict]:

@@ -3,7 +3,8 @@ The run folder: what a run writes down, and what it shows on the console.
 
     config.json      every setting
     metrics.jsonl    one object per optimiser step or evaluation; docs/metrics.md says what each number means
-    rollouts.jsonl   every few steps: prompts, completions, rewards by function, advantages
+    rollouts.jsonl   every few steps: prompts, completions, rewards by function, advantages, token ids
+    skipped.jsonl    the same of steps that were not finite, if there were any
     curves.png       the learning curve
     tensorboard/     the same metrics
     checkpoints/, final/
@@ -29,6 +30,7 @@ UNITS = {                       # the console line: metric, label, format
     "completion_tokens": "len {:.0f} tok",
     "truncated": "cut {:.0%}",
     "unscored": "unscored {:.0%}",
+    "skipped": "skipped {} not finite",
     "kl": "kl {:.4f} nat",
     "entropy": "entropy {:.2f} nat",
     "grad_norm": "grad {:.2f}",
@@ -54,15 +56,18 @@ class RunFolder:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
         )
         self.tracker = None
+        self.history: list[dict] = []                     # what was logged of GRPO steps
 
     def open(self, last_step: int) -> None:
         """Create the folder, or drop what was written after the checkpoint at last_step and will be written again."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(json.dumps(self.config.as_dict(), indent=2) + "\n")
-        for name in "metrics.jsonl", "rollouts.jsonl":
+        for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl":
             lines = read_jsonl(self.path / name)
             kept = [line for line in lines if last_step > 0 and line["step"] <= last_step]
-            (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in kept))
+            if kept or name != "skipped.jsonl":
+                (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
         if self.config.training.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
@@ -78,6 +83,8 @@ class RunFolder:
         line |= {name: or_none(value) if isinstance(value, float) else value for name, value in metrics.items()}
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        if phase == "grpo":
+            self.history.append(line)
         if self.tracker:
             for name, value in line.items():
                 if isinstance(value, int | float) and name != "step":
@@ -95,26 +102,39 @@ class RunFolder:
         for phase in phases:
             rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
             self.say(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
+            if phase.name == "grpo":
+                for line in self.config.inert():
+                    self.say(f"  note   {line}")
 
     def show_step(self, phase: str, step: int, total: int, metrics: dict) -> None:
         """One readable line for a step, with units."""
-        known = {name: value for name, value in metrics.items() if name != "unscored" or value > 0}
+        known = {name: value for name, value in metrics.items() if value or name not in ("unscored", "skipped")}
         shown = [form.format(known[name]) for name, form in UNITS.items() if name in known]
         self.say(f"{phase} {step:>4}/{total}  " + "  ".join(shown))
+        if "advice" in metrics:
+            self.say(f"  doctor: {metrics['advice']}")
 
-    def show_completions(self, step: int, completions: list[dict], config: Config) -> None:
-        """Now and then a whole completion with its reward, for a curve does not show a model gaming the checker."""
-        group_size, training = config.grpo.num_completions_per_prompt, config.training
+    def show_completions(self, step: int, updates: int, completions: list[dict]) -> None:
+        """Now and then a whole completion with its reward, for a curve does not show a model gaming the checker.
+
+        step, updates  optimiser steps so far, and how many of them were taken on these completions
+        """
+        group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
         for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
             group = completions[start : start + group_size]
             self.say(f"  {group[0]['prompt']!r}")
             self.say("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
             self.say("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
-        if completions and training.log_rollouts_every and (step - 1) % training.log_rollouts_every == 0:
-            with (self.path / "rollouts.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step} | record) + "\n" for record in completions)
+        every = training.log_rollouts_every
+        if every and (step - 1) // every > (step - 1 - updates) // every:        # the first one, and after so many steps
+            self.keep("rollouts.jsonl", step, "grpo", completions)
             shown = completions[0]
             self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {points_text(shown['reward'])} points")
+
+    def keep(self, name: str, step: int, phase: str, completions: list[dict]) -> None:
+        """Append completions to a file of the folder, whole: --replay computes their loss again."""
+        with (self.path / name).open("a") as file:
+            file.writelines(json.dumps({"step": step, "phase": phase} | record) + "\n" for record in completions)
 
     def sum_up(self) -> None:
         """What the run achieved, and where it is."""
@@ -192,21 +212,32 @@ class StopOnCtrlC:
         signal.signal(signal.SIGINT, self.previous)
 
 
-def completion_records(examples: list[dict], rollout, rewards, per_function: dict, advantages) -> list[dict]:
-    """A line of rollouts.jsonl for each completion; rewards, each of per_function and advantages are (P, G)."""
-    group_size = rewards.shape[1]
-    return [
-        {
-            "prompt": examples[row // group_size]["prompt"],
-            "completion": text,
-            "rewards": {name: or_none(points[row // group_size, row % group_size]) for name, points in per_function.items()},
-            "reward": or_none(rewards.view(-1)[row]),
-            "advantage": float(advantages.view(-1)[row]),
+def completion_records(examples: list[dict], rollout, rewards=None, per_function=None, advantages=None) -> list[dict]:
+    """A line of rollouts.jsonl for each completion: what people want to see, and after it what --replay needs.
+
+    rewards and each of per_function are (P, G); advantages (B, 1), or (B, T), of which the mean is shown
+    """
+    group_size = len(rollout.completions) // len(examples)
+    records = []
+    for row, text in enumerate(rollout.completions):
+        p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
+        record = {"prompt": examples[p]["prompt"], "completion": text}
+        if rewards is not None:
+            shown = advantages[row][mask] if advantages.shape[1] > 1 else advantages[row]
+            record |= {
+                "rewards": {name: or_none(points[p, g]) for name, points in per_function.items()},
+                "reward": or_none(rewards[p, g]),
+                "advantage": or_none(shown.mean()),
+            }
+        records.append(record | {
             "finished": bool(rollout.finished[row]),
-            "tokens": int(rollout.completion_mask[row].sum()),
-        }
-        for row, text in enumerate(rollout.completions)
-    ]
+            "tokens": int(mask.sum()),
+            "group": p,
+            "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
+            "completion_ids": rollout.completion_ids[row][mask].tolist(),
+            "sampling_logp": rollout.sampling_logp[row][mask].tolist(),
+        })
+    return records
 
 
 def accuracy_text(result: dict) -> str:

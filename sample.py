@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from data import encode_completion, encode_prompt
@@ -106,6 +107,29 @@ def sample_completions_for_prompts(
     return Rollout(
         prompt_ids, prompt_mask, completion_ids, completion_mask.cpu(), sampling_logp, finished.cpu(),
         completions=tokenizer.batch_decode(texts, skip_special_tokens=True),
+    )
+
+
+def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
+    """The groups of the prompts where keep (P,) is True."""
+    rows = keep.repeat_interleave(len(rollout.completions) // len(rollout.prompt_ids))           # (B,)
+    by_row = rollout.completion_ids, rollout.completion_mask, rollout.sampling_logp, rollout.finished
+    texts = [text for text, kept in zip(rollout.completions, rows.tolist(), strict=True) if kept]
+    return Rollout(rollout.prompt_ids[keep], rollout.prompt_mask[keep], *(tensor[rows] for tensor in by_row), texts)
+
+
+def join_rollouts(rollouts: list[Rollout]) -> Rollout:
+    """Rollouts of one group size as one, padded to the longest."""
+    def join(name, left=False):
+        tensors = [getattr(rollout, name) for rollout in rollouts]
+        width = max(tensor.shape[1] for tensor in tensors)
+        missing = [width - tensor.shape[1] for tensor in tensors]
+        return torch.cat([pad(tensor, (n, 0) if left else (0, n)) for tensor, n in zip(tensors, missing, strict=True)])
+
+    return Rollout(
+        join("prompt_ids", left=True), join("prompt_mask", left=True), join("completion_ids"), join("completion_mask"),
+        join("sampling_logp"), torch.cat([rollout.finished for rollout in rollouts]),
+        [text for rollout in rollouts for text in rollout.completions],
     )
 
 

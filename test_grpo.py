@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from grpo import (
-    BASELINES, KL_ESTIMATORS, LOSS_TYPES, SCALES, compute_group_advantages, generalized_advantage_estimation, kl_penalty,
+    AGGREGATIONS, BASELINES, KL_ESTIMATORS, LOSS_TYPES, LOSSES, SCALES, adapt_kl_coefficient, aggregate,
+    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
     policy_loss, value_loss,
 )
 
@@ -344,14 +345,16 @@ def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
 # ---- copied out ----------------------------------------------------------------------------------------------------
 
 
-def test_every_function_works_copied_alone_into_another_project():
+def test_every_function_but_the_losses_works_copied_alone_into_another_project():
     ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
     calls = {
         compute_group_advantages: lambda f: f(torch.rand(2, 3)),
-        policy_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
         kl_penalty: lambda f: f(ones, ones),
         value_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
         generalized_advantage_estimation: lambda f: f(ones, ones, mask),
+        overlong_penalty: lambda f: f(torch.tensor([3, 4]), max_tokens=4, buffer=2),
+        importance_weights: lambda f: f(ones, ones, mask, cap=2.0),
+        adapt_kl_coefficient: lambda f: f(0.1, 0.2, target=0.1, num_samples=4, horizon=100),
     }
     for function, call in calls.items():
         project = {"torch": torch, "Tensor": torch.Tensor}

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import model
+import prepare
 import train
 from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig, parse_config
 
@@ -96,7 +97,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
         (tmp_path / name).parent.mkdir(exist_ok=True)
         data_file(tmp_path, name, '{"model_type": "llama"}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(prepare, "load_policy", lambda *_: pytest.fail("a model was loaded"))
 
     flags, message = MISTAKES[mistake]
     flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
@@ -117,7 +118,6 @@ def test_the_five_names_import_from_train():
     sections = train.ModelConfig(), train.DataConfig(), train.GRPOConfig(), train.TrainingConfig()
     config = train.Config(*sections)
     assert config == Config() and isinstance(config.model, ModelConfig) and isinstance(config.training, TrainingConfig)
-    assert model.load_policy is train.load_policy
 
 
 def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import prepare
 import train
 from config import parse_config
 from runs import read_jsonl
@@ -142,7 +143,7 @@ def test_check_prints_and_stops(tmp_path, capsys):
 
 @pytest.mark.parametrize("schedule,last", [("constant", 1.0), ("linear", 1 / 8), ("cosine", 0.0381)])
 def test_the_learning_rate_rises_falls_and_is_never_zero(schedule, last):
-    factors = [train.learning_rate_factor(step, steps=10, warmup=2, schedule=schedule) for step in range(10)]
+    factors = [prepare.learning_rate_factor(step, steps=10, warmup=2, schedule=schedule) for step in range(10)]
     assert factors[:3] == [0.5, 1.0, 1.0] and factors[-1] == pytest.approx(last, abs=1e-4)
     assert all(left >= right > 0 for left, right in itertools.pairwise(factors[1:]))
 
@@ -161,7 +162,7 @@ def set_up(tmp_path, *flags):
 def gradient_of(run, step, examples, monkeypatch):
     """What a step would have handed to the optimiser."""
     run.model.zero_grad()
-    monkeypatch.setattr(train, "update", lambda run: 0.0)
+    monkeypatch.setattr(train, "update", lambda run, loss: 0.0)
     step(run, examples)
     return torch.cat([p.grad.flatten() for p in run.model.parameters()])
 

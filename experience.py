@@ -1,0 +1,193 @@
+"""
+From prompts to what an update learns from: groups that are sampled and scored, and an Experience, which holds everything
+about a rollout that stays the same while the policy is updated on it.
+
+Nothing here has a gradient. What does is in train.py, add_up_gradient.
+Shapes: P prompts, G completions of each, B = P*G rows with siblings adjacent, T completion tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo import (
+    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
+)
+from logprobs import LogProbs, completion_lengths, completion_log_probs, micro_batches
+from model import moved_to
+from rewards import compute_rewards_for_completions
+from sample import Rollout, join_rollouts, sample_completions_for_prompts, select_groups
+
+
+@dataclass
+class Groups:
+    """Prompts with their completions and what those are worth."""
+
+    examples: list[dict]                # P
+    rollout: Rollout
+    rewards: Tensor                     # (P, G) points; NaN where a completion could not be scored
+    per_function: dict[str, Tensor]     # (P, G) points of each reward function
+    replaced: int = 0                   # groups of equal rewards that dynamic sampling put others in place of
+
+    @property
+    def tied(self) -> Tensor:
+        """(P,) bool: rewards all equal, nothing to learn."""
+        return (compute_group_advantages(self.rewards) == 0).all(dim=1)
+
+
+@dataclass
+class Experience:
+    """A rollout as the updates see it, on the CPU; (B, T) unless said otherwise."""
+
+    rollout: Rollout
+    mask: Tensor                        # bool, the tokens that are trained on
+    advantages: Tensor                  # (B, 1), or (B, T) from a value head
+    old_logp: Tensor                    # nats, what ratios are taken to; sampling_logp unless importance weights are used
+    weights: Tensor | None = None       # importance weights
+    reference_logp: Tensor | None = None
+    old_values: Tensor | None = None    # points expected before each token
+    returns: Tensor | None = None       # points, what values should have been
+
+
+def sample_groups(run, examples: list[dict]) -> Groups:
+    """A group of scored completions for each prompt.
+
+    With dynamic sampling (DAPO, arXiv:2503.14476 sec. 3.2) groups of equal rewards are replaced by groups of the next
+    prompts of the data, in a bounded number of rounds; what is still equal after the last one stays.
+    """
+    groups = score_groups(run, examples, attempt=0)
+    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):
+        tied = groups.tied
+        if not tied.any():
+            break
+        fresh = score_groups(run, run.batches.take(int(tied.sum())), attempt)
+        groups = Groups(
+            [example for example, drop in zip(groups.examples, tied.tolist(), strict=True) if not drop] + fresh.examples,
+            join_rollouts([select_groups(groups.rollout, ~tied), fresh.rollout]),
+            torch.cat([groups.rewards[~tied], fresh.rewards]),
+            {name: torch.cat([points[~tied], fresh.per_function[name]]) for name, points in groups.per_function.items()},
+            groups.replaced + int(tied.sum()),
+        )
+    return groups
+
+
+def score_groups(run, examples: list[dict], attempt: int) -> Groups:
+    """Sample once and score. The random numbers depend on the run's seed, the step, the attempt and each prompt alone."""
+    grpo = run.config.grpo
+    seed = (run.config.training.seed << 32) + run.step + 1 + (attempt << 96)     # evaluations use step 0's
+    rollout = sample_completions_for_prompts(run.model, run.tokenizer, [e["prompt"] for e in examples], grpo, seed=seed)
+    assert len(rollout.completions) == len(examples) * grpo.num_completions_per_prompt, f"{len(rollout.completions)=}"
+    rewards, per_function = compute_rewards_for_completions(
+        run.reward_functions, grpo.weights, rollout, examples, on_error=grpo.reward_errors
+    )
+    return Groups(examples, rollout, rewards, per_function)
+
+
+def prepare_experience(run, rollout: Rollout, rewards: Tensor) -> tuple[Experience, dict]:
+    """Advantages, and the passes without gradient that the updates need. rewards (P, G) points. Also returns metrics."""
+    grpo, metrics = run.config.grpo, {}
+    mask, points = rollout.completion_mask, rewards.reshape(-1).float()          # (B, T), (B,)
+    if grpo.overlong == "mask":
+        mask = mask & rollout.finished[:, None]
+    elif grpo.overlong == "penalise":
+        buffer = grpo.overlong_buffer or max(1, grpo.generation_max_length // 5)
+        points = points + overlong_penalty(completion_lengths(mask), max_tokens=grpo.generation_max_length, buffer=buffer)
+
+    reference_logp = now = None
+    exact_penalty = grpo.kl_estimator == "exact" and grpo.kl_in == "reward"
+    if run.reference is not None and grpo.kl_estimator != "exact":
+        with moved_to(run.reference, run.device):
+            reference_logp = look_back(run, run.reference, rollout).logp
+    if grpo.importance_cap or run.value_head is not None or exact_penalty:
+        reference = run.reference if exact_penalty else None
+        now = look_back(run, run.model, rollout, value_head=run.value_head, reference=reference)
+
+    experience = Experience(rollout, mask, torch.zeros(len(points), 1), rollout.sampling_logp, reference_logp=reference_logp)
+    if grpo.importance_cap:
+        experience.old_logp = now.logp
+        experience.weights = importance_weights(now.logp, rollout.sampling_logp, mask, cap=grpo.importance_cap)
+        metrics["importance_weight"] = float(experience.weights[mask].mean())
+    penalty = torch.zeros(mask.shape)                                            # (B, T) points
+    if run.reference is not None and grpo.kl_in == "reward":
+        kl = now.kl if exact_penalty else kl_penalty(
+            rollout.sampling_logp, reference_logp, estimator=grpo.kl_estimator.removeprefix("ratio_")    # the ratio is 1
+        )
+        penalty = run.kl_coef * torch.where(rollout.completion_mask, kl, 0.0)
+        metrics["kl"] = float(kl.sum() / rollout.completion_mask.sum())
+    if run.value_head is None:
+        experience.advantages = group_advantages(run, (points - penalty.sum(dim=1)).view_as(rewards)).reshape(-1, 1)
+    else:
+        token_advantages(run, experience, points, penalty, now.values)
+    return experience, metrics
+
+
+def group_advantages(run, rewards: Tensor) -> Tensor:
+    """(P, G) points -> advantages (P, G), and the running mean of the run's rewards carried on."""
+    grpo = run.config.grpo
+    clip = grpo.reward_clip or None
+    scored = rewards[~rewards.isnan()]
+    run.reward_sum += float((scored if clip is None else scored.clamp(-clip, clip)).sum())
+    run.reward_count += len(scored)
+    advantages = compute_group_advantages(
+        rewards, baseline=grpo.baseline, scale=grpo.scale, epsilon=grpo.advantage_epsilon, reward_clip=clip,
+        global_mean=run.reward_sum / max(1, run.reward_count),
+    )
+    if grpo.baseline in ("group_mean", "leave_one_out"):
+        off_centre, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
+        assert off_centre <= 1e-3 * max(1.0, largest), f"siblings' advantages must add up to 0: {off_centre=} {largest=}"
+    return advantages
+
+
+def token_advantages(run, experience: Experience, points: Tensor, penalty: Tensor, values: Tensor) -> None:
+    """Fill in advantages (B, T), old_values and returns: a completion's points (B,) come with its last token, penalties
+    (B, T) with each, and a completion without points is not trained on. A cut completion ends like any other.
+    """
+    grpo = run.config.grpo
+    clip = grpo.reward_clip or torch.inf
+    experience.mask = mask = experience.mask & ~points.isnan()[:, None]
+    last = torch.arange(mask.shape[1]) == completion_lengths(mask)[:, None] - 1  # (B, T)
+    rewards = torch.where(last, points.clamp(-clip, clip)[:, None], 0.0) - penalty
+    experience.old_values = values
+    experience.advantages, experience.returns = generalized_advantage_estimation(
+        rewards, values, mask, gamma=grpo.gae_gamma, lam=grpo.gae_lambda
+    )
+    if grpo.normalize_advantages and mask.sum() > 1:
+        # Centred as well as scaled: here the baseline is the value, and what is left of it early on is the same everywhere.
+        of_tokens = experience.advantages[mask]
+        experience.advantages = (experience.advantages - of_tokens.mean()) / (of_tokens.std() + grpo.advantage_epsilon)
+
+
+@torch.no_grad()
+def look_back(run, model, rollout: Rollout, **options) -> LogProbs:
+    """completion_log_probs of the whole rollout under a model, on the CPU, (B, T) each."""
+    shape, parts = rollout.completion_mask.shape, []
+    batches = micro_batches(rollout, torch.arange(shape[0]), run.config.training.max_tokens_per_forward, run.shared_prompt)
+    policy = dict(**run.config.grpo.policy, shared_prompt=run.shared_prompt)
+    for rows in batches:
+        parts.append(completion_log_probs(model, rollout, rows, **policy, **options))
+
+    def gather(name):
+        if getattr(parts[0], name) is None:
+            return None
+        whole = torch.zeros(shape)
+        for rows, part in zip(batches, parts, strict=True):
+            whole[rows] = getattr(part, name).cpu()
+        return whole
+
+    return LogProbs(gather("logp"), gather("entropy"), gather("kl"), gather("values"))
+
+
+def minibatches(run, num_rows: int) -> Iterator[Tensor]:
+    """Rows of each update on a rollout: every row once an epoch, in a new order each time, groups kept together.
+
+    Without --minibatch_size an update takes all of them.
+    """
+    grpo = run.config.grpo
+    size = grpo.minibatch_size or num_rows
+    generator = torch.Generator().manual_seed((run.config.training.seed << 32) + run.step)
+    for _ in range(grpo.ppo_epochs):
+        groups = torch.arange(num_rows).view(-1, grpo.num_completions_per_prompt)
+        groups = groups[torch.randperm(len(groups), generator=generator)] if size < num_rows else groups
+        yield from groups.flatten().split(size)
