@@ -69,7 +69,7 @@ def compute_group_advantages(
     }
     scales = {
         "group": lambda: ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
-        "batch": lambda: rewards[scored].std() + epsilon,
+        "batch": lambda: ((rewards - rewards.nanmean()).square().nansum() / (count.sum() - 1)).sqrt() + epsilon,
         "none": lambda: 1.0,
     }
     if baseline not in baselines or scale not in scales:
@@ -271,7 +271,9 @@ LOSS_TYPES = tuple(LOSSES)
 def kl_penalty(logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None) -> Tensor:
     """KL(policy || reference) per token, estimated from the tokens that were sampled.
 
-        x = ref_logp - logp;    k1 = -x,    k2 = x^2 / 2,    k3 = exp(x) - x - 1;    with ratio: ratio * k
+        k1   -x                         x = ref_logp - logp; times ratio, if there is one
+        k2   x**2 / 2
+        k3   exp(x) - x - 1
 
     logp, ref_logp  (B, T) nats
     ratio           (B, T) exp(logp - old_logp) with its gradient, or None

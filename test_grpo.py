@@ -4,6 +4,8 @@ The algorithm's executable specification: formulas against loops over lists, ide
 Every expected value is computed some other way than in grpo.py: with Python floats, by enumeration, or by a law.
 """
 
+import ast
+import functools
 import inspect
 import itertools
 import math
@@ -11,9 +13,11 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from grpo import (
-    AGGREGATIONS, BASELINES, KL_ESTIMATORS, LOSS_TYPES, LOSSES, SCALES, adapt_kl_coefficient, aggregate,
+    AGGREGATIONS, BASELINES, KL_ESTIMATORS, LOSS_TYPES, LOSSES, SCALES, adapt_kl_coefficient, aggregate, clipped_ratio,
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
     policy_loss, value_loss,
 )
@@ -90,15 +94,6 @@ def test_ties_are_judged_relative_to_the_size_of_the_rewards():
     assert tied.tolist() == [True, False, False, True, True]
 
 
-def test_siblings_advantages_add_up_to_zero_and_do_not_depend_on_shift_and_scale():
-    rewards = torch.rand(50, 6, dtype=torch.float64)
-    advantages = compute_group_advantages(rewards, epsilon=0.0)
-    close(advantages.sum(dim=1), torch.zeros(50), 1e-9)
-    close(compute_group_advantages(rewards * 7 - 3, epsilon=0.0), advantages, 1e-9)
-    order = torch.randperm(6)
-    close(compute_group_advantages(rewards[:, order], epsilon=0.0), advantages[:, order], 1e-9)
-
-
 def test_a_group_of_two_scores_plus_and_minus_one_over_root_two():
     close(compute_group_advantages(torch.tensor([[0.0, 1.0]], dtype=torch.float64)), [[-(0.5**0.5), 0.5**0.5]], 1e-7)
 
@@ -108,6 +103,82 @@ def test_baselines_differ_in_the_result():
     results = [compute_group_advantages(rewards, baseline=baseline) for baseline in BASELINES]
     for left, right in itertools.combinations(results, 2):
         assert not torch.allclose(left, right)
+
+
+# ---- laws that hold for any rewards --------------------------------------------------------------------------------
+
+finite = st.floats(-100, 100, allow_nan=False, width=32)
+
+
+@st.composite
+def reward_groups(draw, unscored=True):
+    """(P, G) float64, from rewards that repeat, so that ties and near ties come up; some of them NaN."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(2, 6)))
+    values = draw(st.lists(finite, min_size=1, max_size=4)) + [math.nan] * unscored
+    flat = draw(st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape)))
+    return torch.tensor(flat, dtype=torch.float64).view(shape)
+
+
+variants = st.fixed_dictionaries({"baseline": st.sampled_from(BASELINES), "scale": st.sampled_from(SCALES)})
+
+
+@given(reward_groups(), st.sampled_from(["group_mean", "leave_one_out"]), st.sampled_from(SCALES))
+def test_siblings_advantages_add_up_to_zero(rewards, baseline, scale):
+    advantages = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=1e-3)
+    assert advantages.isfinite().all()
+    assert (advantages.sum(dim=1).abs() <= 1e-9 * advantages.abs().amax(dim=1).clamp(min=1)).all()
+
+
+@given(reward_groups(), variants, st.floats(0.1, 10), st.floats(-50, 50))
+def test_advantages_do_not_depend_on_where_points_begin_and_only_unscaled_ones_on_their_unit(rewards, variant, unit, shift):
+    spread = rewards.nan_to_num(-math.inf).amax(dim=1) - rewards.nan_to_num(math.inf).amin(dim=1)
+    assume(((spread <= 0) | (spread > 1e-2)).all())       # neither side of the border at which a group counts as tied
+    before = compute_group_advantages(rewards, **variant, epsilon=0.0)
+    after = compute_group_advantages(rewards * unit + shift, **variant, epsilon=0.0)
+    close(after, before * (unit if variant["scale"] == "none" else 1.0), 1e-6)
+
+
+@given(reward_groups(), variants, st.randoms())
+def test_siblings_and_groups_in_another_order_have_the_same_advantages(rewards, variant, random):
+    p, g = (random.sample(range(n), n) for n in rewards.shape)
+    close(compute_group_advantages(rewards[p][:, g], **variant), compute_group_advantages(rewards, **variant)[p][:, g], 1e-9)
+
+
+@given(reward_groups(), variants)
+def test_a_completion_that_could_not_be_scored_is_as_good_as_not_there(rewards, variant):
+    assume(variant["baseline"] != "global_mean" and variant["scale"] != "batch")
+    advantages = compute_group_advantages(rewards, **variant)
+    for row, out in zip(rewards, advantages):
+        scored = ~row.isnan()
+        assert (out[~scored] == 0).all()
+        if scored.sum() >= 2:
+            close(out[scored], compute_group_advantages(row[scored][None], **variant)[0], 1e-9)
+
+
+@given(finite, st.integers(2, 64), variants, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_any_tied_group_has_exactly_zero_advantage(reward, size, variant, dtype):
+    rewards = torch.full((1, size), reward, dtype=dtype)
+    assert (compute_group_advantages(rewards, **variant, epsilon=1e-8, global_mean=0.0) == 0).all()
+
+
+def test_eight_times_seven_tenths_is_a_tie_although_its_float32_mean_is_not_seven_tenths():
+    rewards = torch.full((1, 8), 0.7)
+    phantom = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-8)
+    assert phantom.abs().max() > 5, "the trap is there"
+    assert (compute_group_advantages(rewards, epsilon=1e-8) == 0).all()
+
+
+@given(reward_groups(), st.floats(0.1, 50))
+def test_clipped_rewards_are_clipped_before_anything_else(rewards, limit):
+    close(compute_group_advantages(rewards, reward_clip=limit), compute_group_advantages(rewards.clamp(-limit, limit)), 0)
+
+
+def test_a_running_mean_takes_the_place_of_the_batchs():
+    rewards = torch.tensor([[0.0, 1.0], [3.0, 4.0], [2.0, 2.0]])
+    advantages = compute_group_advantages(rewards, baseline="global_mean", scale="none", global_mean=0.25)
+    close(advantages, [[-0.25, 0.75], [2.75, 3.75], [0.0, 0.0]], 1e-7)
+    close(compute_group_advantages(rewards, baseline="global_mean", scale="none"), [[-2.0, -1.0], [1.0, 2.0], [0.0, 0.0]], 1e-7)
+    close(compute_group_advantages(rewards, global_mean=0.25), compute_group_advantages(rewards), 0)
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (2, 2, 2)])
@@ -131,51 +202,159 @@ def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=F
     return logp.requires_grad_(), old_logp.masked_fill(~mask, masked_value), advantages, mask
 
 
-def loss_by_hand(logp, old_logp, advantages, mask, loss_type, num_tokens, num_sequences):
-    """A loop over tokens with Python floats."""
-    total = 0.0
+class Dual:
+    """A number and its derivative with respect to one token's logp, carried along by the rules of school: no autograd."""
+
+    def __init__(self, value, slope=0.0):
+        self.value, self.slope = value, slope
+
+    def __add__(self, other):
+        other = dual(other)
+        return Dual(self.value + other.value, self.slope + other.slope)
+
+    def __mul__(self, other):
+        other = dual(other)
+        return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
+
+    def __truediv__(self, other):
+        return self * (1 / other)
+
+    def __pow__(self, n):
+        return Dual(self.value**n, n * self.value ** (n - 1) * self.slope)
+
+    __radd__, __rmul__ = __add__, __mul__
+    __neg__ = lambda self: self * -1.0  # noqa: E731
+    __sub__ = lambda self, other: self + -dual(other)  # noqa: E731
+    __rsub__ = lambda self, other: -self + other  # noqa: E731
+    __lt__ = lambda self, other: self.value < dual(other).value  # noqa: E731
+    __gt__ = lambda self, other: self.value > dual(other).value  # noqa: E731
+
+
+def dual(x):
+    return x if isinstance(x, Dual) else Dual(float(x))
+
+
+def exp(x):
+    return Dual(math.exp(dual(x).value), math.exp(dual(x).value) * dual(x).slope)
+
+
+LANGUAGE = dict(
+    exp=exp, min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low)
+)
+
+
+@functools.cache
+def formulas(function):
+    """The indented lines of a docstring, as (name or "", expression): what a reader sees is what is evaluated here."""
+    docstring = ast.get_docstring(ast.parse(inspect.getsource(function)).body[0], clean=False)
+    lines = [line.strip() for line in docstring.splitlines() if line.startswith(8 * " ")]
+    parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
+    return [("", part[0]) if len(part) == 1 else (part[0], part[1]) for part in parts]
+
+
+code = functools.cache(functools.partial(compile, filename="formula", mode="eval"))
+
+
+def evaluate(expression, **names):
+    return eval(code(expression), {"__builtins__": {}}, LANGUAGE | names)
+
+
+def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl_coef=0.0, weights=None, moved=None):
+    """Loss, and its derivative with respect to logp[moved], by a loop over tokens with the docstrings' formulas."""
+    logp, old_logp, ref_logp, advantages, mask = (tensor.tolist() for tensor in batch)
+    if dual_clip:
+        (_, single), (_, per_token) = formulas(clipped_ratio)
+        assert formulas(LOSSES["dapo"][0]) == [("", single)]
+    else:
+        ((_, per_token),) = formulas(LOSSES[loss_type][0])
+    total = Dual(0.0)
     for i in range(len(mask)):
         tokens = [t for t in range(len(mask[i])) if mask[i][t]]
-        mean_log_ratio = sum(logp[i][t] - old_logp[i][t] for t in tokens) / len(tokens)
-        for t in tokens:
-            a = advantages[i][t if len(advantages[i]) > 1 else 0]
-            ratio = math.exp(mean_log_ratio if loss_type == "gspo" else logp[i][t] - old_logp[i][t])
-            if loss_type == "reinforce":
-                gain = a * logp[i][t]
-            elif loss_type == "cispo":
-                gain = min(FROZEN_RATIO[i][t], 1 + CLIP_HIGH) * a * logp[i][t]
-            else:
-                gain = min(ratio * a, max(1 - CLIP_LOW, min(1 + CLIP_HIGH, ratio)) * a)
-            total -= gain / {
-                "dapo": num_tokens, "cispo": num_tokens, "reinforce": num_tokens,
-                "grpo": len(tokens) * num_sequences, "gspo": len(tokens) * num_sequences,
-                "dr_grpo": num_sequences * MAX_TOKENS,
-            }[loss_type]
+        now = {t: Dual(logp[i][t], float((i, t) == moved)) for t in tokens}
+        log_ratios = [now[t] - old_logp[i][t] for t in tokens]
+        sequence_ratio = exp(sum(log_ratios, Dual(0.0)) / len(tokens))
+        for t, log_ratio in zip(tokens, log_ratios):
+            ratio = sequence_ratio if dual_clip and loss_type == "gspo" else exp(log_ratio)
+            names = dict(
+                ratio=ratio, sequence_ratio=sequence_ratio, logp=now[t], A=advantages[i][t if len(advantages[i]) > 1 else 0],
+                clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip,
+            )
+            x = evaluate(per_token, **names) * (weights[i][t].item() if weights is not None else 1.0)
+            if kl:
+                k = evaluate(dict(formulas(kl_penalty))[kl.removeprefix("ratio_")], x=ref_logp[i][t] - now[t])
+                x = x + kl_coef * (exp(log_ratio) * k if kl.startswith("ratio_") else k)
+            counts = dict(length=len(tokens), num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS)
+            total += evaluate(dict(formulas(aggregate))[aggregation], x=x, **counts)
     return total
 
 
-FROZEN_RATIO = []               # cispo's weight has no gradient: finite differences must not see it move
+COUNTS = dict(num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS)             # of the whole step, of which a batch is a part
+KL_TERMS = [None, *KL_ESTIMATORS, "ratio_k1", "ratio_k2", "ratio_k3"]
 
 
-@pytest.mark.parametrize("token_level", [False, True])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_loss_and_gradient_equal_a_loop_over_tokens(loss_type, token_level):
-    logp, old_logp, advantages, mask = toy_batch(token_level=token_level)
-    num_tokens, num_sequences = 17, 9                     # of the whole step, of which this is a part
-    loss, _ = policy_loss(
-        logp, old_logp, advantages, mask, loss_type=loss_type, num_tokens=num_tokens, num_sequences=num_sequences,
-        max_tokens=MAX_TOKENS, clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
-    )
+def assert_equal_by_hand(loss, batch, **settings):
+    """Value and gradient, token by token."""
+    logp, mask = batch[0], batch[4]
     loss.backward()
-    rest = old_logp.tolist(), advantages.tolist(), mask.tolist(), loss_type, num_tokens, num_sequences
-    FROZEN_RATIO[:] = (logp - old_logp).exp().tolist()
-    values = logp.tolist()
-    close(loss, loss_by_hand(values, *rest))
+    close(loss, objective_by_hand(batch, **settings).value)
     for i, t in itertools.product(range(mask.shape[0]), range(mask.shape[1])):
-        up, down = [row[:] for row in values], [row[:] for row in values]
-        up[i][t], down[i][t] = values[i][t] + 1e-6, values[i][t] - 1e-6
-        slope = (loss_by_hand(up, *rest) - loss_by_hand(down, *rest)) / 2e-6
-        close(logp.grad[i, t], slope, 1e-8)
+        close(logp.grad[i, t], objective_by_hand(batch, **settings, moved=(i, t)).slope)
+
+
+@pytest.mark.parametrize("kl", KL_TERMS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_aggregation_and_kl_term_equals_a_loop_over_its_formulas(loss_type, aggregation, kl):
+    logp, old_logp, advantages, mask = toy_batch(token_level=kl == "k2")
+    ref_logp = logp.detach() + 0.3 * torch.randn(logp.shape, dtype=torch.float64)
+    loss, _ = policy_loss(
+        logp, old_logp, advantages, mask, loss_type=loss_type, aggregation=aggregation, clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
+        **COUNTS,
+    )
+    if kl:
+        ratio = (logp - old_logp.masked_fill(~mask, 0.0)).exp() if kl.startswith("ratio") else None
+        penalty = kl_penalty(logp, ref_logp, estimator=kl.removeprefix("ratio_"), ratio=ratio)
+        loss = loss + 0.7 * aggregate(penalty, mask, aggregation, **COUNTS)
+    batch = logp, old_logp, ref_logp, advantages, mask
+    assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=aggregation, kl=kl, kl_coef=0.7)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo"])
+def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_through(loss_type):
+    logp, old_logp, advantages, mask = toy_batch(seed=4)
+    advantages = -advantages.abs()
+    old_logp = old_logp - 1                               # ratios around e: with a negative advantage nothing else stops them
+    own = LOSSES[loss_type][1]
+    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
+    loss, stats = policy_loss(logp, old_logp, advantages, mask, dual_clip=2.5, **options)
+    assert 0 < stats["clip_fraction"] <= mask.sum() / 17
+    assert policy_loss(logp, old_logp, advantages, mask, **options)[1]["clip_fraction"] == 0
+    batch = logp, old_logp, logp.detach(), advantages, mask
+    assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=own, dual_clip=2.5)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_importance_weights_multiply_a_tokens_loss(loss_type):
+    logp, old_logp, advantages, mask = toy_batch(seed=5)
+    sampling_logp = old_logp + 0.5 * torch.randn(old_logp.shape, dtype=torch.float64)
+    weights = importance_weights(old_logp, sampling_logp, mask, cap=1.2)
+    for i, t in itertools.product(range(4), range(6)):
+        gap = old_logp[i, t].item() - sampling_logp[i, t].item()
+        close(weights[i, t], min(math.exp(gap), 1.2) if mask[i, t] else 1.0)
+    assert (weights == 1.2).any() and (weights[mask] < 1).any()
+    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
+    loss, _ = policy_loss(logp, old_logp, advantages, mask, weights=weights, **options)
+    batch = logp, old_logp, logp.detach(), advantages, mask
+    assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=LOSSES[loss_type][1], weights=weights)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
+    logp, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2, dtype=torch.bool)
+    for gap, advantage in itertools.product([1e4, -1e4], [1.0, -1.0, 0.0]):
+        loss, _ = policy_loss(logp, logp.detach() + gap, torch.tensor([advantage]), mask, loss_type=loss_type, **COUNTS)
+        (gradient,) = torch.autograd.grad(loss, logp)
+        assert loss.isfinite() and gradient.isfinite().all(), f"{gap} {advantage}"
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -254,6 +433,7 @@ def expectation(estimator, corrected):
     logp = logits.log_softmax(0)
     probs = logp.exp().detach()                           # how often each symbol is sampled; sampling has no gradient
     ratio = (logp - logp.detach()).exp() if corrected else None
+    ratio = ratio.detach() if corrected == "detached" else ratio
     penalty = (probs * kl_penalty(logp, ref_logp, estimator=estimator, ratio=ratio)).sum()
     (gradient,) = torch.autograd.grad(penalty, logits, retain_graph=True)
     forward = (logits.softmax(0) * (logits.log_softmax(0) - ref_logp)).sum()     # KL(policy || reference)
@@ -270,6 +450,7 @@ def expectation(estimator, corrected):
         ("k1", True, True, "KL(policy || reference)"),
         ("k3", True, True, "KL(policy || reference)"),
         ("k2", True, False, "neither"),
+        ("k3", "detached", True, "KL(reference || policy)"),     # without its gradient the ratio corrects nothing
     ],
 )
 def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, unbiased, gradient_of):
@@ -281,7 +462,7 @@ def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, u
         "KL(reference || policy)": backward,
     }
     for name, expected in matches.items():
-        assert torch.allclose(gradient, expected, atol=1e-12) == (name == gradient_of), name
+        assert torch.allclose(gradient, expected, rtol=0, atol=1e-12) == (name == gradient_of), name
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -293,6 +474,23 @@ def test_kl_values_by_hand(estimator):
         close(actual, [[expected]], 1e-12)
     with pytest.raises(ValueError, match="estimator"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), estimator="k4")
+
+
+def test_the_kl_coefficient_moves_towards_its_target_by_a_fifth_per_horizon():
+    ((_, formula),) = formulas(adapt_kl_coefficient)
+    for kl in 0.0, 0.09, 0.1, 0.11, 5.0:
+        names = dict(coefficient=0.3, kl=kl, target=0.1, num_samples=64, horizon=1000)
+        expected = evaluate(formula, **names)
+        assert adapt_kl_coefficient(**names) == pytest.approx(expected, rel=1e-12)
+    assert adapt_kl_coefficient(0.3, 0.0, target=0.1, num_samples=1000, horizon=1000) == pytest.approx(0.24)
+
+
+def test_the_overlong_penalty_falls_over_the_buffer_and_nowhere_else():
+    lengths = [1, 7, 8, 9, 10]
+    ((_, formula),) = formulas(overlong_penalty)
+    by_hand = [evaluate(formula, length=n, max_tokens=10, buffer=3) for n in lengths]
+    close(overlong_penalty(torch.tensor(lengths), max_tokens=10, buffer=3), by_hand, 1e-6)
+    assert by_hand == [0, 0, -1 / 3, -2 / 3, -1]
 
 
 # ---- value function ------------------------------------------------------------------------------------------------

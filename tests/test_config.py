@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-import model
 import prepare
 import train
 from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig, parse_config
