@@ -1,5 +1,6 @@
 """
-Where a run computes: which device there is, and how much memory it took. Left out on purpose: several processes.
+Where a run computes: which device there is, and how much memory it took. Left out on
+purpose: starting several processes; what counts over all of them is counted over all already.
 """
 
 import os
@@ -14,6 +15,15 @@ def best_device() -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training runs in one process; start it without torchrun")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def all_sum(count: float) -> float:
+    """The sum of a number over all processes; the number itself where there is one."""
+    if not torch.distributed.is_initialized():
+        return count
+    total = torch.tensor(count, dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    return total.item()
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -40,9 +40,9 @@ def restrict_logits(logits: Tensor, *, temperature: float, top_k: int, top_p: fl
     logits       (N, V);  top_k=0 and top_p=1 keep everything
     chosen       (N,) token ids that belong to the kept ones whatever happens: they were sampled, and rounding
                  between two forward passes must not make them impossible
-    returns      (N, V) float32
+    returns      (N, V) float32 (float64 for float64 logits)
     """
-    logits = logits.float() / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if top_k <= 0 and top_p >= 1:
         return logits
     with torch.no_grad():
@@ -77,7 +77,7 @@ def completion_log_probs(
     inputs = dict(
         input_ids=pack.ids.to(device),
         position_ids=pack.positions.to(device),
-        attention_mask=attention_masks(model.config, pack, device) if shared_prompt else (pack.segments >= 0).to(device),
+        attention_mask=attention_masks(model, pack) if shared_prompt else (pack.segments >= 0).to(device),
         use_cache=False,
     )
     mask = rollout.completion_mask[rows]                                         # (b, T)
@@ -98,12 +98,12 @@ def completion_log_probs(
             head_log_probs, model, hidden[chunk], chosen[chunk], policy, reference, other, use_reentrant=False
         ))
     logp, entropy, kl = (torch.cat(part) for part in zip(*parts, strict=True))   # (N,) each
-    where, empty = mask.to(device), torch.zeros(mask.shape, device=device)
+    where, empty = mask.to(device), logp.new_zeros(mask.shape)
     return LogProbs(
         logp=empty.masked_scatter(where, logp),
         entropy=empty.masked_scatter(where, entropy),
         kl=None if reference is None else empty.masked_scatter(where, kl),
-        values=None if value_head is None else empty.masked_scatter(where, value_head(hidden)),
+        values=None if value_head is None else empty.masked_scatter(where, value_head(hidden).to(logp.dtype)),
     )
 
 
@@ -120,7 +120,7 @@ def head_log_probs(model, hidden: Tensor, chosen: Tensor, policy: dict, referenc
     if reference is None:
         return logp, entropy, torch.zeros_like(logp)
     with torch.no_grad():
-        reference_logits = logits_of(reference, reference_hidden).float() / policy["temperature"]
+        reference_logits = logits_of(reference, reference_hidden).to(logits.dtype) / policy["temperature"]
         reference_logp = reference_logits.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
     return logp, entropy, (probs * torch.where(kept, log_probs - reference_logp, 0.0)).sum(dim=-1)
 
@@ -186,22 +186,25 @@ def pack_rows(rollout, rows: Tensor, shared_prompt: bool) -> Pack:
     return Pack(pad(ids, True), pad(positions, True), pad(segments, True, padding_value=-1), predictor)
 
 
-def attention_masks(config, pack: Pack, device) -> Tensor | dict[str, Tensor]:
+def attention_masks(model, pack: Pack) -> Tensor | dict[str, Tensor]:
     """Additive masks (K, 1, L, L) for transformers: 0 where a token may look, the lowest number where not.
 
     A completion sees its prompt and itself up to the present; windows of sliding layers are measured in positions, so
     that it makes no difference how many siblings stand in between. Models with several kinds of layers take a dict.
     """
-    segments, positions = pack.segments.to(device), pack.positions.to(device)
+    weight = next(model.parameters())
+    segments, positions = pack.segments.to(weight.device), pack.positions.to(weight.device)
     query, key = segments[:, :, None], segments[:, None, :]
     distance = positions[:, :, None] - positions[:, None, :]                     # (K, L, L)
     # Padding sees itself: a softmax over nothing would be NaN, and NaN spreads through the backward pass.
     visible = ((key == query) | (key == 0) & (query > 0)) & (distance >= 0)
 
     def additive(allowed):
-        return torch.zeros(allowed.shape, device=device).masked_fill(~allowed, torch.finfo(torch.float32).min)[:, None]
+        # In the model's own precision: torch's scaled_dot_product_attention misreads a float32 mask beside float64 queries.
+        mask = torch.zeros(allowed.shape, dtype=weight.dtype, device=weight.device)
+        return mask.masked_fill(~allowed, torch.finfo(weight.dtype).min)[:, None]
 
-    config = config.get_text_config()
+    config = model.config.get_text_config()
     layer_types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     sliding = visible & (distance < window) if window else visible
     if layer_types is None:

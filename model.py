@@ -153,7 +153,7 @@ class ValueHead(torch.nn.Module):
         torch.nn.init.zeros_(self.layers[-1].bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.layers(hidden.float())[:, 0]
+        return self.layers(hidden.to(self.layers[-1].weight.dtype))[:, 0]
 
 
 def save_policy(model: PreTrainedModel, tokenizer, folder: Path) -> None:

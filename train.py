@@ -16,7 +16,7 @@ import torch
 
 from checkpoint import save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
-from devices import peak_memory_gb
+from devices import all_sum, peak_memory_gb
 from doctor import diagnose
 from experience import Experience, minibatches, prepare_experience, sample_groups
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
@@ -134,11 +134,11 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
     to_all = kl_in_loss or grpo.entropy_coef > 0 or run.value_head is not None   # terms that do not need an advantage
     needed = mask.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
     counts = dict(
-        num_tokens=max(1, int(mask.sum())), num_sequences=max(1, int(mask.any(dim=1).sum())),
+        num_tokens=max(1, all_sum(int(mask.sum()))), num_sequences=max(1, all_sum(int(mask.any(dim=1).sum()))),
         max_tokens=grpo.generation_max_length,
     )
+    num_forwarded = all_sum(int(mask[needed].sum()))
     how = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
-    num_forwarded = int(mask[needed].sum())
     exact_reference = run.reference if kl_in_loss and grpo.kl_estimator == "exact" else None
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
     losses = dict.fromkeys(names, 0.0)

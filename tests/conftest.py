@@ -7,8 +7,9 @@ from transformers import (
     LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM,
 )
 
-from config import GRPOConfig
+from config import GRPOConfig, parse_config
 from model import byte_tokenizer
+from prepare import begin_phase, set_up
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -60,3 +61,14 @@ def settings():
 
 
 PROMPTS = ["1+1=?", "a somewhat longer prompt than the first", "é", "a somewhat longer prompt than the first"]
+QUICK = "--eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0".split()
+
+
+def start_run(folder, *flags):
+    """A run of the built-in model that is ready for a step of its last phase, later than the first one."""
+    config = parse_config([*QUICK, "--output_dir", str(folder / "unused"), "--eval_limit", "0", "--max_steps", "10", *flags])
+    run = set_up(config)
+    run.phase = len(run.phases) - 1
+    begin_phase(run, run.phases[-1])
+    run.phase_step = 1                                    # ratios may differ from 1
+    return run

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prepare
 import train
-from config import parse_config
+from conftest import QUICK, start_run
 from runs import read_jsonl
 
-QUICK = "--eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0".split()
 
 
 def run_folder(path, *flags):
@@ -151,14 +150,6 @@ def test_the_learning_rate_rises_falls_and_is_never_zero(schedule, last):
 # ---- one step ------------------------------------------------------------------------------------------------------
 
 
-def set_up(tmp_path, *flags):
-    config = parse_config([*QUICK, "--output_dir", str(tmp_path / "unused"), "--eval_limit", "0", "--max_steps", "10", *flags])
-    run = train.set_up(config)
-    train.begin_phase(run, run.phases[-1])
-    run.phase_step = 1                                    # later than the first step: ratios may differ from 1
-    return run
-
-
 def gradient_of(run, step, examples, monkeypatch):
     """What a step would have handed to the optimiser."""
     run.model.zero_grad()
@@ -175,7 +166,7 @@ def half(completions, **columns):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo"])
 @pytest.mark.parametrize("kl", [[], ["--use_kl_penalty", "--kl_penalty_coef", "0.5"]])
 def test_the_gradient_of_a_grpo_step_does_not_depend_on_micro_batches(tmp_path, monkeypatch, loss_type, kl):
-    run = set_up(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--loss_type", loss_type, *kl)
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--loss_type", loss_type, *kl)
     run.reward_functions = [half]
     run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
     if run.reference:                                     # a reference that differs, or its gradient would vanish
@@ -192,7 +183,7 @@ def test_the_gradient_of_a_grpo_step_does_not_depend_on_micro_batches(tmp_path, 
 
 
 def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch):
-    run = set_up(tmp_path, "--use_grpo", "--cold_start_steps", "0")
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0")
     run.reward_functions = [half]
     run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
     examples = next(run.batches)
@@ -213,7 +204,7 @@ def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch
 
 
 def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_path, monkeypatch):
-    run = set_up(tmp_path)
+    run = start_run(tmp_path)
     examples = next(run.batches)
     ours = gradient_of(run, train.supervised_training_step, examples, monkeypatch)
     run.model.zero_grad()
@@ -260,7 +251,7 @@ def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsy
     rows = [{"prompt": f"{'x' * (50 * (i % 2))}{i}+1=?", "answer": str(i + 1)} for i in range(8)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     limit = ["--max_prompt_length", "20", "--long_prompts", policy]
-    run = set_up(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--dataset", str(file), *limit)
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--dataset", str(file), *limit)
     assert f"4 of 8 prompts have more than 20 tokens: {policy}" in capsys.readouterr().out
     if policy == "drop":
         assert [e["answer"] for e in run.train_set] == ["1", "3", "5", "7"]
