@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.nn.functional import pad
 
 import experience as experience_module
 import train
+from data import ShuffledBatches
 from experience import minibatches, prepare_experience, sample_groups
 from grpo import LOSS_TYPES, LOSSES, policy_loss
 from logprobs import completion_log_probs, restrict_logits
@@ -18,9 +22,39 @@ from model import ValueHead, frozen_copy
 from sample import Rollout, select_groups
 from train import add_up_gradient
 
-GRPO = ["--use_grpo", "--cold_start_steps", "0"]
 # Every term there is, so that none can depend on how a step is cut.
-EVERYTHING = "--use_kl_penalty --kl_penalty_coef 0.3 --entropy_coef 0.2 --loss_aggregation".split()
+TERMS = {
+    "loss alone": {},
+    "with KL and entropy": dict(use_kl_penalty=True, kl_penalty_coef=0.3, entropy_coef=0.2),
+    "with exact KL": dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_estimator="exact"),
+    "with a value head too": dict(
+        use_kl_penalty=True, kl_penalty_coef=0.3, entropy_coef=0.2, loss_aggregation="sequence_mean", use_value_head=True,
+        value_coef=1.0),
+    "with importance weights": dict(importance_cap=1.3),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return start_run(tmp_path_factory.mktemp("base"), "--use_grpo", "--cold_start_steps", "0")
+
+
+def with_settings(base, architecture="gemma3", **grpo):
+    """The run with other settings, on a model of two narrow layers, so that rounding has less to add up."""
+    torch.manual_seed(0)
+    run = replace(base, config=replace(base.config, grpo=replace(base.config.grpo, **grpo)))
+    run.model, run.kl_coef = ARCHITECTURES[architecture]().eval(), run.config.grpo.kl_coef
+    if run.kl_coef:                                       # a reference that differs, or its gradient would vanish
+        run.reference = frozen_copy(run.model)
+        with torch.no_grad():
+            run.reference.get_output_embeddings().weight.mul_(1.5)
+    if run.config.grpo.use_value_head:
+        run.value_head = ValueHead(32)
+        torch.nn.init.normal_(run.value_head.layers[-1].weight)
+    parameters = [*run.model.parameters(), *(run.value_head.parameters() if run.value_head is not None else [])]
+    run.optimizer = torch.optim.SGD(parameters, lr=1.0)
+    run.scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer)
+    return run
 
 
 def off_policy(run, seed=0):
@@ -33,7 +67,10 @@ def off_policy(run, seed=0):
     rollout = replace(rollout, completion_mask=mask, sampling_logp=torch.where(mask, rollout.sampling_logp + noise, 0.0))
     rewards = torch.randn(len(rollout.prompt_ids), run.config.grpo.num_completions_per_prompt)
     rewards[1] = 0.7
-    return prepare_experience(run, rollout, rewards)[0]
+    experience = prepare_experience(run, rollout, rewards)[0]
+    if experience.weights is not None:                    # then ratios are taken to the policy as it is
+        experience.old_logp = experience.old_logp + torch.where(mask, noise, 0.0)
+    return experience
 
 
 def gradient(run, experience, *parts):
@@ -86,30 +123,17 @@ def padded(experience, left, right):
     return replace(
         experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
         old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
+        weights=wider(experience.weights, 7.0),
         old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
     )
 
 
-def small_model(run, architecture="gemma3"):
-    """A model of two narrow layers in place of the built-in one, so that rounding has less to add up."""
-    torch.manual_seed(0)
-    run.model = ARCHITECTURES[architecture]().eval()
-    if run.reference is not None:                         # one that differs, or its gradient would vanish
-        run.reference = frozen_copy(run.model)
-        with torch.no_grad():
-            run.reference.get_output_embeddings().weight.mul_(1.5)
-    if run.value_head is not None:
-        run.value_head = ValueHead(32)
-        torch.nn.init.normal_(run.value_head.layers[-1].weight)
-
-
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["float32", "float64"])
-@pytest.mark.parametrize("extra", [[], [*EVERYTHING, ""], [*EVERYTHING, "sequence_mean", "--use_value_head", "--value_coef", "1"]],
-                         ids=["loss alone", "with KL and entropy", "with a value head too"])
+@pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_ordered(tmp_path, loss_type, extra, dtype, tolerance):
-    run = start_run(tmp_path, *GRPO, "--loss_type", loss_type, *extra)
-    small_model(run, "gemma3" if dtype == torch.float32 else "gpt2")             # Gemma's norms are in float32 whatever the rest
+def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_ordered(base, loss_type, terms, dtype, tolerance):
+    architecture = "gemma3" if dtype == torch.float32 else "gpt2"                # Gemma's norms are always in float32
+    run = with_settings(base, architecture, loss_type=loss_type, **TERMS[terms])
     experience = off_policy(run)
     for module in run.model, run.reference, run.value_head:
         if module is not None:
@@ -131,4 +155,368 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
         cut, parts = gradient(run, experience)
         assert differ(cut, whole) < tolerance, f"{budget=} {shared=}: {differ(cut, whole)}"
         for metric, value in losses.items():
-            assert parts[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
+            assert parts[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+
+
+WORKER = """
+import sys, torch
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch.distributed as dist
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+from pathlib import Path
+from conftest import start_run
+from grpo import LOSS_TYPES
+from test_updates import TERMS, gradient, off_policy, with_settings
+base = start_run(Path(folder), "--use_grpo", "--cold_start_steps", "0")
+jobs = [(loss_type, terms) for loss_type in LOSS_TYPES for terms in list(TERMS)[:3]]
+made = []
+for loss_type, terms in jobs:
+    run = with_settings(base, loss_type=loss_type, **TERMS[terms])
+    experience = off_policy(run)
+    made.append((run, experience, gradient(run, experience)[0]))
+# From here on there are two processes, each with some of the rows: seven of them, and nine.
+dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet", rank=rank, world_size=2)
+for (loss_type, terms), (run, experience, alone) in zip(jobs, made):
+    mine, _ = gradient(run, experience, [torch.arange(7), torch.arange(7, 16)][rank])
+    dist.all_reduce(mine)
+    print(loss_type, terms, float((mine - alone).norm() / alone.norm()), sep=",")
+"""
+
+
+def test_two_processes_that_share_the_rows_have_the_gradient_of_one(tmp_path):
+    here = Path(__file__).parent
+    code = WORKER.format(root=str(here.parent), tests=str(here))
+    workers = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 2 and line.split(",")[0] in LOSS_TYPES]
+    assert len(results) == 3 * len(LOSS_TYPES)
+    for loss_type, terms, difference in results:
+        assert float(difference) < 1e-6, f"{loss_type} {terms}: {difference}"
+
+
+# ---- on policy, and after an update --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "reinforce"])
+def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, loss_type):
+    sampled = dict(generation_temperature=0.8, generation_top_p=0.9, generation_top_k=50)
+    run = with_settings(base, loss_type=loss_type, **sampled)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    clipped, losses = gradient(run, experience)
+    assert losses["ratio_deviation"] < 1e-5 and losses["clip_fraction"] == 0
+    plain = with_settings(base, loss_type="reinforce", loss_aggregation=LOSSES[loss_type][1], **sampled)
+    assert differ(clipped, gradient(plain, experience)[0]) < 1e-5
+
+
+def test_after_a_real_update_the_clip_stops_exactly_the_tokens_that_went_too_far(base):
+    run = with_settings(base, clip_low=0.1, clip_high=0.15)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    _, before = gradient(run, experience)
+    train.update(run, 0.0)
+    with torch.no_grad():
+        logp = completion_log_probs(run.model, rollout)
+    ratio = (logp.logp - experience.old_logp).exp()
+    too_far = torch.where(experience.advantages > 0, ratio > 1.15, ratio < 0.9) & rollout.completion_mask
+    assert 0 < too_far.sum() < rollout.completion_mask.sum(), "the update moved some tokens beyond the clip"
+    token_logp = logp.logp.requires_grad_()
+    num_tokens = int(rollout.completion_mask.sum())
+    loss, _ = policy_loss(token_logp, experience.old_logp, experience.advantages, rollout.completion_mask,
+                          **run.config.grpo.loss, num_tokens=num_tokens)
+    loss.backward()
+    trained = (token_logp.grad != 0) & rollout.completion_mask
+    assert torch.equal(trained, rollout.completion_mask & ~too_far)
+    _, after = gradient(run, experience)
+    assert before["clip_fraction"] == 0 and after["clip_fraction"] == pytest.approx(float(too_far.sum()) / num_tokens, abs=1e-6)
+
+
+def one_token_rollout(run, prompt, tokens):
+    """A group of one-token completions of a prompt."""
+    ids = torch.tensor(tokens)[:, None]
+    ones = torch.ones_like(ids, dtype=torch.bool)
+    prompt_ids = torch.tensor([run.tokenizer(prompt).input_ids])
+    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
+    return Rollout(prompt_ids, prompt_mask, ids, ones, torch.zeros(ids.shape), ones[:, 0], [""] * len(ids))
+
+
+@pytest.mark.parametrize("policy", [dict(top_k=50, top_p=0.9, temperature=0.8), dict(top_k=5, top_p=1.0, temperature=1.5),
+                                    dict(top_k=0, top_p=0.6, temperature=1.0), dict(top_k=0, top_p=1.0, temperature=1.0)])
+def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(base, policy):
+    """Every token, weighted by how often it is drawn, against the gradient of the expected reward itself."""
+    run = with_settings(base)
+    prompt, vocabulary = "1+1=?", 263
+    rewards = torch.randn(vocabulary)
+    logits = run.model(torch.tensor([run.tokenizer(prompt).input_ids])).logits[0, -1] / policy["temperature"]
+    ranked = sorted(range(vocabulary), key=lambda v: -float(logits[v]))[: policy["top_k"] or vocabulary]
+    total, kept, before = float(logits[ranked].exp().sum()), [], 0.0
+    for v in ranked:                                      # nucleus by hand: as long as the likelier ones hold less than top_p
+        if before / total < policy["top_p"]:
+            kept.append(v)
+        before += float(logits[v].exp())
+    expected_reward = (logits[kept].softmax(0) * rewards[kept]).sum()
+    run.model.zero_grad()
+    (-expected_reward).backward()
+    truth = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
+
+    rollout = one_token_rollout(run, prompt, kept)
+    run.model.zero_grad()
+    new = completion_log_probs(run.model, rollout, **policy)
+    drawn = new.logp.detach().exp()
+    assert float(drawn.sum()) == pytest.approx(1, abs=1e-5)
+    loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], rollout.completion_mask, num_tokens=1)
+    loss.backward()
+    ours = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
+    assert len(kept) > 1 and differ(ours, truth) < 1e-5
+    if policy["top_k"] or policy["top_p"] < 1:            # and the distribution without the truncation has another one
+        run.model.zero_grad()
+        full = completion_log_probs(run.model, rollout, temperature=policy["temperature"])
+        weighted = drawn * rewards[kept][:, None]
+        policy_loss(full.logp, full.logp.detach(), weighted, rollout.completion_mask, num_tokens=1)[0].backward()
+        assert differ(torch.cat([p.grad.flatten() for p in run.model.parameters()]).double(), truth) > 1e-3
+
+
+# ---- the other terms -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7)])
+def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(base, policy):
+    run = with_settings(base, use_kl_penalty=True)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    ours = completion_log_probs(run.model, rollout, **policy, reference=run.reference)
+    run.model.zero_grad()
+    ours.kl.sum().backward()
+    gradients = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    total = 0.0
+    for row, mask in enumerate(rollout.completion_mask):
+        prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
+        ids = torch.cat([prompt, rollout.completion_ids[row][mask]])[None]
+        logits = run.model(ids).logits[0, len(prompt) - 1 : -1]
+        with torch.no_grad():
+            other = run.reference(ids).logits[0, len(prompt) - 1 : -1] / policy["temperature"]
+        kept = restrict_logits(logits, **policy, chosen=rollout.completion_ids[row][mask]).isfinite()
+        for t in range(len(logits)):
+            p = (logits[t] / policy["temperature"])[kept[t]].log_softmax(0)
+            kl = (p.exp() * (p - other[t][kept[t]].log_softmax(0))).sum()
+            torch.testing.assert_close(ours.kl[row, t], kl, atol=2e-5, rtol=1e-4)
+            total = total + kl
+    run.model.zero_grad()
+    total.backward()
+    truth = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    assert truth.norm() > 0.1 and differ(gradients, truth) < 1e-4
+
+
+def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
+    run = with_settings(base, entropy_coef=0.5)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    experience, _ = prepare_experience(run, rollout, torch.zeros(4, 4))          # all tied: nothing but the bonus is left
+    ours, losses = gradient(run, experience)
+    run.model.zero_grad()
+    total = 0.0
+    for row, mask in enumerate(rollout.completion_mask):
+        prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
+        logits = run.model(torch.cat([prompt, rollout.completion_ids[row][mask]])[None]).logits[0, len(prompt) - 1 : -1]
+        total = total - (logits.softmax(-1) * logits.log_softmax(-1)).sum()
+    (-0.5 * total / rollout.completion_mask.sum()).backward()
+    truth = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
+    assert differ(ours, truth) < 1e-4
+    assert losses["entropy"] == pytest.approx(float(total / rollout.completion_mask.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact"])
+def test_kl_in_the_reward_lowers_the_points_of_completions_that_left_the_reference(base, estimator):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward", kl_estimator=estimator,
+                        normalize_advantages=False)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    rewards = torch.randn(4, 4)
+    experience, metrics = prepare_experience(run, rollout, rewards)
+    with torch.no_grad():
+        logp = completion_log_probs(run.model, rollout, reference=run.reference)
+        x = completion_log_probs(run.reference, rollout).logp - logp.logp
+    kl = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - x - 1, "exact": logp.kl}[estimator] * rollout.completion_mask
+    shaped = rewards - 0.3 * kl.sum(dim=1).view(4, 4)
+    centred = shaped - shaped.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(experience.advantages.view(4, 4), centred, atol=1e-3, rtol=1e-4)
+    assert metrics["kl"] == pytest.approx(float(kl.sum() / rollout.completion_mask.sum()), rel=1e-3)
+    assert "kl" not in add_up_gradient(run, experience, torch.arange(16)), "and the loss has no second one"
+
+
+def test_overlong_completions_are_kept_left_out_or_penalised(base):
+    rewards = torch.tensor([[0.0, 1.0, 0.5, 0.25]] * 4)
+
+    def look(**settings):
+        torch.manual_seed(0)
+        run = with_settings(base, normalize_advantages=False, generation_max_length=20, **settings)
+        run.batches = ShuffledBatches(run.train_set, 4, 0)
+        rollout = sample_groups(run, next(run.batches)).rollout
+        finished = torch.arange(16) % 4 != 1              # the sampler's word is what counts, not the length
+        rollout = replace(rollout, finished=finished)
+        return rollout, prepare_experience(run, rollout, rewards)[0]
+
+    rollout, kept = look()
+    assert torch.equal(kept.mask, rollout.completion_mask)
+    rollout, masked = look(overlong="mask")
+    assert torch.equal(masked.mask, rollout.completion_mask & rollout.finished[:, None])
+    assert torch.equal(masked.advantages, kept.advantages), "their points still count for their siblings"
+    rollout, penalised = look(overlong="penalise", overlong_buffer=15)
+    lengths = rollout.completion_mask.sum(dim=1)
+    shaped = rewards + torch.tensor([min(0.0, (20 - 15 - int(n)) / 15) for n in lengths]).view(4, 4)
+    assert (shaped < rewards).any()
+    torch.testing.assert_close(penalised.advantages.view(4, 4), shaped - shaped.mean(dim=1, keepdim=True))
+    _, default = look(overlong="penalise")
+    _, fifth = look(overlong="penalise", overlong_buffer=4)
+    assert torch.equal(default.advantages, fifth.advantages)
+
+
+def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(base, monkeypatch):
+    run = with_settings(base, dynamic_sampling=2)
+    run.batches = ShuffledBatches(run.train_set, 4, 0)
+    plan = [[0, 1, 0, 0], [1, 0, 0], [0, 0]]              # which groups of each round have something to teach
+    asked = []
+
+    def rewards_of(functions, weights, rollout, examples, **_):
+        wanted = plan[len(asked)]
+        asked.append([example["prompt"] for example in examples])
+        points = torch.tensor([[1.0, 0.0, 0.0, 0.0] if mixed else [0.7] * 4 for mixed in wanted]).double()
+        return points, {"points": points}
+
+    monkeypatch.setattr(experience_module, "compute_rewards_for_completions", rewards_of)
+    groups = sample_groups(run, next(run.batches))
+    order = ShuffledBatches(run.train_set, 9, 0)
+    assert list(itertools.chain(*asked)) == [example["prompt"] for example in next(order)], "the next prompts, none twice"
+    assert run.batches.position == 9 and groups.replaced == 3 + 2
+    assert groups.tied.tolist() == [False, False, True, True], "the last round's stay"
+    assert [example["prompt"] for example in groups.examples] == [asked[0][1], asked[1][0], *asked[2]]
+    texts = [run.tokenizer.decode(ids[mask]) for ids, mask in zip(groups.rollout.prompt_ids, groups.rollout.prompt_mask)]
+    assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples]
+    assert groups.rollout.completion_mask.shape == groups.rollout.sampling_logp.shape and len(groups.rollout.completions) == 16
+    with torch.no_grad():
+        logp = completion_log_probs(run.model, groups.rollout).logp
+    torch.testing.assert_close(logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
+
+
+def test_selected_groups_are_whole(base):
+    rollout = sample_groups(with_settings(base), next(base.batches)).rollout
+    part = select_groups(rollout, torch.tensor([False, True, False, True]))
+    assert part.completions == rollout.completions[4:8] + rollout.completions[12:]
+    assert torch.equal(part.sampling_logp, rollout.sampling_logp[[4, 5, 6, 7, 12, 13, 14, 15]])
+    assert torch.equal(part.prompt_ids, rollout.prompt_ids[[1, 3]])
+
+
+def test_the_global_mean_runs_over_the_run(base):
+    run = with_settings(base, baseline="global_mean", normalize_advantages=False, reward_clip=2.0)
+    run.reward_sum, run.reward_count = 0.0, 0
+    rollout = sample_groups(run, next(run.batches)).rollout
+    seen = []
+    for points in 0.0, 1.0, 5.0:
+        rewards = torch.full((4, 4), points)
+        rewards[:, 0] = points + 1
+        rewards[0, 1] = math.nan
+        experience, _ = prepare_experience(run, rollout, rewards)
+        clipped = rewards.clamp(max=2.0)
+        seen += clipped[~clipped.isnan()].tolist()
+        mean = sum(seen) / len(seen)
+        expected = (clipped - mean).nan_to_num(0.0) if points < 2 else torch.zeros(4, 4)         # 6 and 5 are cut to a tie
+        torch.testing.assert_close(experience.advantages.view(4, 4), expected)
+
+
+def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_together(base):
+    run = with_settings(base, ppo_epochs=3, minibatch_size=8)
+    parts = list(minibatches(run, 16))
+    assert [len(rows) for rows in parts] == [8] * 6
+    epochs = [torch.cat(parts[i : i + 2]) for i in (0, 2, 4)]
+    for rows in epochs:
+        assert sorted(rows.tolist()) == list(range(16))
+        assert (rows.view(-1, 4) - rows.view(-1, 4)[:, :1] == torch.arange(4)).all()
+    assert len({tuple(rows.tolist()) for rows in epochs}) > 1
+    assert all(torch.equal(a, b) for a, b in zip(parts, minibatches(run, 16))), "the same again after a resume"
+    run.step += 1
+    assert not all(torch.equal(a, b) for a, b in zip(parts, minibatches(run, 16)))
+    run = with_settings(base, minibatch_size=6)
+    assert [len(rows) for rows in minibatches(run, 16)] == [6, 6, 4]
+    assert [rows.tolist() for rows in minibatches(with_settings(base), 16)] == [list(range(16))]
+
+
+def test_token_advantages_come_from_gae_over_the_last_tokens_reward(base):
+    run = with_settings(base, use_value_head=True, gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=False)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    rewards = torch.randn(4, 4)
+    rewards[2, 1] = math.nan
+    experience, _ = prepare_experience(run, rollout, rewards)
+    with torch.no_grad():
+        values = completion_log_probs(run.model, rollout, value_head=run.value_head, temperature=1.0).values
+    assert values.abs().max() > 0.1
+    for row in range(16):
+        points, length = float(rewards.view(-1)[row]), int(rollout.completion_mask[row].sum())
+        if math.isnan(points):
+            assert not experience.mask[row].any() and not experience.advantages[row].any()
+            continue
+        v = [*values[row, :length].tolist(), 0.0]
+        deltas = [(points if t == length - 1 else 0.0) + 0.9 * v[t + 1] - v[t] for t in range(length)]
+        for t in range(length):
+            expected = sum((0.9 * 0.8) ** k * delta for k, delta in enumerate(deltas[t:]))
+            assert float(experience.advantages[row, t]) == pytest.approx(expected, abs=1e-4)
+            assert float(experience.returns[row, t]) == pytest.approx(expected + v[t], abs=1e-4)
+
+
+def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base):
+    run = with_settings(base, use_value_head=True, value_coef=1.0, value_clip=10.0)
+    run.value_head = ValueHead(32)
+    run.optimizer = torch.optim.AdamW([*run.model.parameters(), *run.value_head.parameters()], lr=3e-3)
+    run.scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer, factor=1.0)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    rewards = torch.tensor([[3.0], [1.0], [-2.0], [0.0]]).expand(4, 4)           # tied groups: there is still a value to learn
+    run.config = replace(run.config, grpo=replace(run.config.grpo, gae_lambda=1.0))
+    first = None
+    for _ in range(80):
+        experience, _ = prepare_experience(run, rollout, rewards)
+        losses = add_up_gradient(run, experience, torch.arange(16))
+        first = first or losses["value_loss"]
+        train.update(run, losses["total_loss"])
+    with torch.no_grad():
+        values = completion_log_probs(run.model, rollout, value_head=run.value_head).values
+    means = (values * rollout.completion_mask).view(4, -1).sum(1) / rollout.completion_mask.view(4, -1).sum(1)
+    assert first > 1 and losses["value_loss"] < 0.2 * first
+    torch.testing.assert_close(means, rewards[:, 0], atol=0.5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
+def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
+    run = with_settings(base, use_kl_penalty=True, reference_mode=mode, ema_alpha=0.75, reference_update_freq=2)
+    run.phase_step = 0
+    expected = [p.clone() for p in run.reference.parameters()]
+    rollout = sample_groups(run, next(run.batches)).rollout
+    for step in 1, 2, 3:
+        losses = add_up_gradient(run, prepare_experience(run, rollout, torch.randn(4, 4))[0], torch.arange(16))
+        train.update(run, losses["total_loss"])
+        policy = [p.detach().clone() for p in run.model.parameters()]
+        if mode == "ema":
+            expected = [0.75 * kept + 0.25 * new for kept, new in zip(expected, policy)]
+        elif mode == "periodic" and step == 2:
+            expected = policy
+        for kept, wanted in zip(run.reference.parameters(), expected):
+            torch.testing.assert_close(kept, wanted, rtol=1e-5 if mode == "ema" else 0, atol=1e-7 if mode == "ema" else 0)
+    assert all(p.grad is None for p in run.reference.parameters())
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(base):
+    run = with_settings(base)
+    run.skipped = run.skipped_in_a_row = 0
+    rollout = sample_groups(run, next(run.batches)).rollout
+    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    for number, broken in enumerate(["gradient", "loss", None], start=1):
+        before = [p.clone() for p in run.model.parameters()]
+        step = run.step
+        losses = add_up_gradient(run, experience, torch.arange(16))
+        if broken == "gradient":
+            next(run.model.parameters()).grad[0, 0] = math.nan
+        norm = train.update(run, math.inf if broken == "loss" else losses["total_loss"])
+        same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
+        assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
+        assert run.step == step + 1 and (run.skipped, run.skipped_in_a_row) == ((number, number) if broken else (2, 0))
+        assert all(p.grad is None for p in run.model.parameters())
