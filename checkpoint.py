@@ -30,10 +30,10 @@ def save_checkpoint(run) -> Path:
         save_policy(run.reference, run.tokenizer, partial / "reference")
     state = {name: getattr(run, name) for name in COUNTERS} | {"random_state": torch.get_rng_state()}
     state["settings"] = run.config.as_dict()
+    state["value_head"] = run.value_head.state_dict() if run.value_head is not None else None
     if run.optimizer is not None:
         state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}
         state["position"] = run.batches.position
-        state["value_head"] = run.value_head.state_dict() if run.value_head is not None else None
     torch.save(state, partial / "state.pt")
     if target.exists():                                   # the same step again: keep the old one until the new one is there
         shutil.rmtree(replaced, ignore_errors=True)

@@ -350,7 +350,7 @@ def parse_config(argv: list[str]) -> Config:
     known = where.parse_known_args(given)[0]
     run = Path(known.output_dir) if known.resume and known.output_dir else Path(known.replay).parent if known.replay else None
     if run and (known.resume or (run / "config.json").exists()):                 # a run's own settings lie below the flags
-        without = ["model_path"] if known.replay else []  # a replay's weights are a checkpoint's, or those that a flag names
+        without = ["model_path", "output_dir"] if known.replay else []           # its weights are a checkpoint's, or a flag's
         return parse_flags(flags_of_file(str(run / "config.json"), without) + given)
     first = parse_flags(given)
     profile = first.training.profile

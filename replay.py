@@ -52,7 +52,9 @@ def replay(config: Config, gradient: Callable) -> None:
 def replay_step(run: Run, weights: Path, records: list[dict], gradient: Callable, supervised: bool) -> dict:
     """Metrics of one step from its records."""
     rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
-    run.model.zero_grad()
+    for module in run.model, run.value_head:
+        if module is not None:
+            module.zero_grad()
     if supervised:
         part = replace(run, config=as_supervised(run.config), reference=None, value_head=None)
         one, metrics = torch.ones(len(records), 1), {}
@@ -64,8 +66,9 @@ def replay_step(run: Run, weights: Path, records: list[dict], gradient: Callable
         experience, metrics = prepare_experience(run, rollout, rewards)
         metrics |= {"mean_reward": float(rewards.nanmean()), "std_advantage": float(experience.advantages.std())}
     losses = gradient(part, experience, torch.arange(len(records)))
-    squares = sum(p.grad.square().sum() for p in run.model.parameters() if p.grad is not None)
-    return losses | metrics | {"grad_norm": float(squares) ** 0.5}
+    gradients = [p.grad for module in (part.model, part.value_head) if module is not None for p in module.parameters()]
+    squares = sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None)
+    return losses | metrics | {"grad_norm": squares**0.5}
 
 
 def prepare_run(run: Run, weights: Path) -> None:
@@ -98,7 +101,7 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
     )
     points = {
         name: torch.tensor([[torch.nan if r["rewards"][name] is None else r["rewards"][name] for r in records]]).double()
-        for name in records[0]["rewards"]
+        for name in records[0].get("rewards", {})
     }
     return rollout, {name: values.view(num_prompts, -1) for name, values in points.items()}
 

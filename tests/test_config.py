@@ -57,6 +57,22 @@ MISTAKES = {
     "unknown loss": (["--loss_type", "ppo"], "--loss_type.*'ppo'.*dapo"),
     "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: siblings would all be equal"),
     "top-p": (["--generation_top_p", "1.5"], "--generation_top_p=1.5"),
+    "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
+    "exact offloaded": (
+        ["--use_kl_penalty", "--kl_estimator", "exact", "--reference_offload"], "--reference_offload=True: .*ratio_k3"),
+    "dual clip alone": (["--loss_type", "cispo", "--dual_clip", "3"], "--dual_clip=3.0: --loss_type=cispo clips no ratio"),
+    "dual clip too low": (["--dual_clip", "1.1"], "--dual_clip=1.1: .*choose above 1.2"),
+    "reinforce twice": (["--loss_type", "reinforce", "--ppo_epochs", "2"], "--ppo_epochs=2: .*has no ratio"),
+    "target without KL": (["--use_kl_penalty", "false", "--kl_target", "0.1"], "--kl_target=0.1: .*--use_kl_penalty true"),
+    "two baselines": (["--use_value_head", "--baseline", "group_median"], "--baseline=group_median: .*takes the value"),
+    "value head and ties": (["--use_value_head", "--dynamic_sampling", "2"], "--dynamic_sampling=2: .*equal rewards too"),
+    "buffer of nothing": (["--overlong_buffer", "5"], "--overlong_buffer=5: --overlong=keep has no penalty"),
+    "buffer too long": (["--overlong", "penalise", "--overlong_buffer", "40"], "--overlong_buffer=40: must be below .*=40"),
+    "no epochs": (["--ppo_epochs", "0"], "--ppo_epochs=0: must be above 0"),
+    "alpha": (["--ema_alpha", "1.5"], "--ema_alpha=1.5: choose from 0 to 1"),
+    "unknown estimator": (["--kl_estimator", "k4"], "--kl_estimator.*'k4'.*ratio_k3"),
+    "negative clip": (["--reward_clip", "-1"], "--reward_clip=-1.0: cannot be negative"),
+    "replay of nothing": (["--replay", "{tmp}/no.jsonl"], "--replay=.*no.jsonl: no rollouts in it"),
     "weights": (["--reward_weights", "1", "2"], "--reward_weights.*2 weights for 3 reward functions"),
     "unknown reward": (["--reward_functions", "corectness"], "--reward_functions corectness: unknown.*correctness"),
     "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
@@ -132,3 +148,35 @@ def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
     ):
         with pytest.raises(ValueError, match="at least 2"):
             refused()
+
+
+@pytest.mark.parametrize("flags,words", [
+    ([], "clipping is inert: with one update per rollout every ratio is 1"),
+    (["--minibatch_size", "9999"], "minibatch_size 9999 is inert: a rollout has no more completions"),
+    (["--reference_mode", "ema", "--use_kl_penalty", "false"], "reference settings are inert: there is no reference"),
+    (["--loss_type", "gspo", "--ppo_epochs", "2"], "gspo's ratio is a mean over a completion and hardly moves"),
+])
+def test_settings_that_change_nothing_announce_themselves(flags, words):
+    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).inert())
+
+
+def test_settings_that_work_together_are_neither_refused_nor_called_inert():
+    flags = (
+        "--use_grpo --use_kl_penalty --kl_in reward --kl_estimator k1 --kl_target 0.05 --reference_mode ema "
+        "--reference_offload --ppo_epochs 2 --minibatch_size 64 --max_policy_kl 0.1 --dual_clip 3 --importance_cap 2 "
+        "--overlong penalise --overlong_buffer 8 "
+        "--entropy_coef 0.01 --dynamic_sampling 3 --baseline global_mean --advantage_scale batch "
+        "--reward_clip 10 --loss_type grpo --loss_aggregation token_mean"
+    )
+    config = parse_config(flags.split())
+    assert config.inert() == [] and config.updates_per_rollout == 2 * 4
+    assert config.grpo.loss == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, aggregation="token_mean")
+    assert config.grpo.scale == "batch" and parse_config(["--no_normalize_advantages"]).grpo.scale == "none"
+    assert parse_config(["--use_kl_penalty", "false", "--kl_estimator", "k1"]).grpo.kl_coef == 0, "k1 nowhere is fine"
+
+
+def test_a_replay_takes_the_settings_of_its_run_but_not_its_weights(tmp_path):
+    run = parse_config(["--use_grpo", "--loss_type", "gspo", "--seed", "7", "--model_path", "some/model"])
+    (tmp_path / "config.json").write_text(json.dumps(run.as_dict()))
+    config = parse_config(["--replay", str(tmp_path / "rollouts.jsonl"), "--seed", "8"])
+    assert (config.grpo.loss_type, config.training.seed, config.model.model_path) == ("gspo", 8, "")

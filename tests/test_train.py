@@ -13,8 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prepare
 import train
 from conftest import QUICK, start_run
+from grpo import LOSS_TYPES
 from runs import read_jsonl
 
+
+
+def length_reward(folder):
+    """A reward that hardly ever ties a group."""
+    (folder / "length.py").write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
+    return f"{folder}/length.py:length"
 
 
 def run_folder(path, *flags):
@@ -26,11 +33,10 @@ def run_folder(path, *flags):
 def finished(tmp_path_factory):
     """A short GRPO run with everything on."""
     path = tmp_path_factory.mktemp("run")
-    (path / "length.py").write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
     folder = path / "out"
     flags = (
         f"--use_grpo --use_kl_penalty --max_steps 3 --save_steps 1 --keep_checkpoints 2 --log_rollouts_every 1 --log_groups 1 "
-        f"--report_to tensorboard --reward_functions correctness {path}/length.py:length --reward_weights 1 0.5"
+        f"--report_to tensorboard --reward_functions correctness {length_reward(path)} --reward_weights 1 0.5"
     )
     return run_folder(folder, *flags.split())
 
@@ -99,9 +105,16 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
 
 
-@pytest.mark.parametrize("stop_after", [0, 2, 5])
-def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, capsys):
-    flags = ["--use_grpo", "--use_kl_penalty", "--max_steps", "4", "--save_steps", "0", "--learning_rate", "1e-3"]
+# Whatever a run carries from step to step: reference, coefficient, running mean, value head, order of minibatches, advice.
+CARRIED = (
+    "--reference_mode ema --ema_alpha 0.5 --kl_target 0.01 --kl_horizon 20 --baseline global_mean --ppo_epochs 2 "
+    "--minibatch_size 8 --dynamic_sampling 1 --max_steps 16"
+)
+
+
+@pytest.mark.parametrize("stop_after,more", [(0, ""), (2, ""), (5, ""), (20, CARRIED), (5, "--use_value_head")])
+def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, more, capsys):
+    flags = f"--use_grpo --use_kl_penalty --max_steps 4 --save_steps 0 --learning_rate 1e-3 {more}".split()
     whole = run_folder(tmp_path / "whole", *flags)
 
     where = "log_step" if stop_after else "log_evaluation"
@@ -122,6 +135,85 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
     assert comparable(stopped) == comparable(whole)
     for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
         assert torch.equal(left, right), name
+
+
+def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_path):
+    flags = "--use_grpo --cold_start_steps 0 --ppo_epochs 2 --minibatch_size 8 --max_steps 10 --learning_rate 1e-3"
+    flags += f" --reward_functions {length_reward(tmp_path)}"
+    folder = run_folder(tmp_path / "out", *flags.split(), "--eval_steps", "3", "--log_rollouts_every", "5")
+    lines = read_jsonl(folder / "metrics.jsonl")
+    steps = [m for m in lines if m["phase"] == "grpo"]
+    assert [(m["step"], m["updates"]) for m in steps] == [(4, 4), (8, 4), (10, 2)]
+    assert [m["step"] for m in lines if m["phase"] == "eval"] == [0, 4, 8, 10]
+    assert all(m["policy_kl"] > 0 and m["ratio_deviation"] > 0 for m in steps) and steps[0]["clip_fraction"] > 0
+    assert {r["step"] for r in read_jsonl(folder / "rollouts.jsonl")} == {4, 8}
+    assert steps[-1]["learning_rate"] == pytest.approx(0, abs=1e-9), "the schedule counts the same steps"
+    stopped = run_folder(tmp_path / "stopped", *flags.split(), "--max_policy_kl", "1e-6")
+    updates = [m["updates"] for m in read_jsonl(stopped / "metrics.jsonl") if m["phase"] == "grpo"]
+    assert set(updates[:-1]) == {1} and sum(updates) == 10, "the policy leaves the rollout with its first update"
+
+
+def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
+    real, calls = train.add_up_gradient, []
+
+    def broken(run, experience, rows):
+        losses = real(run, experience, rows)
+        calls.append(1)
+        if len(calls) in (2, 4, 5):
+            run.model.get_output_embeddings().weight.grad.fill_(float("nan"))
+        return losses
+
+    monkeypatch.setattr(train, "add_up_gradient", broken)
+    flags = (
+        "--use_grpo --cold_start_steps 0 --max_steps 9 --max_skipped_steps 2 --eval_limit 0 --learning_rate 1e-3 "
+        f"--reward_functions {length_reward(tmp_path)}"
+    )
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "out", *flags.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
+    assert "2 steps in a row had a loss or gradient that is not finite" in error and "step-00000005" in error
+    lines = read_jsonl(tmp_path / "out/metrics.jsonl")
+    assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1] and lines[1]["grad_norm"] is None
+    skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
+    assert {record["step"] for record in skipped} == {2, 4, 5} and len(skipped) == 3 * 16
+    monkeypatch.setattr(train, "add_up_gradient", real)
+    train.main(["--replay", str(tmp_path / "out/skipped.jsonl")])
+    replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in replayed] == [2, 4, 5] and all(line["grad_norm"] > 0 for line in replayed)
+
+
+def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monkeypatch, capsys):
+    real = train.update
+    monkeypatch.setattr(train, "update", lambda run, loss: real(run, float("nan") if run.step == 1 else loss))
+    folder = run_folder(tmp_path / "out", "--max_steps", "2", "--eval_limit", "0", "--save_steps", "1")
+    first, second = read_jsonl(folder / "metrics.jsonl")
+    assert (first["skipped"], second["skipped"]) == (0, 1)
+    capsys.readouterr()
+    train.main(["--replay", str(folder / "skipped.jsonl")])
+    (replayed,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert replayed["phase"] == "supervised" and replayed["policy_loss"] == pytest.approx(second["loss"], rel=1e-5)
+    assert replayed["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kl_in,estimator", [("loss", "ratio_k3"), ("loss", "exact"), ("reward", "k1")])
+def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator):
+    flags = (
+        "--use_grpo --cold_start_steps 0 --max_steps 6 --eval_limit 0 --learning_rate 3e-3 --use_kl_penalty "
+        f"--kl_penalty_coef 0.5 --kl_target 1e-3 --kl_horizon 16 --kl_in {kl_in} --kl_estimator {estimator}"
+    )
+    lines = read_jsonl(run_folder(tmp_path / "out", *flags.split()) / "metrics.jsonl")
+    coefficient = 0.5
+    for m in lines:
+        coefficient *= 1 + max(-0.2, min(0.2, m["kl"] / 1e-3 - 1)) * 16 / 16
+        assert m["kl_coef"] == pytest.approx(coefficient, rel=1e-6)
+    assert lines[0]["kl_coef"] == pytest.approx(0.4, rel=1e-4) and lines[-1]["kl"] > 1e-3
+
+
+def test_a_reference_on_the_cpu_gives_the_same_run(tmp_path):
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --eval_limit 0 --use_kl_penalty --learning_rate 1e-3".split()
+    there = run_folder(tmp_path / "a", *flags, "--reference_offload")
+    assert comparable(there) == comparable(run_folder(tmp_path / "b", *flags))
 
 
 def test_supervised_mode_has_its_own_metrics(tmp_path):
@@ -261,7 +353,7 @@ def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsy
         train.grpo_training_step(run, run.train_set[:4])
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "reinforce"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     """A random policy finds the one byte in 263 that is rewarded more than others, and sticks to it."""
     file = tmp_path / "seven.py"

@@ -1,0 +1,80 @@
+"""The training doctor: each rule speaks when its figures are there, with the numbers, and not on a healthy run."""
+
+import itertools
+import random
+
+import pytest
+
+from config import Config, GRPOConfig
+from doctor import RULES, SILENCE, diagnose
+
+HEALTHY = {
+    "tied_groups": 0.2, "reward/correctness": 0.5, "entropy": 0.5, "completion_tokens": 40.0, "truncated": 0.02, "kl": 0.02,
+    "clip_fraction": 0.05, "unscored": 0.0, "skipped": 0,
+}
+SICK = {
+    "not_finite": ({"skipped": 1}, "5 of the last updates"),
+    "unscored": ({"unscored": 0.25}, "25% of the completions could not be scored"),
+    "saturated": ({"reward/correctness": 0.99, "tied_groups": 0.9}, "99% of the completions are correct"),
+    "lengths_collapse": ({"completion_tokens": 8.0}, "shrank from 40 to 8 tokens in 10 steps"),
+    "kl_runs_away": ({"kl": 0.3}, r"KL to the reference rose from 0.02 to 0.30 nat/token in 10 steps: raise --kl_penalty_coef"),
+    "entropy_falls": ({"entropy": 0.2}, "entropy fell from 0.50 to 0.20 nat/token in 10 steps"),
+    "lengths_explode": ({"completion_tokens": 100.0}, "grew from 40 to 100 tokens"),
+    "truncation": ({"truncated": 0.4}, "40% of the completions were cut at 256 tokens: raise --generation_max_length to 512"),
+    "clipping": ({"clip_fraction": 0.5}, "50% of the tokens are held back by the clip"),
+    "ties": (
+        {"tied_groups": 0.62, "reward/correctness": 0.05},
+        "62% of groups have equal rewards and teach nothing; with success 0.05 and 4 completions 81% is expected: raise "
+        "--num_completions_per_prompt to 16",
+    ),
+}
+
+
+def history(change, steps=15):
+    return [HEALTHY | (change if step >= steps - 5 else {}) for step in range(steps)]
+
+
+def test_every_rule_is_tested_here():
+    assert set(SICK) == set(RULES)
+
+
+@pytest.mark.parametrize("rule", SICK)
+def test_a_rule_speaks_with_the_numbers_and_then_stays_silent(rule):
+    change, words = SICK[rule]
+    lines = history(change)
+    advice = diagnose(lines, Config())
+    assert advice.startswith(f"{rule}: ") and words in advice and "\n" not in advice
+    heard = []
+    for _ in range(2 * SILENCE):
+        lines.append(HEALTHY | change | ({"advice": advice} if advice else {}))
+        advice = diagnose(lines, Config())
+        heard.append((advice or "").partition(":")[0])
+    assert heard[: SILENCE - 1].count(rule) == 0
+
+
+def test_a_healthy_run_hears_nothing_and_numbers_that_are_not_there_are_no_illness():
+    assert diagnose(history({}), Config()) is None
+    assert diagnose([{}] * 20, Config()) is None
+    assert diagnose([{name: None for name in HEALTHY}] * 20, Config()) is None
+    assert diagnose(history({"truncated": 0.9}, steps=4)[:4], Config()) is None, "too early to tell"
+
+
+def test_advice_on_ties_depends_on_why_they_are_there():
+    def on(tied, success, size=4):
+        config = Config(grpo=GRPOConfig(num_completions_per_prompt=size))
+        return diagnose(history({"tied_groups": tied, "reward/correctness": success}), config)
+
+    assert "--num_completions_per_prompt to 8" in on(0.6, 0.88)
+    assert "--dynamic_sampling 3 replaces them" in on(0.8, 0.5), "far more ties than chance: hard and easy problems mixed"
+    assert "take easier problems" in on(0.97, 0.001)
+    assert "partial credit" in on(0.97, 0.0)
+
+
+def test_the_expected_share_of_ties_is_what_chance_gives():
+    from doctor import expected_ties
+
+    generator = random.Random(0)
+    for success, size in itertools.product([0.1, 0.5, 0.8], [2, 4]):
+        groups = [[generator.random() < success for _ in range(size)] for _ in range(20000)]
+        tied = sum(len(set(group)) == 1 for group in groups) / len(groups)
+        assert expected_ties(success, size) == pytest.approx(tied, abs=0.015)

@@ -1,0 +1,80 @@
+"""Replay: a saved step has its numbers again, and a changed variant has those that its formula gives."""
+
+import json
+
+import pytest
+from conftest import QUICK
+
+import train
+from runs import read_jsonl
+
+SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm", "clip_fraction", "mean_reward"]
+
+
+def replay(capsys, *flags):
+    """The lines that --replay prints."""
+    capsys.readouterr()
+    train.main(["--replay", *map(str, flags)])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "out"
+    reward = folder.parent / "length.py"
+    reward.write_text("def length(completions, **columns):\n    return [len(c) / 9 for c in completions]\n")
+    flags = (
+        f"--reward_functions match_format_approximately {reward}:length --reward_weights 1 1 "
+        "--use_grpo --cold_start_steps 3 --max_steps 4 --save_steps 1 --keep_checkpoints 9 --log_rollouts_every 1 "
+        "--eval_limit 0 --use_kl_penalty --learning_rate 1e-3 --overlong penalise --use_value_head"
+    )
+    train.main([*QUICK, "--output_dir", str(folder), *flags.split()])
+    return folder
+
+
+def test_a_step_replayed_on_the_checkpoint_before_it_has_its_numbers(finished, capsys):
+    logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"}
+    assert list(logged) == [4, 5, 6, 7]
+    for step in 5, 6, 7:                                  # before step 4 there is neither reference nor value head
+        weights = finished / f"checkpoints/step-{step - 1:08d}"
+        lines = replay(capsys, finished / "rollouts.jsonl", "--model_path", weights)
+        assert [(line["step"], line["phase"]) for line in lines] == [(step, "grpo") for step in (4, 5, 6, 7)]
+        (line,) = [line for line in lines if line["step"] == step]
+        for name in SAME:
+            assert line[name] == pytest.approx(logged[step][name], rel=1e-5, abs=1e-6), name
+
+
+def test_without_a_model_path_the_newest_checkpoint_is_taken_and_nothing_is_written(finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    newest = replay(capsys, finished / "rollouts.jsonl")
+    assert newest == replay(capsys, finished / "rollouts.jsonl", "--model_path", max((finished / "checkpoints").iterdir()))
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+
+
+def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
+    plain = replay(capsys, finished / "rollouts.jsonl")
+    for flag, changed in {
+        "--loss_type gspo": "policy_loss", "--clip_low 0.01 --clip_high 0.01": "clip_fraction", "--kl_estimator k2": "kl",
+        "--kl_estimator exact": "kl", "--entropy_coef 1": "total_loss", "--gae_lambda 0": "value_loss",
+        "--reward_weights 1 2": "mean_reward",
+    }.items():
+        other = replay(capsys, finished / "rollouts.jsonl", *flag.split())
+        assert all(a[changed] != b[changed] for a, b in zip(plain, other)), flag
+        if changed != "mean_reward":
+            assert [line["mean_reward"] for line in plain] == [line["mean_reward"] for line in other]
+            assert [line["entropy"] for line in plain] == [line["entropy"] for line in other]
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["nowhere.jsonl"], "no rollouts in it"),
+    (["{run}/metrics.jsonl"], "no rollouts in it"),
+    (["{run}/moved/rollouts.jsonl"], "say with --model_path which weights"),
+    (["{run}/rollouts.jsonl", "--model_path", "{run}/final"], "no reference beside it"),
+])
+def test_what_cannot_be_replayed_is_said_in_one_line(finished, capsys, flags, message):
+    (finished / "moved").mkdir(exist_ok=True)
+    (finished / "moved/rollouts.jsonl").write_bytes((finished / "rollouts.jsonl").read_bytes())
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--replay", *(flag.replace("{run}", str(finished)) for flag in flags)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
