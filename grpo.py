@@ -32,13 +32,17 @@ def compute_group_advantages(
 ) -> Tensor:
     """How much better each completion did than its siblings.
 
-        A[p, g] = (r[p, g] - b[p, g]) / s[p]
+        (r - b) / s
 
-        baseline       b[p, g]                              scale  s[p]
-        group_mean     mean_g r[p, :]                       group  std_g r[p, :] + epsilon
-        group_median   median_g r[p, :]                     batch  std of all rewards + epsilon
-        global_mean    mean of all rewards (see below)      none   1, so A stays in points
-        leave_one_out  mean of the siblings of g
+    for each completion, where r is its points and b and s are chosen by
+
+        baseline       b                   scale   s
+        group_mean     mean(group)         group   std(group) + epsilon
+        group_median   median(group)       batch   std(everything) + epsilon
+        global_mean    mean(everything)    none    1
+        leave_one_out  mean(siblings)
+
+    group are the points of its group, siblings those of the others in it, everything those of all groups.
 
     rewards  (P, G) points; NaN where a completion could not be scored: it takes no part in b or s and gets 0
     global_mean  points: the baseline of that name, such as the mean over a whole run; None takes that of these rewards
@@ -296,7 +300,9 @@ def value_loss(
 ) -> Tensor:
     """Squared error of a critic that may not move further than clip from its values at sampling time.
 
-        0.5 * sum of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / num_tokens
+        0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) / num_tokens
+
+    added up over the tokens where mask is True; c is the argument clip.
 
     values (with gradient), old_values, returns  (B, T) points;  mask  (B, T) bool;  returns a scalar, points^2
     num_tokens counts the whole optimiser step. PPO's value clipping: arXiv:2005.12729 sec. 3.
@@ -311,11 +317,15 @@ def generalized_advantage_estimation(
 ) -> tuple[Tensor, Tensor]:
     """Token-level advantages from a critic.
 
-        delta[t] = r[t] + gamma * V[t+1] - V[t];    A[t] = delta[t] + gamma * lam * A[t+1];    return[t] = A[t] + V[t]
+        delta    r + gamma * next_V - V
+        A        delta + gamma * lam * next_A
+        R        A + V
 
-    rewards, values  (B, T) points; V[t] is the value before token t, and 0 after the last one
-    mask             (B, T) bool; tokens that the policy did not choose are stepped over: t+1 means the next chosen one
-    returns          advantages, returns: (B, T) points, 0 where mask is False; no gradient
+    for every token, from the last to the first; after the last one next_V and next_A are 0.
+
+    rewards, values  (B, T) points, r and V: V is what is expected before a token
+    mask             (B, T) bool; tokens that the policy did not choose are stepped over: next means the next chosen one
+    returns          advantages A and returns R: (B, T) points, 0 where mask is False; no gradient
 
     lam=1 gives return minus value, lam=0 the one-step TD error. arXiv:1506.02438 eq. 16.
     """

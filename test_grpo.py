@@ -29,34 +29,87 @@ def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
 
 
+# ---- the language of the docstrings ----------------------------------------------------------------------------------
+
+
+class Dual:
+    """A number and its derivative with respect to one token's logp, carried along by the rules of school: no autograd."""
+
+    def __init__(self, value, slope=0.0):
+        self.value, self.slope = value, slope
+
+    def __add__(self, other):
+        other = dual(other)
+        return Dual(self.value + other.value, self.slope + other.slope)
+
+    def __mul__(self, other):
+        other = dual(other)
+        return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
+
+    def __truediv__(self, other):
+        return self * (1 / other)
+
+    def __pow__(self, n):
+        return Dual(self.value**n, n * self.value ** (n - 1) * self.slope)
+
+    __radd__, __rmul__ = __add__, __mul__
+    __neg__ = lambda self: self * -1.0  # noqa: E731
+    __sub__ = lambda self, other: self + -dual(other)  # noqa: E731
+    __rsub__ = lambda self, other: -self + other  # noqa: E731
+    __lt__ = lambda self, other: self.value < dual(other).value  # noqa: E731
+    __gt__ = lambda self, other: self.value > dual(other).value  # noqa: E731
+
+
+def dual(x):
+    return x if isinstance(x, Dual) else Dual(float(x))
+
+
+def exp(x):
+    return Dual(math.exp(dual(x).value), math.exp(dual(x).value) * dual(x).slope)
+
+
+LANGUAGE = dict(
+    exp=exp, min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
+    mean=statistics.fmean, median=statistics.median, std=statistics.stdev,
+)
+
+
+@functools.cache
+def formulas(function):
+    """The indented lines of a docstring, as (name or "", expression): what a reader sees is what is evaluated here."""
+    docstring = ast.get_docstring(ast.parse(inspect.getsource(function)).body[0], clean=False)
+    lines = [line.strip() for line in docstring.splitlines() if line.startswith(8 * " ")]
+    parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
+    parts = [["", *part] if len(part) == 1 else part for part in parts]          # name, expression, name, expression, comment
+    return [pair for part in parts for pair in zip(part[::2], part[1::2])]
+
+
+code = functools.cache(functools.partial(compile, filename="formula", mode="eval"))
+
+
+def evaluate(expression, **names):
+    return eval(code(expression), {"__builtins__": {}}, LANGUAGE | names)
+
+
 # ---- advantages ----------------------------------------------------------------------------------------------------
 
 
 def advantages_by_hand(rewards, baseline, scale, epsilon):
-    """The formula again from lists and the statistics module, so a misunderstanding of torch cannot hide in both."""
+    """The docstring's formulas over lists, so a misunderstanding of torch cannot hide in both."""
+    (_, formula), *table = formulas(compute_group_advantages)
+    table = dict(table)
     everything = [r for row in rewards for r in row if r is not None]
     result = []
     for row in rewards:
-        scored = [r for r in row if r is not None]
-        tied = len(scored) < 2 or max(scored) == min(scored)
+        group = [r for r in row if r is not None]
         out = []
         for i, r in enumerate(row):
-            if r is None or tied:
+            if r is None or len(group) < 2 or max(group) == min(group):
                 out.append(0.0)
                 continue
             siblings = [other for j, other in enumerate(row) if other is not None and j != i]
-            base = {
-                "group_mean": lambda s=scored: statistics.fmean(s),
-                "group_median": lambda s=scored: statistics.median(s),
-                "global_mean": lambda: statistics.fmean(everything),
-                "leave_one_out": lambda s=siblings: statistics.fmean(s),
-            }[baseline]()
-            spread = {
-                "group": lambda s=scored: statistics.stdev(s) + epsilon,
-                "batch": lambda: statistics.stdev(everything) + epsilon,
-                "none": lambda: 1.0,
-            }[scale]()
-            out.append((r - base) / spread)
+            names = dict(group=group, siblings=siblings, everything=everything, epsilon=epsilon)
+            out.append(evaluate(formula, r=r, b=evaluate(table[baseline], **names), s=evaluate(table[scale], **names)))
         result.append(out)
     return result
 
@@ -202,63 +255,6 @@ def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=F
     return logp.requires_grad_(), old_logp.masked_fill(~mask, masked_value), advantages, mask
 
 
-class Dual:
-    """A number and its derivative with respect to one token's logp, carried along by the rules of school: no autograd."""
-
-    def __init__(self, value, slope=0.0):
-        self.value, self.slope = value, slope
-
-    def __add__(self, other):
-        other = dual(other)
-        return Dual(self.value + other.value, self.slope + other.slope)
-
-    def __mul__(self, other):
-        other = dual(other)
-        return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
-
-    def __truediv__(self, other):
-        return self * (1 / other)
-
-    def __pow__(self, n):
-        return Dual(self.value**n, n * self.value ** (n - 1) * self.slope)
-
-    __radd__, __rmul__ = __add__, __mul__
-    __neg__ = lambda self: self * -1.0  # noqa: E731
-    __sub__ = lambda self, other: self + -dual(other)  # noqa: E731
-    __rsub__ = lambda self, other: -self + other  # noqa: E731
-    __lt__ = lambda self, other: self.value < dual(other).value  # noqa: E731
-    __gt__ = lambda self, other: self.value > dual(other).value  # noqa: E731
-
-
-def dual(x):
-    return x if isinstance(x, Dual) else Dual(float(x))
-
-
-def exp(x):
-    return Dual(math.exp(dual(x).value), math.exp(dual(x).value) * dual(x).slope)
-
-
-LANGUAGE = dict(
-    exp=exp, min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low)
-)
-
-
-@functools.cache
-def formulas(function):
-    """The indented lines of a docstring, as (name or "", expression): what a reader sees is what is evaluated here."""
-    docstring = ast.get_docstring(ast.parse(inspect.getsource(function)).body[0], clean=False)
-    lines = [line.strip() for line in docstring.splitlines() if line.startswith(8 * " ")]
-    parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
-    return [("", part[0]) if len(part) == 1 else (part[0], part[1]) for part in parts]
-
-
-code = functools.cache(functools.partial(compile, filename="formula", mode="eval"))
-
-
-def evaluate(expression, **names):
-    return eval(code(expression), {"__builtins__": {}}, LANGUAGE | names)
-
-
 def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl_coef=0.0, weights=None, moved=None):
     """Loss, and its derivative with respect to logp[moved], by a loop over tokens with the docstrings' formulas."""
     logp, old_logp, ref_logp, advantages, mask = (tensor.tolist() for tensor in batch)
@@ -338,9 +334,10 @@ def test_importance_weights_multiply_a_tokens_loss(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=5)
     sampling_logp = old_logp + 0.5 * torch.randn(old_logp.shape, dtype=torch.float64)
     weights = importance_weights(old_logp, sampling_logp, mask, cap=1.2)
+    ((_, formula),) = formulas(importance_weights)
     for i, t in itertools.product(range(4), range(6)):
-        gap = old_logp[i, t].item() - sampling_logp[i, t].item()
-        close(weights[i, t], min(math.exp(gap), 1.2) if mask[i, t] else 1.0)
+        names = dict(old_logp=old_logp[i, t].item(), sampling_logp=sampling_logp[i, t].item(), cap=1.2)
+        close(weights[i, t], dual(evaluate(formula, **names)).value if mask[i, t] else 1.0)
     assert (weights == 1.2).any() and (weights[mask] < 1).any()
     options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
     loss, _ = policy_loss(logp, old_logp, advantages, mask, weights=weights, **options)
@@ -497,26 +494,32 @@ def test_the_overlong_penalty_falls_over_the_buffer_and_nowhere_else():
 
 
 def gae_by_hand(rewards, values, mask, gamma, lam):
-    advantages = [[0.0] * len(row) for row in rewards]
+    """The docstring's recursion over the chosen tokens of each row, and the sum of eq. 16, which must be the same."""
+    step = dict(formulas(generalized_advantage_estimation))
+    advantages, returns = ([[0.0] * len(row) for row in rewards] for _ in range(2))
     for i, row in enumerate(rewards):
         chosen = [t for t in range(len(row)) if mask[i][t]]
-        deltas = [
-            row[t] + (gamma * values[i][after] if after is not None else 0.0) - values[i][t]
-            for t, after in zip(chosen, [*chosen[1:], None])
-        ]
-        for n, t in enumerate(chosen):                    # the sum of eq. 16, not the recursion
-            advantages[i][t] = sum((gamma * lam) ** m * delta for m, delta in enumerate(deltas[n:]))
-    return advantages
+        deltas, names = {}, dict(next_V=0.0, next_A=0.0, gamma=gamma, lam=lam)
+        for t in reversed(chosen):
+            names |= dict(r=row[t], V=values[i][t])
+            names["delta"] = deltas[t] = evaluate(step["delta"], **names)
+            names["A"] = advantages[i][t] = evaluate(step["A"], **names)
+            returns[i][t] = evaluate(step["R"], **names)
+            names |= dict(next_V=names["V"], next_A=names["A"])
+        for n, t in enumerate(chosen):
+            assert advantages[i][t] == pytest.approx(sum((gamma * lam) ** m * deltas[u] for m, u in enumerate(chosen[n:])))
+    return advantages, returns
 
 
 @pytest.mark.parametrize("gamma,lam", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0)])
-def test_gae_equals_its_sum_and_steps_over_tokens_of_others(gamma, lam):
+def test_gae_equals_its_formulas_and_steps_over_tokens_of_others(gamma, lam):
     torch.manual_seed(0)
     rewards, values = torch.randn(2, 3, 7, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
     advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=gamma, lam=lam)
-    close(advantages, gae_by_hand(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam), 1e-12)
-    close(returns, (advantages + values) * mask, 1e-12)
+    advantages_by_hand, returns_by_hand = gae_by_hand(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam)
+    close(advantages, advantages_by_hand, 1e-12)
+    close(returns, returns_by_hand, 1e-12)
 
 
 def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_error():
@@ -535,7 +538,10 @@ def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
     old, returns = torch.tensor([[0.0, 0.0, 0.0]]).double(), torch.tensor([[2.0, 1.0, 9.0]]).double()
     mask = torch.tensor([[True, True, False]])
     loss = value_loss(values, old, returns, mask, num_tokens=4, clip=0.2)
-    close(loss, 0.5 * (max((1 - 2) ** 2, (0.2 - 2) ** 2) + (0.1 - 1) ** 2) / 4, 1e-12)
+    ((_, formula),) = formulas(value_loss)
+    by_hand = sum(evaluate(formula, V=v, old_V=0.0, R=r, c=0.2, num_tokens=4) for v, r in [(1.0, 2.0), (0.1, 1.0)])
+    assert by_hand == pytest.approx(0.5 * (max((1 - 2) ** 2, (0.2 - 2) ** 2) + (0.1 - 1) ** 2) / 4)
+    close(loss, by_hand, 1e-12)
     loss.backward()
     close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0]], 1e-12)
 

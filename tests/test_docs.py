@@ -5,10 +5,14 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from config import SECTIONS, parse_config
+import grpo
+from config import SECTIONS, GRPOConfig, parse_config
+from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES, SCALES
+from test_grpo import formulas
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,3 +55,28 @@ def test_the_algorithm_imports_torch_alone_and_every_public_name_has_a_docstring
         if not path.name.startswith("test"):
             public = [n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
             assert not [n.name for n in public if not ast.get_docstring(n)], path
+
+
+def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests_that_exist():
+    page = (ROOT / "docs/algorithm.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")]
+    first_cells = {row[0].strip("| `") for row in rows}
+    variants = {*LOSS_TYPES, *AGGREGATIONS, *BASELINES, *SCALES, *get_args(GRPOConfig.__annotations__["kl_estimator"])}
+    assert variants <= first_cells, variants - first_cells
+    shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
+    functions = [
+        grpo.compute_group_advantages, grpo.aggregate, grpo.kl_penalty, grpo.value_loss, grpo.generalized_advantage_estimation,
+        grpo.overlong_penalty, grpo.adapt_kl_coefficient, grpo.clipped_ratio, *(loss for loss, _ in LOSSES.values()),
+    ]
+    for function in functions:
+        for name, formula in formulas(function):
+            if (name, formula) not in {("baseline", "b"), ("scale", "s")}:       # the heads of two columns
+                assert formula in (page if not name else shown[name]), f"{function.__name__} {name}: {formula}"
+    for name, (loss, aggregation) in LOSSES.items():
+        (row,) = [row for row in rows if row[0].strip("| `") == name]
+        assert row[1].strip("`") == formulas(loss)[0][1] and row[2].strip("`") == aggregation
+    tests = "".join(path.read_text() for path in [ROOT / "test_grpo.py", *(ROOT / "tests").glob("test_*.py")])
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 20
+    for test in named:
+        assert f"def {test}(" in tests, test
