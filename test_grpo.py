@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import statistics
 
 import pytest
@@ -78,7 +79,7 @@ LANGUAGE = dict(
 def formulas(function):
     """The indented lines of a docstring, as (name or "", expression): what a reader sees is what is evaluated here."""
     docstring = ast.get_docstring(ast.parse(inspect.getsource(function)).body[0], clean=False)
-    lines = [line.strip() for line in docstring.splitlines() if line.startswith(8 * " ")]
+    lines = re.findall(r"^ {8}(\S.*)$", docstring, flags=re.MULTILINE)
     parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
     parts = [["", *part] if len(part) == 1 else part for part in parts]          # name, expression, name, expression, comment
     return [pair for part in parts for pair in zip(part[::2], part[1::2])]
