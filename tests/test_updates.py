@@ -43,6 +43,7 @@ def with_settings(base, architecture="gemma3", **grpo):
     """The run with other settings, on a model of two narrow layers, so that rounding has less to add up."""
     torch.manual_seed(0)
     run = replace(base, config=replace(base.config, grpo=replace(base.config.grpo, **grpo)))
+    run.batches = ShuffledBatches(base.train_set, 4, 0)
     run.model, run.kl_coef = ARCHITECTURES[architecture]().eval(), run.config.grpo.kl_coef
     if run.kl_coef:                                       # a reference that differs, or its gradient would vanish
         run.reference = frozen_copy(run.model)
@@ -352,7 +353,6 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     def look(**settings):
         torch.manual_seed(0)
         run = with_settings(base, normalize_advantages=False, generation_max_length=20, **settings)
-        run.batches = ShuffledBatches(run.train_set, 4, 0)
         rollout = sample_groups(run, next(run.batches)).rollout
         finished = torch.arange(16) % 4 != 1              # the sampler's word is what counts, not the length
         rollout = replace(rollout, finished=finished)
@@ -375,7 +375,6 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
 
 def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(base, monkeypatch):
     run = with_settings(base, dynamic_sampling=2)
-    run.batches = ShuffledBatches(run.train_set, 4, 0)
     plan = [[0, 1, 0, 0], [1, 0, 0], [0, 0]]              # which groups of each round have something to teach
     asked = []
 
@@ -401,7 +400,8 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
 
 
 def test_selected_groups_are_whole(base):
-    rollout = sample_groups(with_settings(base), next(base.batches)).rollout
+    run = with_settings(base)
+    rollout = sample_groups(run, next(run.batches)).rollout
     part = select_groups(rollout, torch.tensor([False, True, False, True]))
     assert part.completions == rollout.completions[4:8] + rollout.completions[12:]
     assert torch.equal(part.sampling_logp, rollout.sampling_logp[[4, 5, 6, 7, 12, 13, 14, 15]])
