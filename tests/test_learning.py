@@ -8,7 +8,7 @@ import pytest
 from grpo import LOSS_TYPES
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from losses import distance, learn, write_task  # noqa: E402
+from losses import learn, write_task
 
 pytestmark = pytest.mark.slow
 SEEDS = [0, 1, 2]
