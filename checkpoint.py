@@ -29,7 +29,7 @@ def save_checkpoint(run) -> Path:
     if run.reference is not None:
         save_policy(run.reference, run.tokenizer, partial / "reference")
     state = {name: getattr(run, name) for name in COUNTERS} | {"random_state": torch.get_rng_state()}
-    state["settings"] = run.config.as_dict()
+    state |= {"settings": run.config.as_dict(), "shared_prompt": run.shared_prompt}
     state["value_head"] = run.value_head.state_dict() if run.value_head is not None else None
     if run.optimizer is not None:
         state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}

@@ -122,17 +122,16 @@ class GRPOConfig:
     entropy_coef: float = flag(0.0, "points per nat of entropy added to what is maximised")
 
     ppo_epochs: int = flag(1, "passes over a rollout")
-    minibatch_size: int = flag(0, "completions per optimiser step, shuffled, groups together; 0: all of a rollout")
+    minibatch_size: int = flag(0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout")
     max_policy_kl: float = flag(0.0, "end a rollout's updates when the policy has moved so many nats per token; 0: never")
 
     use_kl_penalty: bool = flag(True, "keep the policy near a frozen copy of itself, the reference")
     kl_penalty_coef: float = flag(0.01, "weight of that penalty, points per nat; 0 loads no copy")
-    kl_estimator: Literal["ratio_k3", "k3", "k2", "k1", "exact"] = flag(
-        "ratio_k3", "from the sampled tokens; or exact, over the vocabulary. ratio_k3, k2 and exact pull the policy where the "
-        "value says")
     kl_in: Literal["loss", "reward"] = flag("loss", "where the penalty goes")
+    kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
+        "", "from the sampled tokens; or exact, over the vocabulary. empty: ratio_k3 in the loss, k1 in the reward")
     kl_target: float = flag(0.0, "nats per token towards which the weight of the penalty adapts; 0: it is constant")
-    kl_horizon: int = flag(10000, "completions over which it adapts by 20 %")
+    kl_horizon: int = flag(10000, "completions over which it adapts by at most 20 %")
     reference_mode: Literal["static", "ema", "periodic"] = flag("static", "stays; follows slowly; is replaced now and then")
     ema_alpha: float = flag(0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, after every update")
     reference_update_freq: int = flag(500, "periodic: optimiser steps between replacements by the policy")
@@ -171,6 +170,7 @@ class GRPOConfig:
 
     def refuse_contradictions(self) -> None:
         """Settings that are fine alone and wrong together: what would come out is not what was asked for."""
+        penalised = self.kl_coef > 0
         clips = self.loss_type not in ("cispo", "reinforce")
         require(self.dual_clip == 0 or clips, "dual_clip", self.dual_clip, f"--loss_type={self.loss_type} clips no ratio")
         require(
@@ -178,20 +178,25 @@ class GRPOConfig:
             f"below 1 + clip_high it would end the gradient of ordinary tokens; choose above {1 + self.clip_high:g}, such as 3",
         )
         require(
-            self.loss_type != "reinforce" or self.ppo_epochs == 1, "ppo_epochs", self.ppo_epochs,
-            "--loss_type=reinforce has no ratio and is wrong from the second epoch on; take dapo",
+            self.importance_cap == 0 or self.importance_cap >= 1, "importance_cap", self.importance_cap,
+            "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none",
         )
         require(
-            not (self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1"), "kl_estimator", "k1",
+            not (penalised and self.kl_in == "reward" and self.estimator != "k1"), "kl_estimator", self.kl_estimator,
+            "in a reward only k1 pulls the policy to the reference (near it, k2 and k3 hardly pull at all, and exact does not "
+            "depend on the token); leave it out",
+        )
+        require(
+            not (penalised and self.kl_in == "loss" and self.estimator == "k1"), "kl_estimator", "k1",
             "in a loss its gradient is 0 on average, so nothing would hold the policy; take k2 (the same with the right "
             "gradient) or ratio_k3, or put it in the reward with --kl_in reward",
         )
         require(
-            not (self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "exact" and self.reference_offload),
+            not (penalised and self.estimator == "exact" and self.reference_offload),
             "reference_offload", True, "--kl_estimator exact asks the reference in every pass; ratio_k3 does once a rollout",
         )
         require(
-            not self.kl_target or self.kl_coef > 0, "kl_target", self.kl_target,
+            not self.kl_target or penalised, "kl_target", self.kl_target,
             "there is no KL penalty to adapt; add --use_kl_penalty true and a --kl_penalty_coef to start from",
         )
         require(
@@ -201,6 +206,9 @@ class GRPOConfig:
         require(
             not (self.use_value_head and self.dynamic_sampling), "dynamic_sampling", self.dynamic_sampling,
             "--use_value_head learns from groups of equal rewards too; leave out one of the two",
+        )
+        require(
+            not (self.use_value_head and self.value_coef == 0), "value_coef", 0, "--use_value_head would never learn; take 0.1"
         )
         require(
             not (self.overlong_buffer and self.overlong != "penalise"), "overlong_buffer", self.overlong_buffer,
@@ -237,6 +245,11 @@ class GRPOConfig:
         )
 
     @property
+    def estimator(self) -> str:
+        """How the KL is estimated, where --kl_estimator leaves it open too."""
+        return self.kl_estimator or ("ratio_k3" if self.kl_in == "loss" else "k1")
+
+    @property
     def policy(self) -> dict:
         """What turns logits into the distribution that is sampled from, for completion_log_probs."""
         return dict(temperature=self.generation_temperature, top_k=self.generation_top_k, top_p=self.generation_top_p)
@@ -253,7 +266,7 @@ class TrainingConfig:
     check: bool = flag(False, "make the start-up check, print all of it, and stop")
     replay: str = flag("", "a rollouts.jsonl: compute losses on it, with the settings of its run and any flags, and stop")
     seed: int = flag(0, "of weights, data order and sampling")
-    num_epochs: float = flag(3, "passes over the training examples")
+    num_epochs: float = flag(3, "passes over the training examples; max_policy_kl and dynamic_sampling can make it more")
     max_steps: int = flag(0, "end a phase after so many optimiser steps; 0: when its epochs are over")
     batch_size: int = flag(4, "prompts (or demonstrations) per optimiser step")
     cold_start_steps: int = flag(0, "supervised steps before GRPO, on the demonstrations of the data set")
@@ -301,6 +314,15 @@ class Config:
             not self.training.use_grpo or self.grpo.generation_temperature > 0, "generation_temperature",
             self.grpo.generation_temperature, "siblings would all be equal and nothing could be learned; try 0.8",
         )
+        rollout = self.training.batch_size * self.grpo.num_completions_per_prompt
+        require(
+            not self.grpo.kl_target or self.grpo.kl_horizon >= rollout, "kl_horizon", self.grpo.kl_horizon,
+            f"a step has {rollout} completions and would move the coefficient by more than 20 %; choose at least {rollout}",
+        )
+        require(
+            not self.training.use_grpo or self.grpo.loss_type != "reinforce" or self.updates_per_rollout == 1, "loss_type",
+            "reinforce", f"has no ratio: of {self.updates_per_rollout} updates on a rollout only the first is right; take dapo",
+        )
 
     @property
     def updates_per_rollout(self) -> int:
@@ -308,18 +330,24 @@ class Config:
         completions = self.training.batch_size * self.grpo.num_completions_per_prompt
         return self.grpo.ppo_epochs * math.ceil(completions / (self.grpo.minibatch_size or completions))
 
-    def inert(self) -> list[str]:
-        """Settings that change nothing in this GRPO run, one line each: wrong to refuse, worth knowing."""
+    def remarks(self) -> list[str]:
+        """Settings that change nothing in this GRPO run, or are seldom meant, one line each."""
         grpo, lines = self.grpo, []
         if self.updates_per_rollout == 1 and grpo.loss_type != "reinforce":
-            lines.append("clipping is inert: with one update per rollout every ratio is 1; --ppo_epochs and --minibatch_size "
-                         "make more")
+            what = "clipping and max_policy_kl are" if grpo.max_policy_kl else "clipping is"
+            lines.append(f"{what} inert: with one update per rollout every ratio is 1; --ppo_epochs makes more")
+        if grpo.use_value_head and grpo.advantage_scale != "group":
+            lines.append("advantage_scale is inert: with a value head advantages are scaled over the tokens of the step")
         if not grpo.kl_coef and (grpo.reference_mode != "static" or grpo.reference_offload):
             lines.append("reference settings are inert: there is no reference without --use_kl_penalty true")
         if grpo.minibatch_size >= self.training.batch_size * grpo.num_completions_per_prompt:
             lines.append(f"minibatch_size {grpo.minibatch_size} is inert: a rollout has no more completions")
         if grpo.loss_type == "gspo" and grpo.clip_high > 0.01 and self.updates_per_rollout > 1:
             lines.append("gspo's ratio is a mean over a completion and hardly moves: clip_low 3e-4, clip_high 4e-4 is usual")
+        if grpo.loss_type == "cispo" and grpo.clip_high < 1 and self.updates_per_rollout > 1:
+            lines.append(f"cispo caps a token's weight at {1 + grpo.clip_high:g}; clip_high of 4 or so is usual")
+        if grpo.loss_type == "dr_grpo" and grpo.normalize_advantages:
+            lines.append("dr_grpo is meant for advantages in points; --normalize_advantages false is the paper's")
         return lines
 
     def as_dict(self) -> dict[str, dict]:

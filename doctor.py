@@ -8,13 +8,13 @@ silent for a while. To add one, write it and enter it into RULES; its place ther
 import math
 from collections.abc import Callable
 
-WINDOW = 5                      # steps that a figure is averaged over
-LOOK_BACK = 10                  # steps between then and now, where something has changed
-SILENCE = 20                    # steps before the same rule speaks again
+WINDOW = 5                      # rollouts that a figure is averaged over
+LOOK_BACK = 10                  # rollouts between then and now, where something has changed
+SILENCE = 20                    # rollouts before the same rule speaks again
 
 
 def diagnose(history: list[dict], config) -> str | None:
-    """history: metrics of the GRPO steps so far, as in metrics.jsonl, the newest last. Returns 'rule: sentence' or None."""
+    """history: metrics of the GRPO rollouts so far, as in metrics.jsonl, the newest last. Returns 'rule: sentence' or None."""
     if len(history) < WINDOW:
         return None
     recent = {(line.get("advice") or "").partition(":")[0] for line in history[-SILENCE:]}
@@ -75,18 +75,19 @@ def ties(history, config):
     """Most groups have equal rewards."""
     tied, success = now(history, "tied_groups"), now(history, "reward/correctness")
     size = config.grpo.num_completions_per_prompt
-    if not tied > 0.5:
+    if config.grpo.use_value_head or not tied > 0.5:
         return None
     found = f"{tied:.0%} of groups have equal rewards and teach nothing"
+    replace_them = "" if config.grpo.dynamic_sampling else ", or --dynamic_sampling 3"
     if not 0 < success < 1:
         return f"{found}: take easier or harder problems, or a reward function with partial credit"
     expected = expected_ties(success, size)
     found += f"; with success {success:.2f} and {size} completions {expected:.0%} is expected"
     wanted = next((n for n in (2 * size, 4 * size, 8 * size) if expected_ties(success, n) < 0.5), None)
-    if expected < tied - 0.2:
+    if expected < tied - 0.2 and replace_them:
         return f"{found}: some problems are always solved and others never; --dynamic_sampling 3 replaces them"
     if wanted is None:
-        return f"{found}: take {'easier' if success < 0.5 else 'harder'} problems, or --dynamic_sampling 3"
+        return f"{found}: take {'easier' if success < 0.5 else 'harder'} problems{replace_them}"
     return f"{found}: raise --num_completions_per_prompt to {wanted}"
 
 
@@ -94,7 +95,7 @@ def entropy_falls(history, config):
     """The policy stops exploring."""
     before, after = then(history, "entropy"), now(history, "entropy")
     if after < 0.6 * before:
-        return (f"entropy fell from {before:.2f} to {after:.2f} nat/token in {LOOK_BACK} steps: if the reward does not rise "
+        return (f"entropy fell from {before:.2f} to {after:.2f} nat/token in {LOOK_BACK} rollouts: if the reward does not rise "
                 f"with it, lower --learning_rate (now {config.training.learning_rate:g}), or try --entropy_coef 0.01")
 
 
@@ -102,16 +103,16 @@ def lengths_explode(history, config):
     """Completions grow."""
     before, after = then(history, "completion_tokens"), now(history, "completion_tokens")
     if after > 2 * before:
-        return (f"completions grew from {before:.0f} to {after:.0f} tokens in {LOOK_BACK} steps: see in rollouts.jsonl whether "
-                "they say more; --overlong penalise takes points from those near the limit")
+        return (f"completions grew from {before:.0f} to {after:.0f} tokens in {LOOK_BACK} rollouts: see in rollouts.jsonl "
+                "whether they say more; --overlong penalise takes points from those near the limit")
 
 
 def lengths_collapse(history, config):
     """Completions shrink: often a format reward that is had without the work."""
     before, after = then(history, "completion_tokens"), now(history, "completion_tokens")
     if after < 0.5 * before:
-        return (f"completions shrank from {before:.0f} to {after:.0f} tokens in {LOOK_BACK} steps: see in rollouts.jsonl what "
-                "they still earn, and lower the --reward_weights of what is had without the work")
+        return (f"completions shrank from {before:.0f} to {after:.0f} tokens in {LOOK_BACK} rollouts: see in rollouts.jsonl "
+                "what they still earn, and lower the --reward_weights of what is had without the work")
 
 
 def truncation(history, config):
@@ -124,9 +125,10 @@ def truncation(history, config):
 def kl_runs_away(history, config):
     """The policy leaves the reference."""
     before, after = then(history, "kl"), now(history, "kl")
+    coefficient = history[-1].get("kl_coef", config.grpo.kl_penalty_coef)
     if after > 0.1 and after > 3 * before:
-        return (f"KL to the reference rose from {before:.2f} to {after:.2f} nat/token in {LOOK_BACK} steps: raise "
-                f"--kl_penalty_coef (now {config.grpo.kl_penalty_coef:g}), or lower --learning_rate")
+        return (f"KL to the reference rose from {before:.2f} to {after:.2f} nat/token in {LOOK_BACK} rollouts: raise "
+                f"--kl_penalty_coef (now {coefficient:g}), or lower --learning_rate")
 
 
 def clipping(history, config):

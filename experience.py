@@ -27,14 +27,15 @@ class Groups:
 
     examples: list[dict]                # P
     rollout: Rollout
-    rewards: Tensor                     # (P, G) points; NaN where a completion could not be scored
+    rewards: Tensor                     # (P, G) points as the reward functions gave them; NaN where they could not score
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
-    replaced: int = 0                   # groups of equal rewards that dynamic sampling put others in place of
+    points: Tensor                      # (P, G) what is learned from: rewards clipped, and penalised for being overlong
+    replaced: int = 0                   # groups of equal points that dynamic sampling put others in place of
 
     @property
     def tied(self) -> Tensor:
-        """(P,) bool: rewards all equal, nothing to learn."""
-        return (compute_group_advantages(self.rewards) == 0).all(dim=1)
+        """(P,) bool: points all equal, nothing to learn."""
+        return (compute_group_advantages(self.points) == 0).all(dim=1)
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Experience:
 def sample_groups(run, examples: list[dict]) -> Groups:
     """A group of scored completions for each prompt.
 
-    With dynamic sampling (DAPO, arXiv:2503.14476 sec. 3.2) groups of equal rewards are replaced by groups of the next
+    With dynamic sampling (DAPO, arXiv:2503.14476 sec. 3.2) groups of equal points are replaced by groups of the next
     prompts of the data, in a bounded number of rounds; what is still equal after the last one stays.
     """
     groups = score_groups(run, examples, attempt=0)
@@ -68,6 +69,7 @@ def sample_groups(run, examples: list[dict]) -> Groups:
             join_rollouts([select_groups(groups.rollout, ~tied), fresh.rollout]),
             torch.cat([groups.rewards[~tied], fresh.rewards]),
             {name: torch.cat([points[~tied], fresh.per_function[name]]) for name, points in groups.per_function.items()},
+            torch.cat([groups.points[~tied], fresh.points]),
             groups.replaced + int(tied.sum()),
         )
     return groups
@@ -82,81 +84,84 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
     rewards, per_function = compute_rewards_for_completions(
         run.reward_functions, grpo.weights, rollout, examples, on_error=grpo.reward_errors
     )
-    return Groups(examples, rollout, rewards, per_function)
+    return Groups(examples, rollout, rewards, per_function, shape_rewards(grpo, rollout, rewards))
 
 
-def prepare_experience(run, rollout: Rollout, rewards: Tensor) -> tuple[Experience, dict]:
-    """Advantages, and the passes without gradient that the updates need. rewards (P, G) points. Also returns metrics."""
+def shape_rewards(grpo, rollout: Rollout, rewards: Tensor) -> Tensor:
+    """(P, G) points -> (P, G) points: clipped first, then penalised, as --reward_clip and --overlong say."""
+    points = rewards.clamp(-grpo.reward_clip, grpo.reward_clip) if grpo.reward_clip else rewards         # NaN stays NaN
+    if grpo.overlong != "penalise":
+        return points
+    limit = grpo.generation_max_length
+    lengths = completion_lengths(rollout.completion_mask).view_as(points)
+    return points + overlong_penalty(lengths, max_tokens=limit, buffer=grpo.overlong_buffer or max(1, limit // 5))
+
+
+def prepare_experience(run, rollout: Rollout, points: Tensor) -> tuple[Experience, dict]:
+    """Advantages, and the passes without gradient that the updates need. points (P, G). Also returns metrics."""
     grpo, metrics = run.config.grpo, {}
-    mask, points = rollout.completion_mask, rewards.reshape(-1).float()          # (B, T), (B,)
+    # What could not be scored is not trained on, and not counted either.
+    mask = rollout.completion_mask & ~points.reshape(-1, 1).isnan()                 # (B, T)
     if grpo.overlong == "mask":
         mask = mask & rollout.finished[:, None]
-    elif grpo.overlong == "penalise":
-        buffer = grpo.overlong_buffer or max(1, grpo.generation_max_length // 5)
-        points = points + overlong_penalty(completion_lengths(mask), max_tokens=grpo.generation_max_length, buffer=buffer)
-
-    reference_logp = now = None
-    exact_penalty = grpo.kl_estimator == "exact" and grpo.kl_in == "reward"
-    if run.reference is not None and grpo.kl_estimator != "exact":
+    reference_logp = now = weights = None
+    if run.reference is not None and grpo.estimator != "exact":
         with moved_to(run.reference, run.device):
             reference_logp = look_back(run, run.reference, rollout).logp
-    if grpo.importance_cap or run.value_head is not None or exact_penalty:
-        reference = run.reference if exact_penalty else None
-        now = look_back(run, run.model, rollout, value_head=run.value_head, reference=reference)
-
-    experience = Experience(rollout, mask, torch.zeros(len(points), 1), rollout.sampling_logp, reference_logp=reference_logp)
+    if grpo.importance_cap or run.value_head is not None:
+        now = look_back(run, run.model, rollout, value_head=run.value_head)
     if grpo.importance_cap:
-        experience.old_logp = now.logp
-        experience.weights = importance_weights(now.logp, rollout.sampling_logp, mask, cap=grpo.importance_cap)
-        metrics["importance_weight"] = float(experience.weights[mask].mean())
+        weights = importance_weights(now.logp, rollout.sampling_logp, mask, cap=grpo.importance_cap)
+        metrics["importance_weight"] = float(weights[mask].mean())
     penalty = torch.zeros(mask.shape)                                            # (B, T) points
     if run.reference is not None and grpo.kl_in == "reward":
-        kl = now.kl if exact_penalty else kl_penalty(
-            rollout.sampling_logp, reference_logp, estimator=grpo.kl_estimator.removeprefix("ratio_")    # the ratio is 1
-        )
-        penalty = run.kl_coef * torch.where(rollout.completion_mask, kl, 0.0)
-        metrics["kl"] = float(kl.sum() / rollout.completion_mask.sum())
+        kl = torch.where(mask, kl_penalty(rollout.sampling_logp, reference_logp, estimator="k1"), 0.0)
+        metrics["kl"] = float(kl.sum() / mask.sum())                             # NaN where nothing is trained on
+        penalty = run.kl_coef * kl
+
+    old_values = returns = None
     if run.value_head is None:
-        experience.advantages = group_advantages(run, (points - penalty.sum(dim=1)).view_as(rewards)).reshape(-1, 1)
+        advantages = group_advantages(run, points, penalty.sum(dim=1).view_as(points)).view(-1, 1)
     else:
-        token_advantages(run, experience, points, penalty, now.values)
-    return experience, metrics
+        old_values = now.values
+        advantages, returns = token_advantages(grpo, points.reshape(-1, 1), penalty, now.values, mask)
+    old_logp = rollout.sampling_logp if weights is None else now.logp
+    return Experience(rollout, mask, advantages, old_logp, weights, reference_logp, old_values, returns), metrics
 
 
-def group_advantages(run, rewards: Tensor) -> Tensor:
-    """(P, G) points -> advantages (P, G), and the running mean of the run's rewards carried on."""
+def group_advantages(run, points: Tensor, penalty: Tensor) -> Tensor:
+    """points, penalty (P, G) -> advantages (P, G) float32; the running mean of the run's points is carried on.
+
+    The penalty is centred within the group and not scaled, so that its weight means the same in every group, and the
+    same as in the loss. Divided by the spread of the points it would be enormous where all of them are equal.
+    """
     grpo = run.config.grpo
-    clip = grpo.reward_clip or None
-    scored = rewards[~rewards.isnan()]
-    run.reward_sum += float((scored if clip is None else scored.clamp(-clip, clip)).sum())
+    scored = points[~points.isnan()]
+    run.reward_sum += float(scored.sum())
     run.reward_count += len(scored)
     advantages = compute_group_advantages(
-        rewards, baseline=grpo.baseline, scale=grpo.scale, epsilon=grpo.advantage_epsilon, reward_clip=clip,
+        points, baseline=grpo.baseline, scale=grpo.scale, epsilon=grpo.advantage_epsilon,
         global_mean=run.reward_sum / max(1, run.reward_count),
     )
     if grpo.baseline in ("group_mean", "leave_one_out"):
         off_centre, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
         assert off_centre <= 1e-3 * max(1.0, largest), f"siblings' advantages must add up to 0: {off_centre=} {largest=}"
-    return advantages
+    return (advantages + compute_group_advantages(-penalty, scale="none")).float()
 
 
-def token_advantages(run, experience: Experience, points: Tensor, penalty: Tensor, values: Tensor) -> None:
-    """Fill in advantages (B, T), old_values and returns: a completion's points (B,) come with its last token, penalties
-    (B, T) with each, and a completion without points is not trained on. A cut completion ends like any other.
+def token_advantages(grpo, points: Tensor, penalty: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """points (B, 1), penalty, values, mask (B, T) -> advantages, returns (B, T).
+
+    A completion's points come with its last token, penalties with each. A completion that was cut ends like any other.
     """
-    grpo = run.config.grpo
-    clip = grpo.reward_clip or torch.inf
-    experience.mask = mask = experience.mask & ~points.isnan()[:, None]
     last = torch.arange(mask.shape[1]) == completion_lengths(mask)[:, None] - 1  # (B, T)
-    rewards = torch.where(last, points.clamp(-clip, clip)[:, None], 0.0) - penalty
-    experience.old_values = values
-    experience.advantages, experience.returns = generalized_advantage_estimation(
-        rewards, values, mask, gamma=grpo.gae_gamma, lam=grpo.gae_lambda
-    )
+    rewards = torch.where(last, points.float(), 0.0) - penalty
+    advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=grpo.gae_gamma, lam=grpo.gae_lambda)
     if grpo.normalize_advantages and mask.sum() > 1:
-        # Centred as well as scaled: here the baseline is the value, and what is left of it early on is the same everywhere.
-        of_tokens = experience.advantages[mask]
-        experience.advantages = (experience.advantages - of_tokens.mean()) / (of_tokens.std() + grpo.advantage_epsilon)
+        # Centred as well as scaled: here the baseline is the value, and early on what it misses is the same everywhere.
+        scaled = (advantages - advantages[mask].mean()) / (advantages[mask].std() + grpo.advantage_epsilon)
+        advantages = torch.where(mask, scaled, 0.0)
+    return advantages, returns
 
 
 @torch.no_grad()
@@ -180,9 +185,8 @@ def look_back(run, model, rollout: Rollout, **options) -> LogProbs:
 
 
 def minibatches(run, num_rows: int) -> Iterator[Tensor]:
-    """Rows of each update on a rollout: every row once an epoch, in a new order each time, groups kept together.
-
-    Without --minibatch_size an update takes all of them.
+    """Rows of each update on a rollout: every row once an epoch, in a new order each time. Groups stay together, unless
+    --minibatch_size is not a multiple of them. Without it an update takes all rows.
     """
     grpo = run.config.grpo
     size = grpo.minibatch_size or num_rows

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 BASELINES = ("group_mean", "group_median", "global_mean", "leave_one_out")
-SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def compute_group_advantages(

@@ -54,7 +54,7 @@ class Run:
     skipped: int = 0                                      # of those, how many were not finite and changed nothing
     skipped_in_a_row: int = 0                             # how many of the last ones
     kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
-    reward_sum: float = 0.0                               # points, over all completions scored in this run
+    reward_sum: float = 0.0                               # points, over all completions learned from in this run
     reward_count: int = 0                                 # how many those were
     saved_state: dict = field(default_factory=dict)       # of the checkpoint to go on from
     batches: ShuffledBatches | None = None
@@ -189,7 +189,6 @@ def start_up_check(model, tokenizer, examples: list[dict], config: Config, funct
     return bool(packing.ok)
 
 
-
 def set_up(config: Config) -> Run:
     """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
     device = best_device()
@@ -215,10 +214,26 @@ def set_up(config: Config) -> Run:
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
     if checkpoint:
         restore_counters(run, checkpoint)
+        refuse_changes(run)
         if not config.grpo.kl_target:
             run.kl_coef = config.grpo.kl_coef             # a flag may have changed it
         run.reference = load_reference(config, checkpoint, device)
     return run
+
+
+def refuse_changes(run: Run) -> None:
+    """What a GRPO phase began with or without cannot come or go when it is resumed: the rest of the state would not fit."""
+    saved, grpo = run.saved_state["settings"]["grpo"], run.config.grpo
+    if "optimizer" not in run.saved_state or run.phases[run.phase].name != "grpo":
+        return
+    had_kl = saved["use_kl_penalty"] and saved["kl_penalty_coef"] > 0
+    for name, before, after in (
+        ("use_value_head", saved["use_value_head"], grpo.use_value_head), ("use_kl_penalty", had_kl, grpo.kl_coef > 0),
+    ):
+        if before != after:
+            raise ValueError(
+                f"--{name}={after}: this phase began with {before}; start a new run instead, from a checkpoint as --model_path"
+            )
 
 
 def load_reference(config: Config, checkpoint: Path, device: torch.device) -> torch.nn.Module | None:

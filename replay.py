@@ -21,7 +21,7 @@ import torch
 from checkpoint import latest_checkpoint
 from config import Config
 from devices import best_device
-from experience import Experience, prepare_experience
+from experience import Experience, prepare_experience, shape_rewards
 from model import ValueHead, load_policy
 from prepare import Run, load_reference
 from rewards import weighted_sum
@@ -32,7 +32,7 @@ from sample import Rollout, left_pad
 def replay(config: Config, gradient: Callable) -> None:
     """Print the metrics of every step in config.training.replay. gradient: train.py's add_up_gradient.
 
-    raises  ValueError in one line, if the file or the weights are not there
+    raises  ValueError in one line, if the file, the weights or something else that the settings ask for is not there
     """
     path = Path(config.training.replay)
     records = read_jsonl(path)
@@ -41,49 +41,81 @@ def replay(config: Config, gradient: Callable) -> None:
     weights = Path(config.model.model_path) if config.model.model_path else latest_checkpoint(path.parent)
     if weights is None:
         raise ValueError(f"--replay={path}: no checkpoint beside it; say with --model_path which weights to use")
-    model, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
-    device = best_device()
-    run = Run(config, RunFolder(config), device, model.to(device), tokenizer, [], [], [], [], kl_coef=config.grpo.kl_coef)
+    run, state = load_run(config, weights)
     for (step, phase), group in itertools.groupby(records, key=lambda record: (record["step"], record["phase"])):
-        metrics = replay_step(run, weights, list(group), gradient, supervised=phase != "grpo")
+        if phase == "grpo":
+            add_what_grpo_needs(run, weights, state)
+            metrics = replay_grpo_step(run, list(group), gradient)
+        else:
+            metrics = replay_supervised_step(run, list(group), gradient)
         print(json.dumps({"step": step, "phase": phase} | {name: or_none(value) for name, value in metrics.items()}))
 
 
-def replay_step(run: Run, weights: Path, records: list[dict], gradient: Callable, supervised: bool) -> dict:
-    """Metrics of one step from its records."""
-    rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
-    for module in run.model, run.value_head:
-        if module is not None:
-            module.zero_grad()
-    if supervised:
-        part = replace(run, config=as_supervised(run.config), reference=None, value_head=None)
-        one, metrics = torch.ones(len(records), 1), {}
-        experience = Experience(rollout, rollout.completion_mask, one, rollout.sampling_logp)
-    else:
-        part = run
-        prepare_run(run, weights)
-        rewards = weighted_sum(per_function, run.config.grpo.weights)            # (P, G)
-        experience, metrics = prepare_experience(run, rollout, rewards)
-        metrics |= {"mean_reward": float(rewards.nanmean()), "std_advantage": float(experience.advantages.std())}
-    losses = gradient(part, experience, torch.arange(len(records)))
-    gradients = [p.grad for module in (part.model, part.value_head) if module is not None for p in module.parameters()]
-    squares = sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None)
-    return losses | metrics | {"grad_norm": squares**0.5}
+def load_run(config: Config, weights: Path) -> tuple[Run, dict]:
+    """A run on saved weights, and what else their checkpoint knows; {} for a folder with weights alone."""
+    model, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
+    state = torch.load(weights / "state.pt", weights_only=True) if (weights / "state.pt").exists() else {}
+    device = best_device()
+    run = Run(
+        config, RunFolder(config), device, model.to(device), tokenizer, [], [], [], [], kl_coef=config.grpo.kl_coef,
+        shared_prompt=state.get("shared_prompt", True),
+    )
+    return run, state
 
 
-def prepare_run(run: Run, weights: Path) -> None:
-    """The reference and the value head that the settings ask for, once."""
+def add_what_grpo_needs(run: Run, weights: Path, state: dict) -> None:
+    """Reference, value head, running mean and adapted coefficient, as they were when the weights were saved."""
     grpo = run.config.grpo
+    run.reward_sum, run.reward_count = state.get("reward_sum", 0.0), state.get("reward_count", 0)
+    if grpo.kl_target:
+        run.kl_coef = state.get("kl_coef", run.kl_coef)
     if grpo.kl_coef and run.reference is None:
         run.reference = load_reference(run.config, weights, run.device)
         if run.reference is None:
             raise ValueError(f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")
     if grpo.use_value_head and run.value_head is None:
+        if not state.get("value_head"):
+            raise ValueError(f"--replay: {weights} has no value head; add --use_value_head false")
         run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
-        state = weights / "state.pt"
-        saved = torch.load(state, weights_only=True).get("value_head") if state.exists() else None
-        if saved:
-            run.value_head.load_state_dict(saved)
+        run.value_head.load_state_dict(state["value_head"])
+
+
+def replay_grpo_step(run: Run, records: list[dict], gradient: Callable) -> dict:
+    """Metrics of a GRPO step from its records."""
+    grpo = run.config.grpo
+    rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
+    names = [name.rpartition(":")[2] for name in grpo.reward_functions]          # path/to/file.py:function is saved as function
+    for name in names:
+        if name not in per_function:
+            raise ValueError(f"--reward_functions {name}: not among what was saved, {' '.join(per_function)}")
+    rewards = weighted_sum({name: per_function[name] for name in names}, grpo.weights)           # (P, G)
+    experience, metrics = prepare_experience(run, rollout, shape_rewards(grpo, rollout, rewards))
+    metrics |= {"mean_reward": float(rewards.nanmean())}
+    return gradient_of(run, experience, gradient) | metrics
+
+
+def replay_supervised_step(run: Run, records: list[dict], gradient: Callable) -> dict:
+    """Metrics of a supervised step: the GRPO loss with advantage 1, under settings that make it the supervised one."""
+    plain = replace(
+        run.config.grpo, loss_type="reinforce", loss_aggregation="", dual_clip=0.0, ppo_epochs=1, minibatch_size=0,
+        entropy_coef=0.0, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False,
+        kl_target=0.0,
+    )
+    run = replace(run, config=replace(run.config, grpo=plain), reference=None, value_head=None)
+    rollout, _ = rollout_of(records, run.tokenizer.pad_token_id)
+    experience = Experience(rollout, rollout.completion_mask, torch.ones(len(records), 1), rollout.sampling_logp)
+    metrics = gradient_of(run, experience, gradient)
+    return {name: metrics[name] for name in ("policy_loss", "total_loss", "entropy", "grad_norm")}
+
+
+def gradient_of(run: Run, experience: Experience, gradient: Callable) -> dict:
+    """Metrics of one update on all completions, with the length of its gradient."""
+    parameters = [p for module in (run.model, run.value_head) if module is not None for p in module.parameters()]
+    for parameter in parameters:
+        parameter.grad = None
+    losses = gradient(run, experience, torch.arange(len(experience.mask)))
+    squares = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
+    return losses | {"grad_norm": squares**0.5}
 
 
 def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, torch.Tensor]]:
@@ -104,12 +136,3 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
         for name in records[0].get("rewards", {})
     }
     return rollout, {name: values.view(num_prompts, -1) for name, values in points.items()}
-
-
-def as_supervised(config: Config) -> Config:
-    """Settings under which the GRPO loss with advantage 1 is the supervised loss."""
-    plain = replace(
-        config.grpo, loss_type="reinforce", loss_aggregation="", dual_clip=0.0, ppo_epochs=1, entropy_coef=0.0,
-        generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, kl_target=0.0,
-    )
-    return replace(config, grpo=plain)

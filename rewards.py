@@ -248,6 +248,7 @@ def compute_rewards_for_completions(
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
     """Points of each function (P, G) -> total (P, G), NaN as compute_rewards_for_completions says."""
+    assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                            # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)                            # this function does not apply to this group
     weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
@@ -267,7 +268,10 @@ def call_reward_function(function: Callable, arguments: dict, on_error: str) -> 
         points = function(**arguments)
         if len(points) != len(completions):
             raise ValueError(f"it returned {len(points)} values for {len(completions)} completions")
-        return torch.tensor([math.nan if p is None else float(p) for p in points], dtype=torch.float64)
+        points = [math.nan if p is None else float(p) for p in points]
+        if math.inf in points or -math.inf in points:
+            raise ValueError("it returned an infinite number of points")
+        return torch.tensor(points, dtype=torch.float64)
     except Exception as error:
         if on_error == "none":
             return torch.full((len(completions),), math.nan, dtype=torch.float64)

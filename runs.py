@@ -103,7 +103,7 @@ class RunFolder:
             rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
             self.say(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
             if phase.name == "grpo":
-                for line in self.config.inert():
+                for line in self.config.remarks():
                     self.say(f"  note   {line}")
 
     def show_step(self, phase: str, step: int, total: int, metrics: dict) -> None:

@@ -18,11 +18,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grpo import (
-    AGGREGATIONS, BASELINES, KL_ESTIMATORS, LOSS_TYPES, LOSSES, SCALES, adapt_kl_coefficient, aggregate, clipped_ratio,
-    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
-    policy_loss, value_loss,
+    AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES, adapt_kl_coefficient, aggregate, clipped_ratio, compute_group_advantages,
+    generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty, policy_loss, value_loss,
 )
 
+SCALES, KL_ESTIMATORS = ("group", "batch", "none"), ("k1", "k2", "k3")
 CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
 
 
@@ -464,6 +464,25 @@ def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, u
     }
     for name, expected in matches.items():
         assert torch.allclose(gradient, expected, rtol=0, atol=1e-12) == (name == gradient_of), name
+
+
+def test_in_the_reward_only_k1_pulls_the_policy_to_the_reference():
+    """The gradient of an expected reward is that of log p times the points: by enumeration, against that of the KL itself."""
+    generator = torch.Generator().manual_seed(3)
+    direction = torch.randn(6, generator=generator, dtype=torch.float64)
+    ref_logp = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    pull = {}
+    for distance in 1.0, 0.1, 0.01:
+        logits = (ref_logp + distance * direction).requires_grad_()
+        logp = logits.log_softmax(0)
+        (truth,) = torch.autograd.grad((logp.exp() * (logp - ref_logp)).sum(), logits, retain_graph=True)
+        for estimator in KL_ESTIMATORS:
+            points = kl_penalty(logp, ref_logp, estimator=estimator).detach()
+            (gradient,) = torch.autograd.grad((logp.exp().detach() * points * logp).sum(), logits, retain_graph=True)
+            pull[estimator, distance] = float(gradient @ truth / truth.square().sum())
+        assert pull["k1", distance] == pytest.approx(1, abs=1e-12)
+    for estimator in "k2", "k3":
+        assert abs(pull[estimator, 0.01]) < 0.05 and abs(pull[estimator, 0.1]) < 0.5
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)

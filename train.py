@@ -18,7 +18,7 @@ from checkpoint import save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
 from devices import all_sum, peak_memory_gb
 from doctor import diagnose
-from experience import Experience, minibatches, prepare_experience, sample_groups
+from experience import Experience, Groups, minibatches, prepare_experience, sample_groups
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
 from logprobs import completion_log_probs, micro_batches
@@ -77,48 +77,35 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
     """
     grpo, started, first_step = run.config.grpo, time.perf_counter(), run.phase_step == 0
     groups = sample_groups(run, examples)
-    rollout, rewards = groups.rollout, groups.rewards                            # (P, G) points
-    num_rows = len(rollout.completions)
-    assert rewards.shape == (len(examples), grpo.num_completions_per_prompt), f"{rewards.shape=} {len(examples)=}"
-    assert rollout.completion_mask.shape[0] == rewards.numel() == num_rows, f"{rollout.completion_mask.shape=} {num_rows=}"
+    rollout, num_rows = groups.rollout, len(groups.rollout.completions)
+    assert groups.points.shape == (len(examples), grpo.num_completions_per_prompt), f"{groups.points.shape=} {len(examples)=}"
+    assert len(rollout.completion_mask) == groups.points.numel() == num_rows, f"{rollout.completion_mask.shape=} {num_rows=}"
     sampled = time.perf_counter()
 
-    experience, metrics = prepare_experience(run, rollout, rewards)
+    experience, metrics = prepare_experience(run, rollout, groups.points)
     updates: list[dict] = []
     for rows in minibatches(run, num_rows):
         losses = add_up_gradient(run, experience, rows)
         if first_step and not updates:
             deviation = losses["ratio_deviation"]
-            assert deviation < 0.01, f"sampler and trainer disagree: on the first step ratios are 1, not off by {deviation}"
+            assert not deviation >= 0.01, f"sampler and trainer disagree: first ratios are 1, not off by {deviation}"
         if updates and 0 < grpo.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # the policy has left the rollout behind
             break
         updates.append(losses | {"grad_norm": update(run, losses["total_loss"])})
         if run.phase_step == run.phases[run.phase].steps:
             break
-    metrics = {name: sum(losses[name] for losses in updates) / len(updates) for name in updates[0]} | metrics
+    metrics = {name: mean_of(updates, name) for name in updates[0]} | metrics
     metrics |= {"policy_kl": updates[-1]["policy_kl"], "updates": len(updates)}
-    if grpo.kl_target:
-        run.kl_coef = adapt_kl_coefficient(
+    if grpo.kl_target and math.isfinite(metrics["kl"]):
+        run.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
             run.kl_coef, metrics["kl"], target=grpo.kl_target, num_samples=num_rows, horizon=grpo.kl_horizon
         )
-        metrics["kl_coef"] = run.kl_coef
-
-    finished, advantages = time.perf_counter(), experience.advantages
-    metrics |= {
-        "mean_reward": float(rewards.nanmean()),
-        "mean_advantage": float(advantages.mean()),
-        "std_advantage": float(advantages.std()),
-        "tied_groups": float(groups.tied.float().mean()),
-        "replaced_groups": groups.replaced,
-        "unscored": float(rewards.isnan().float().mean()),
-        "completion_tokens": float(rollout.completion_mask.sum()) / num_rows,
-        "truncated": float((~rollout.finished).float().mean()),
-        "sampling_seconds": sampled - started,
-        "training_seconds": finished - sampled,
-        "step_seconds": finished - started,
-    } | {f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()}
-    return metrics, completion_records(groups.examples, rollout, rewards, groups.per_function, advantages)
+    finished = time.perf_counter()
+    metrics |= describe_groups(groups, experience)
+    metrics |= {"sampling_seconds": sampled - started, "training_seconds": finished - sampled}
+    metrics |= {"step_seconds": finished - started}
+    return metrics, completion_records(groups.examples, rollout, groups.rewards, groups.per_function, experience.advantages)
 
 
 def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dict:
@@ -129,40 +116,38 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
     rows  which completions of the experience. The denominators count them all; what cannot change the gradient, such as
           a tied group where there is no KL term, is left out of the passes.
     """
-    grpo, mask = run.config.grpo, experience.mask[rows]                          # (b, T)
+    grpo, trained = run.config.grpo, experience.mask[rows]                       # (b, T)
     kl_in_loss = run.reference is not None and grpo.kl_in == "loss"
     to_all = kl_in_loss or grpo.entropy_coef > 0 or run.value_head is not None   # terms that do not need an advantage
-    needed = mask.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
+    needed = trained.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
     counts = dict(
-        num_tokens=max(1, all_sum(int(mask.sum()))), num_sequences=max(1, all_sum(int(mask.any(dim=1).sum()))),
+        num_tokens=max(1, all_sum(int(trained.sum()))), num_sequences=max(1, all_sum(int(trained.any(dim=1).sum()))),
         max_tokens=grpo.generation_max_length,
     )
-    num_forwarded = all_sum(int(mask[needed].sum()))
+    num_forwarded = all_sum(int(trained[needed].sum()))
     how = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
-    exact_reference = run.reference if kl_in_loss and grpo.kl_estimator == "exact" else None
+    exact_reference = run.reference if kl_in_loss and grpo.estimator == "exact" else None
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
-    losses = dict.fromkeys(names, 0.0)
+    losses = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * (run.value_head is not None), 0.0)
     for part in micro_batches(experience.rollout, rows[needed], run.config.training.max_tokens_per_forward, run.shared_prompt):
         def of(tensor, part=part):
             return None if tensor is None else tensor[part].to(run.device)
 
+        mask, old_logp = of(experience.mask), of(experience.old_logp)
         new = completion_log_probs(
             run.model, experience.rollout, part, **grpo.policy, shared_prompt=run.shared_prompt, reference=exact_reference,
             value_head=run.value_head,
         )
-        mask, old_logp = of(experience.mask), of(experience.old_logp)
-        loss, stats = policy_loss(
+        loss, parts = policy_loss(
             new.logp, old_logp, of(experience.advantages), mask, **grpo.loss, **counts, weights=of(experience.weights)
         )
-        parts = stats | {"policy_loss": loss, "entropy": torch.where(mask, new.entropy, 0.0).sum() / num_forwarded}
+        parts |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **counts)}
         if kl_in_loss:
-            kl = new.kl
-            if exact_reference is None:
-                ratio = (new.logp - of(experience.rollout.sampling_logp)).exp() if grpo.kl_estimator == "ratio_k3" else None
-                estimator = grpo.kl_estimator.removeprefix("ratio_")
-                kl = kl_penalty(new.logp, of(experience.reference_logp), estimator=estimator, ratio=ratio)
+            kl = new.kl if exact_reference is not None else kl_to_reference(
+                grpo.estimator, new.logp, of(experience.rollout.sampling_logp), of(experience.reference_logp), mask
+            )
+            parts["kl"] = aggregate(kl, mask, "token_mean", **counts)
             loss = loss + run.kl_coef * aggregate(kl, mask, how, **counts)
-            parts["kl"] = torch.where(mask, kl, 0.0).sum() / counts["num_tokens"]
         if grpo.entropy_coef:
             loss = loss - grpo.entropy_coef * aggregate(new.entropy, mask, how, **counts)
         if run.value_head is not None:
@@ -173,8 +158,20 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
             loss = loss + grpo.value_coef * parts["value_loss"]
         loss.backward()
         for name, value in (parts | {"total_loss": loss}).items():
-            losses[name] = losses.get(name, 0.0) + value.item()
+            losses[name] += value.item()
+    # What describes the policy, not the loss, is a mean over the tokens that were looked at; none: nobody knows.
+    share = num_forwarded / counts["num_tokens"]
+    for name in "entropy", "ratio_deviation", "policy_kl":
+        losses[name] = losses[name] / share if share else math.nan
     return losses
+
+
+def kl_to_reference(estimator: str, logp, sampling_logp, reference_logp, mask) -> torch.Tensor:
+    """KL(policy || reference) per token, all (b, T), as --kl_estimator has it; ratio_k3 has its gradient too."""
+    ratio = None
+    if estimator == "ratio_k3":
+        ratio = torch.where(mask, logp - sampling_logp, 0.0).clamp(-20, 20).exp()
+    return kl_penalty(logp, reference_logp, estimator=estimator.removeprefix("ratio_"), ratio=ratio)
 
 
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:
@@ -209,18 +206,18 @@ def update(run: Run, loss: float) -> float:
         run.optimizer.step()
         run.scheduler.step()
         run.skipped_in_a_row = 0
-        if run.reference is not None:
-            refresh_reference(run)
     else:
         run.skipped, run.skipped_in_a_row = run.skipped + 1, run.skipped_in_a_row + 1
     run.optimizer.zero_grad()
+    if run.reference is not None:
+        refresh_reference(run)
     return norm
 
 
 def refresh_reference(run: Run) -> None:
     """Let the reference follow the policy, where --reference_mode asks for it."""
     grpo = run.config.grpo
-    if grpo.reference_mode == "ema":
+    if grpo.reference_mode == "ema" and run.skipped_in_a_row == 0:
         update_reference(run.reference, run.model, grpo.ema_alpha)
     elif grpo.reference_mode == "periodic" and run.phase_step % grpo.reference_update_freq == 0:
         update_reference(run.reference, run.model, 0.0)
@@ -264,6 +261,29 @@ def log_step(run: Run, phase: Phase, metrics: dict, completions: list[dict]) -> 
         run.folder.show_completions(run.step, metrics["updates"], completions)
     if metrics["skipped"]:
         run.folder.keep("skipped.jsonl", run.step, phase.name, completions)
+
+
+def describe_groups(groups: Groups, experience: Experience) -> dict:
+    """Metrics of what was sampled."""
+    rewards, mask = groups.rewards, groups.rollout.completion_mask
+    advantages = experience.advantages
+    advantages = advantages[experience.mask] if advantages.shape[1] > 1 else advantages          # of tokens, or of completions
+    return {
+        "mean_reward": float(rewards.nanmean()),
+        "mean_advantage": float(advantages.mean()),
+        "std_advantage": float(advantages.std()),
+        "tied_groups": float(groups.tied.float().mean()),
+        "replaced_groups": groups.replaced,
+        "unscored": float(rewards.isnan().float().mean()),
+        "completion_tokens": float(mask.sum()) / len(mask),
+        "truncated": float((~groups.rollout.finished).float().mean()),
+    } | {f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()}
+
+
+def mean_of(updates: list[dict], name: str) -> float:
+    """Mean of a metric over the updates where it is known; NaN if nowhere."""
+    known = [losses[name] for losses in updates if not math.isnan(losses[name])]
+    return sum(known) / len(known) if known else math.nan
 
 
 def due(before: int, after: int, every: int) -> bool:

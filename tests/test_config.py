@@ -60,9 +60,15 @@ MISTAKES = {
     "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
     "exact offloaded": (
         ["--use_kl_penalty", "--kl_estimator", "exact", "--reference_offload"], "--reference_offload=True: .*ratio_k3"),
+    "k3 in the reward": (
+        ["--use_kl_penalty", "--kl_in", "reward", "--kl_estimator", "k3"], "--kl_estimator=k3: in a reward only k1"),
+    "two updates": (["--loss_type", "reinforce", "--minibatch_size", "64"], "--loss_type=reinforce: .*of 4 updates"),
+    "short horizon": (["--use_kl_penalty", "--kl_target", "1", "--kl_horizon", "9"], "--kl_horizon=9: .*choose at least"),
+    "low cap": (["--importance_cap", "0.5"], "--importance_cap=0.5: .*choose from 1 up"),
+    "idle value head": (["--use_value_head", "--value_coef", "0"], "--value_coef=0: .*would never learn"),
     "dual clip alone": (["--loss_type", "cispo", "--dual_clip", "3"], "--dual_clip=3.0: --loss_type=cispo clips no ratio"),
     "dual clip too low": (["--dual_clip", "1.1"], "--dual_clip=1.1: .*choose above 1.2"),
-    "reinforce twice": (["--loss_type", "reinforce", "--ppo_epochs", "2"], "--ppo_epochs=2: .*has no ratio"),
+    "reinforce twice": (["--loss_type", "reinforce", "--ppo_epochs", "2"], "--loss_type=reinforce: has no ratio: of 2"),
     "target without KL": (["--use_kl_penalty", "false", "--kl_target", "0.1"], "--kl_target=0.1: .*--use_kl_penalty true"),
     "two baselines": (["--use_value_head", "--baseline", "group_median"], "--baseline=group_median: .*takes the value"),
     "value head and ties": (["--use_value_head", "--dynamic_sampling", "2"], "--dynamic_sampling=2: .*equal rewards too"),
@@ -157,7 +163,17 @@ def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
     (["--loss_type", "gspo", "--ppo_epochs", "2"], "gspo's ratio is a mean over a completion and hardly moves"),
 ])
 def test_settings_that_change_nothing_announce_themselves(flags, words):
-    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).inert())
+    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).remarks())
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--max_policy_kl", "1"], "clipping and max_policy_kl are inert"),
+    (["--use_value_head", "--advantage_scale", "batch"], "advantage_scale is inert"),
+    (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
+    (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
+])
+def test_what_is_seldom_meant_is_remarked_on(flags, words):
+    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).remarks())
 
 
 def test_settings_that_work_together_are_neither_refused_nor_called_inert():
@@ -169,7 +185,7 @@ def test_settings_that_work_together_are_neither_refused_nor_called_inert():
         "--reward_clip 10 --loss_type grpo --loss_aggregation token_mean"
     )
     config = parse_config(flags.split())
-    assert config.inert() == [] and config.updates_per_rollout == 2 * 4
+    assert config.remarks() == [] and config.updates_per_rollout == 2 * 4
     assert config.grpo.loss == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, aggregation="token_mean")
     assert config.grpo.scale == "batch" and parse_config(["--no_normalize_advantages"]).grpo.scale == "none"
     assert parse_config(["--use_kl_penalty", "false", "--kl_estimator", "k1"]).grpo.kl_coef == 0, "k1 nowhere is fine"

@@ -11,8 +11,8 @@ import pytest
 
 import grpo
 from config import SECTIONS, GRPOConfig, parse_config
-from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES, SCALES
-from test_grpo import formulas
+from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES
+from test_grpo import SCALES, formulas
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,7 +43,7 @@ def test_every_flag_exists(page):
 def test_sizes_stay_what_the_readme_says():
     sizes = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*.py") if path.name != "test_grpo.py"}
     assert sizes["train.py"] <= 330, "about 300 lines: move a concern out"
-    assert sum(sizes.values()) <= 3600, sizes
+    assert sum(sizes.values()) <= 3700, sizes
 
 
 def test_the_algorithm_imports_torch_alone_and_every_public_name_has_a_docstring():
@@ -61,7 +61,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     page = (ROOT / "docs/algorithm.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")]
     first_cells = {row[0].strip("| `") for row in rows}
-    variants = {*LOSS_TYPES, *AGGREGATIONS, *BASELINES, *SCALES, *get_args(GRPOConfig.__annotations__["kl_estimator"])}
+    variants = {*LOSS_TYPES, *AGGREGATIONS, *BASELINES, *SCALES, *get_args(GRPOConfig.__annotations__["kl_estimator"])} - {""}
     assert variants <= first_cells, variants - first_cells
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
     functions = [

@@ -8,7 +8,7 @@ from conftest import QUICK
 import train
 from runs import read_jsonl
 
-SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm", "clip_fraction", "mean_reward"]
+SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm", "clip_fraction", "mean_reward", "policy_kl"]
 
 
 def replay(capsys, *flags):
@@ -70,6 +70,8 @@ def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
     (["{run}/metrics.jsonl"], "no rollouts in it"),
     (["{run}/moved/rollouts.jsonl"], "say with --model_path which weights"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final"], "no reference beside it"),
+    (["{run}/rollouts.jsonl", "--model_path", "{run}/final", "--use_kl_penalty", "false"], "has no value head"),
+    (["{run}/rollouts.jsonl", "--reward_functions", "correctness", "--reward_weights", "1"], "correctness: not among what was"),
 ])
 def test_what_cannot_be_replayed_is_said_in_one_line(finished, capsys, flags, message):
     (finished / "moved").mkdir(exist_ok=True)

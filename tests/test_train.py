@@ -137,6 +137,31 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
         assert torch.equal(left, right), name
 
 
+@pytest.mark.parametrize("began,changed,flag", [
+    ("--use_kl_penalty false", "--use_kl_penalty true", "use_kl_penalty=True"),
+    ("--use_kl_penalty true", "--kl_penalty_coef 0", "use_kl_penalty=False"),
+    ("--use_value_head false", "--use_value_head true", "use_value_head=True"),
+])
+def test_what_a_phase_began_without_cannot_be_switched_on_when_resuming(tmp_path, monkeypatch, capsys, began, changed, flag):
+    real = train.log_step
+
+    def press_ctrl_c(run, *rest):
+        real(run, *rest)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train, "log_step", press_ctrl_c)
+    folder = run_folder(tmp_path / "out", *f"--use_grpo --cold_start_steps 0 --max_steps 3 --eval_limit 0 {began}".split())
+    monkeypatch.setattr(train, "log_step", real)
+    settings = (folder / "config.json").read_text()
+    with pytest.raises(SystemExit):
+        train.main(["--output_dir", str(folder), "--resume", *changed.split()])
+    error = capsys.readouterr().err
+    assert f"--{flag}: this phase began with" in error and len(error.strip().splitlines()) == 1
+    assert (folder / "config.json").read_text() == settings
+    train.main(["--output_dir", str(folder), "--resume", "--learning_rate", "1e-5"])
+    assert (folder / "final").exists()
+
+
 def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_path):
     flags = "--use_grpo --cold_start_steps 0 --ppo_epochs 2 --minibatch_size 8 --max_steps 10 --learning_rate 1e-3"
     flags += f" --reward_functions {length_reward(tmp_path)}"
@@ -196,7 +221,7 @@ def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monk
     assert replayed["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("kl_in,estimator", [("loss", "ratio_k3"), ("loss", "exact"), ("reward", "k1")])
+@pytest.mark.parametrize("kl_in,estimator", [("loss", "k2"), ("loss", "exact"), ("reward", "k1")])
 def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator):
     flags = (
         "--use_grpo --cold_start_steps 0 --max_steps 6 --eval_limit 0 --learning_rate 3e-3 --use_kl_penalty "

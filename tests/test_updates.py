@@ -1,5 +1,6 @@
 """Updates on a rollout: the gradient is that of the whole step however it is cut, and every term does what it says."""
 
+import functools
 import itertools
 import math
 import subprocess
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 import experience as experience_module
 import train
 from data import ShuffledBatches
-from experience import minibatches, prepare_experience, sample_groups
+from experience import minibatches, prepare_experience, sample_groups, shape_rewards
 from grpo import LOSS_TYPES, LOSSES, policy_loss
 from logprobs import completion_log_probs, restrict_logits
 from model import ValueHead, frozen_copy
@@ -329,22 +330,50 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     assert losses["entropy"] == pytest.approx(float(total / rollout.completion_mask.sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "exact"])
-def test_kl_in_the_reward_lowers_the_points_of_completions_that_left_the_reference(base, estimator):
-    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward", kl_estimator=estimator,
-                        normalize_advantages=False)
+@pytest.mark.parametrize("tied", [False, True])
+def test_kl_in_the_reward_lowers_the_advantage_of_completions_that_left_the_reference(base, tied):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
     rollout = sample_groups(run, next(run.batches)).rollout
-    rewards = torch.randn(4, 4)
-    experience, metrics = prepare_experience(run, rollout, rewards)
+    points = torch.full((4, 4), 1.3) if tied else torch.randn(4, 4)
+    points[3, 0] = math.nan
+    experience, metrics = prepare_experience(run, rollout, points)
     with torch.no_grad():
-        logp = completion_log_probs(run.model, rollout, reference=run.reference)
-        x = completion_log_probs(run.reference, rollout).logp - logp.logp
-    kl = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - x - 1, "exact": logp.kl}[estimator] * rollout.completion_mask
-    shaped = rewards - 0.3 * kl.sum(dim=1).view(4, 4)
-    centred = shaped - shaped.mean(dim=1, keepdim=True)
-    torch.testing.assert_close(experience.advantages.view(4, 4), centred, atol=1e-3, rtol=1e-4)
-    assert metrics["kl"] == pytest.approx(float(kl.sum() / rollout.completion_mask.sum()), rel=1e-3)
+        k1 = completion_log_probs(run.model, rollout).logp - completion_log_probs(run.reference, rollout).logp
+    kl = (0.3 * k1 * experience.mask).sum(dim=1).view(4, 4)
+    spread = 1.0 if tied else points[:3].std(dim=1, keepdim=True)
+    plain = torch.zeros(3, 4) if tied else (points[:3] - points[:3].mean(dim=1, keepdim=True)) / spread
+    expected = plain - (kl - kl.mean(dim=1, keepdim=True))[:3]
+    torch.testing.assert_close(experience.advantages.view(4, 4)[:3], expected, atol=1e-3, rtol=1e-4)
+    assert metrics["kl"] == pytest.approx(float((k1 * experience.mask).sum() / experience.mask.sum()), rel=1e-3)
     assert "kl" not in add_up_gradient(run, experience, torch.arange(16)), "and the loss has no second one"
+
+
+def test_what_could_not_be_scored_is_neither_trained_on_nor_counted(base):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, entropy_coef=0.1)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    points = torch.randn(4, 4)
+    points[2] = math.nan
+    experience, _ = prepare_experience(run, rollout, points)
+    there, losses = gradient(run, experience)
+    scored = torch.tensor([True, True, False, True])
+    without, same = gradient(run, prepare_experience(run, select_groups(rollout, scored), points[scored])[0])
+    assert differ(there, without) < 1e-6 and losses == pytest.approx(same, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, dict(use_kl_penalty=True), dict(use_value_head=True), dict(importance_cap=2.0),
+                                      dict(use_kl_penalty=True, kl_in="reward"), dict(ppo_epochs=2, minibatch_size=4)])
+def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_nothing(base, settings):
+    run = with_settings(base, overlong="mask", **settings)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    unfinished = replace(rollout, finished=torch.zeros(16).bool())
+    for which, points in (rollout, torch.full((4, 4), math.nan)), (unfinished, torch.randn(4, 4)):
+        experience, _ = prepare_experience(run, which, points)
+        before = [p.clone() for p in run.model.parameters()]
+        for rows in minibatches(run, 16):
+            losses = add_up_gradient(run, experience, rows)
+            train.update(run, losses["total_loss"])
+            assert losses["total_loss"] == 0 and math.isnan(losses["entropy"])
+        assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
 
 
 def test_overlong_completions_are_kept_left_out_or_penalised(base):
@@ -356,7 +385,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
         rollout = sample_groups(run, next(run.batches)).rollout
         finished = torch.arange(16) % 4 != 1              # the sampler's word is what counts, not the length
         rollout = replace(rollout, finished=finished)
-        return rollout, prepare_experience(run, rollout, rewards)[0]
+        return rollout, prepare_experience(run, rollout, shape_rewards(run.config.grpo, rollout, rewards))[0]
 
     rollout, kept = look()
     assert torch.equal(kept.mask, rollout.completion_mask)
@@ -410,6 +439,7 @@ def test_selected_groups_are_whole(base):
 
 def test_the_global_mean_runs_over_the_run(base):
     run = with_settings(base, baseline="global_mean", normalize_advantages=False, reward_clip=2.0)
+    shape = functools.partial(shape_rewards, run.config.grpo)
     run.reward_sum, run.reward_count = 0.0, 0
     rollout = sample_groups(run, next(run.batches)).rollout
     seen = []
@@ -417,7 +447,7 @@ def test_the_global_mean_runs_over_the_run(base):
         rewards = torch.full((4, 4), points)
         rewards[:, 0] = points + 1
         rewards[0, 1] = math.nan
-        experience, _ = prepare_experience(run, rollout, rewards)
+        experience, _ = prepare_experience(run, rollout, shape(rollout, rewards))
         clipped = rewards.clamp(max=2.0)
         seen += clipped[~clipped.isnan()].tolist()
         mean = sum(seen) / len(seen)
