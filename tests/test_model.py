@@ -1,5 +1,7 @@
 """Loading policies: six architectures from disk and the built-in one; saving; refusing what is not a model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +26,8 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     assert torch.equal(ids, torch.tensor([tokenizer("47+85=?").input_ids]))
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     assert not loaded.training and next(loaded.parameters()).dtype == torch.float32
-    findings = {f.name: f for f in check_setup(loaded, loaded_tokenizer, EXAMPLES, settings, [correctness])}
+    config = replace(settings, reward_functions=["correctness"])
+    findings = {f.name: f for f in check_setup(loaded, loaded_tokenizer, EXAMPLES, config, [correctness])}
     assert all(finding.ok is not False for finding in findings.values()), findings
     assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok and findings["padding"].ok
 

@@ -225,7 +225,8 @@ def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monk
 def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator):
     flags = (
         "--use_grpo --cold_start_steps 0 --max_steps 6 --eval_limit 0 --learning_rate 3e-3 --use_kl_penalty "
-        f"--kl_penalty_coef 0.5 --kl_target 1e-3 --kl_horizon 16 --kl_in {kl_in} --kl_estimator {estimator}"
+        f"--kl_penalty_coef 0.5 --kl_target 1e-3 --kl_horizon 16 --kl_in {kl_in} --kl_estimator {estimator} "
+        f"--reward_functions {length_reward(tmp_path)}"
     )
     lines = read_jsonl(run_folder(tmp_path / "out", *flags.split()) / "metrics.jsonl")
     coefficient = 0.5
@@ -242,7 +243,7 @@ def test_a_reference_on_the_cpu_gives_the_same_run(tmp_path):
 
 
 def test_supervised_mode_has_its_own_metrics(tmp_path):
-    folder = run_folder(tmp_path / "out", "--num_epochs", "0.001", "--eval_limit", "0")
+    folder = run_folder(tmp_path / "out", "--num_epochs", "0.03", "--eval_limit", "0")
     lines = read_jsonl(folder / "metrics.jsonl")
     assert [m["phase"] for m in lines] == ["supervised"] * 3
     assert lines[0]["loss"] > lines[-1]["loss"] > 0 and "mean_reward" not in lines[0]
@@ -278,25 +279,6 @@ def gradient_of(run, step, examples, monkeypatch):
 def half(completions, **columns):
     """A reward that ties one group in two and differs within the other."""
     return [float(i % 4) if i // 4 % 2 else 0.7 for i in range(len(completions))]
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo"])
-@pytest.mark.parametrize("kl", [[], ["--use_kl_penalty", "--kl_penalty_coef", "0.5"]])
-def test_the_gradient_of_a_grpo_step_does_not_depend_on_micro_batches(tmp_path, monkeypatch, loss_type, kl):
-    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--loss_type", loss_type, *kl)
-    run.reward_functions = [half]
-    run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
-    if run.reference:                                     # a reference that differs, or its gradient would vanish
-        with torch.no_grad():
-            run.reference.get_output_embeddings().weight.mul_(1.5)
-    examples = next(run.batches)
-    whole = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
-    assert whole.norm() > 0
-    for budget, shared in (200, True), (60, True), (1, True), (200, False):
-        run.config = replace(run.config, training=replace(run.config.training, max_tokens_per_forward=budget))
-        run.shared_prompt = shared
-        cut = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
-        assert (cut - whole).norm() / whole.norm() < 1e-5, f"{budget=} {shared=}"
 
 
 def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch):

@@ -255,12 +255,13 @@ def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(
     prompt, vocabulary = "1+1=?", 263
     rewards = torch.randn(vocabulary)
     logits = run.model(torch.tensor([run.tokenizer(prompt).input_ids])).logits[0, -1] / policy["temperature"]
-    ranked = sorted(range(vocabulary), key=lambda v: -float(logits[v]))[: policy["top_k"] or vocabulary]
-    total, kept, before = float(logits[ranked].exp().sum()), [], 0.0
+    weights = logits.detach().exp().tolist()
+    ranked = sorted(range(vocabulary), key=lambda v: -weights[v])[: policy["top_k"] or vocabulary]
+    total, kept, before = sum(weights[v] for v in ranked), [], 0.0
     for v in ranked:                                      # nucleus by hand: as long as the likelier ones hold less than top_p
         if before / total < policy["top_p"]:
             kept.append(v)
-        before += float(logits[v].exp())
+        before += weights[v]
     expected_reward = (logits[kept].softmax(0) * rewards[kept]).sum()
     run.model.zero_grad()
     (-expected_reward).backward()
