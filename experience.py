@@ -7,7 +7,7 @@ Shapes: P prompts, G completions of each, B = P*G rows with siblings adjacent, T
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class Experience:
     reference_logp: Tensor | None = None
     old_values: Tensor | None = None    # points expected before each token
     returns: Tensor | None = None       # points, what values should have been
+
+    def part(self, rows: Tensor, device) -> "Experience":
+        """Everything about some rows, on a device. The rollout stays whole: rows are counted in it."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rollout"}
+        return replace(self, **{name: None if t is None else t[rows].to(device) for name, t in tensors.items()})
 
 
 def sample_groups(run, examples: list[dict]) -> Groups:

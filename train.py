@@ -21,7 +21,7 @@ from doctor import diagnose
 from experience import Experience, Groups, minibatches, prepare_experience, sample_groups
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
-from logprobs import completion_log_probs, micro_batches
+from logprobs import LogProbs, completion_log_probs, micro_batches
 from model import save_policy, update_reference
 from prepare import Phase, Run, begin_phase, set_up, validate_grpo_setup  # noqa: F401
 from replay import replay
@@ -102,62 +102,37 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
             run.kl_coef, metrics["kl"], target=grpo.kl_target, num_samples=num_rows, horizon=grpo.kl_horizon
         )
     finished = time.perf_counter()
-    metrics |= describe_groups(groups, experience)
-    metrics |= {"sampling_seconds": sampled - started, "training_seconds": finished - sampled}
-    metrics |= {"step_seconds": finished - started}
+    metrics |= describe_groups(groups, experience) | {
+        "sampling_seconds": sampled - started, "training_seconds": finished - sampled, "step_seconds": finished - started
+    }
     return metrics, completion_records(groups.examples, rollout, groups.rewards, groups.per_function, experience.advantages)
 
 
 def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dict:
     """Gradient of the loss of one update, one micro-batch after the other. Returns the loss and its parts.
 
-        loss = policy loss + kl_coef * KL - entropy_coef * entropy + value_coef * value loss
-
     rows  which completions of the experience. The denominators count them all; what cannot change the gradient, such as
           a tied group where there is no KL term, is left out of the passes.
     """
-    grpo, trained = run.config.grpo, experience.mask[rows]                       # (b, T)
+    grpo, mask = run.config.grpo, experience.mask[rows]                          # (b, T)
     kl_in_loss = run.reference is not None and grpo.kl_in == "loss"
     to_all = kl_in_loss or grpo.entropy_coef > 0 or run.value_head is not None   # terms that do not need an advantage
-    needed = trained.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
+    needed = mask.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
     counts = dict(
-        num_tokens=max(1, all_sum(int(trained.sum()))), num_sequences=max(1, all_sum(int(trained.any(dim=1).sum()))),
+        num_tokens=max(1, all_sum(int(mask.sum()))), num_sequences=max(1, all_sum(int(mask.any(dim=1).sum()))),
         max_tokens=grpo.generation_max_length,
     )
-    num_forwarded = all_sum(int(trained[needed].sum()))
-    how = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
-    exact_reference = run.reference if kl_in_loss and grpo.estimator == "exact" else None
+    num_forwarded = all_sum(int(mask[needed].sum()))
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
     losses = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * (run.value_head is not None), 0.0)
-    for part in micro_batches(experience.rollout, rows[needed], run.config.training.max_tokens_per_forward, run.shared_prompt):
-        def of(tensor, part=part):
-            return None if tensor is None else tensor[part].to(run.device)
-
-        mask, old_logp = of(experience.mask), of(experience.old_logp)
+    for batch in micro_batches(experience.rollout, rows[needed], run.config.training.max_tokens_per_forward, run.shared_prompt):
         new = completion_log_probs(
-            run.model, experience.rollout, part, **grpo.policy, shared_prompt=run.shared_prompt, reference=exact_reference,
-            value_head=run.value_head,
+            run.model, experience.rollout, batch, **grpo.policy, shared_prompt=run.shared_prompt, value_head=run.value_head,
+            reference=run.reference if kl_in_loss and grpo.estimator == "exact" else None,
         )
-        loss, parts = policy_loss(
-            new.logp, old_logp, of(experience.advantages), mask, **grpo.loss, **counts, weights=of(experience.weights)
-        )
-        parts |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **counts)}
-        if kl_in_loss:
-            kl = new.kl if exact_reference is not None else kl_to_reference(
-                grpo.estimator, new.logp, of(experience.rollout.sampling_logp), of(experience.reference_logp), mask
-            )
-            parts["kl"] = aggregate(kl, mask, "token_mean", **counts)
-            loss = loss + run.kl_coef * aggregate(kl, mask, how, **counts)
-        if grpo.entropy_coef:
-            loss = loss - grpo.entropy_coef * aggregate(new.entropy, mask, how, **counts)
-        if run.value_head is not None:
-            old_values, returns = of(experience.old_values), of(experience.returns)
-            parts["value_loss"] = value_loss(
-                new.values, old_values, returns, mask, num_tokens=counts["num_tokens"], clip=grpo.value_clip
-            )
-            loss = loss + grpo.value_coef * parts["value_loss"]
-        loss.backward()
-        for name, value in (parts | {"total_loss": loss}).items():
+        parts = loss_and_parts(run, new, experience.part(batch, run.device), experience.rollout.sampling_logp[batch], counts)
+        parts["total_loss"].backward()
+        for name, value in parts.items():
             losses[name] += value.item()
     # What describes the policy, not the loss, is a mean over the tokens that were looked at; none: nobody knows.
     share = num_forwarded / counts["num_tokens"]
@@ -166,12 +141,33 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
     return losses
 
 
-def kl_to_reference(estimator: str, logp, sampling_logp, reference_logp, mask) -> torch.Tensor:
-    """KL(policy || reference) per token, all (b, T), as --kl_estimator has it; ratio_k3 has its gradient too."""
-    ratio = None
-    if estimator == "ratio_k3":
-        ratio = torch.where(mask, logp - sampling_logp, 0.0).clamp(-20, 20).exp()
-    return kl_penalty(logp, reference_logp, estimator=estimator.removeprefix("ratio_"), ratio=ratio)
+def loss_and_parts(run: Run, new: LogProbs, part: Experience, sampling_logp: torch.Tensor, counts: dict) -> dict:
+    """The loss of some rows under the policy as it is now, and what it is made of, each a scalar. counts: denominators.
+
+        total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
+    """
+    grpo, mask = run.config.grpo, part.mask                                      # (b, T)
+    loss, parts = policy_loss(new.logp, part.old_logp, part.advantages, mask, **grpo.loss, **counts, weights=part.weights)
+    parts |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **counts)}
+    how = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
+    if run.reference is not None and grpo.kl_in == "loss":
+        ratio = torch.where(mask, new.logp - sampling_logp.to(run.device), 0.0).clamp(-20, 20).exp()
+        kl = {
+            "exact": lambda: new.kl,
+            "ratio_k3": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k3", ratio=ratio),
+            "k3": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k3"),
+            "k2": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k2"),
+        }[grpo.estimator]()
+        parts["kl"] = aggregate(kl, mask, "token_mean", **counts)
+        loss = loss + run.kl_coef * aggregate(kl, mask, how, **counts)
+    if grpo.entropy_coef:
+        loss = loss - grpo.entropy_coef * aggregate(new.entropy, mask, how, **counts)
+    if run.value_head is not None:
+        parts["value_loss"] = value_loss(
+            new.values, part.old_values, part.returns, mask, num_tokens=counts["num_tokens"], clip=grpo.value_clip
+        )
+        loss = loss + grpo.value_coef * parts["value_loss"]
+    return parts | {"total_loss": loss}
 
 
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:

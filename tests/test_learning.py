@@ -8,7 +8,7 @@ import pytest
 from grpo import LOSS_TYPES
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from losses import learn, write_task
+from losses import WEAK_REWARD, distance, learn, write_task
 
 pytestmark = pytest.mark.slow
 SEEDS = [0, 1, 2]
@@ -28,3 +28,10 @@ def test_every_loss_raises_held_out_accuracy_beyond_its_interval(task, loss_type
     before, after = learn(task, seed, loss_type, f"--use_kl_penalty false --loss_type {loss_type} --max_steps 60")
     assert 0.1 < before["eval_accuracy"] < 0.4, "the cold start leaves something to learn"
     assert after["eval_accuracy"] > before["eval_accuracy_high"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_kl_coefficient_of_a_hundredth_keeps_the_policy_nearer_to_the_reference(task, seed):
+    for coefficient in "0", "0.01":
+        learn(task, seed, f"kl{coefficient}", f"{WEAK_REWARD} --max_steps 80 --kl_penalty_coef {coefficient}")
+    assert distance(task, seed, "kl0.01") < 0.95 * distance(task, seed, "kl0")
