@@ -334,13 +334,14 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
 @pytest.mark.parametrize("tied", [False, True])
 def test_kl_in_the_reward_lowers_the_advantage_of_completions_that_left_the_reference(base, tied):
     run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
+    run.kl_coef = 0.7                                     # it may have adapted
     rollout = sample_groups(run, next(run.batches)).rollout
     points = torch.full((4, 4), 1.3) if tied else torch.randn(4, 4)
     points[3, 0] = math.nan
     experience, metrics = prepare_experience(run, rollout, points)
     with torch.no_grad():
         k1 = completion_log_probs(run.model, rollout).logp - completion_log_probs(run.reference, rollout).logp
-    kl = (0.3 * k1 * experience.mask).sum(dim=1).view(4, 4)
+    kl = (0.7 * k1 * experience.mask).sum(dim=1).view(4, 4)
     spread = 1.0 if tied else points[:3].std(dim=1, keepdim=True)
     plain = torch.zeros(3, 4) if tied else (points[:3] - points[:3].mean(dim=1, keepdim=True)) / spread
     expected = plain - (kl - kl.mean(dim=1, keepdim=True))[:3]
@@ -429,6 +430,57 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
     torch.testing.assert_close(logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
 
 
+def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypatch):
+    run = with_settings(base, dynamic_sampling=1)
+    run.batches = ShuffledBatches(run.train_set[:4], 4, 0)                       # the new prompts are the old ones
+    seen = []
+
+    def never_any_signal(functions, weights, rollout, examples, **_):
+        seen.append(dict(zip([example["prompt"] for example in examples], rollout.completions[::4])))
+        return torch.zeros(4, 4).double(), {"points": torch.zeros(4, 4).double()}
+
+    monkeypatch.setattr(experience_module, "compute_rewards_for_completions", never_any_signal)
+    sample_groups(run, next(run.batches))
+    first, second = seen
+    assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)
+
+
+def test_importance_weights_make_up_for_a_sampler_that_differs(base):
+    run = with_settings(base, importance_cap=1.5)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    with torch.no_grad():
+        truth = completion_log_probs(run.model, rollout).logp
+    noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(truth.shape), 0.0)
+    experience, metrics = prepare_experience(run, replace(rollout, sampling_logp=truth + noise), torch.randn(4, 4))
+    torch.testing.assert_close(experience.old_logp, truth, atol=1e-4, rtol=1e-4)
+    expected = (-noise).exp().clamp(max=1.5)
+    torch.testing.assert_close(experience.weights, expected, atol=1e-3, rtol=1e-3)
+    assert metrics["importance_weight"] == pytest.approx(float(expected[rollout.completion_mask].mean()), rel=1e-3)
+    weighted, _ = gradient(run, experience)
+    assert differ(weighted, gradient(run, replace(experience, weights=None))[0]) > 0.01
+
+
+@pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
+@pytest.mark.parametrize("how", ["token_mean", "sequence_mean", "constant"])
+def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_coefficient(base, estimator, how):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_estimator=estimator, loss_aggregation=how)
+    run.kl_coef = 0.7                                     # it may have adapted
+    experience = off_policy(run)
+    rollout, mask = experience.rollout, experience.mask
+    with torch.no_grad():
+        logp = completion_log_probs(run.model, rollout, reference=run.reference)
+        x = completion_log_probs(run.reference, rollout).logp - logp.logp
+        k3 = x.exp() - x - 1
+        ratio = (logp.logp - rollout.sampling_logp).exp()
+    kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": logp.kl}[estimator] * mask
+    averaged = {
+        "token_mean": kl.sum() / mask.sum(), "sequence_mean": (kl.sum(1) / mask.sum(1)).mean(), "constant": kl.sum() / (16 * 40)
+    }[how]
+    _, losses = gradient(run, experience)
+    assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)
+    assert losses["total_loss"] - losses["policy_loss"] == pytest.approx(0.7 * float(averaged), rel=1e-3)
+
+
 def test_selected_groups_are_whole(base):
     run = with_settings(base)
     rollout = sample_groups(run, next(run.batches)).rollout
@@ -474,13 +526,16 @@ def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_tog
 
 
 def test_token_advantages_come_from_gae_over_the_last_tokens_reward(base):
-    run = with_settings(base, use_value_head=True, gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=False)
+    run = with_settings(base, use_value_head=True, gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=False,
+                        use_kl_penalty=True, kl_in="reward")
+    run.kl_coef = 0.7
     rollout = sample_groups(run, next(run.batches)).rollout
     rewards = torch.randn(4, 4)
     rewards[2, 1] = math.nan
     experience, _ = prepare_experience(run, rollout, rewards)
     with torch.no_grad():
-        values = completion_log_probs(run.model, rollout, value_head=run.value_head, temperature=1.0).values
+        now = completion_log_probs(run.model, rollout, value_head=run.value_head)
+        values, penalty = now.values, 0.7 * (now.logp - completion_log_probs(run.reference, rollout).logp)
     assert values.abs().max() > 0.1
     for row in range(16):
         points, length = float(rewards.view(-1)[row]), int(rollout.completion_mask[row].sum())
@@ -488,7 +543,8 @@ def test_token_advantages_come_from_gae_over_the_last_tokens_reward(base):
             assert not experience.mask[row].any() and not experience.advantages[row].any()
             continue
         v = [*values[row, :length].tolist(), 0.0]
-        deltas = [(points if t == length - 1 else 0.0) + 0.9 * v[t + 1] - v[t] for t in range(length)]
+        own = [(points if t == length - 1 else 0.0) - float(penalty[row, t]) for t in range(length)]
+        deltas = [own[t] + 0.9 * v[t + 1] - v[t] for t in range(length)]
         for t in range(length):
             expected = sum((0.9 * 0.8) ** k * delta for k, delta in enumerate(deltas[t:]))
             assert float(experience.advantages[row, t]) == pytest.approx(expected, abs=1e-4)
