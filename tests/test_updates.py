@@ -572,6 +572,16 @@ def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base)
     torch.testing.assert_close(means, rewards[:, 0], atol=0.5, rtol=0)
 
 
+def test_values_are_learned_where_no_advantage_is_left_too(base):
+    run = with_settings(base, use_value_head=True)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    experience.advantages = torch.zeros_like(experience.advantages)
+    _, losses = gradient(run, experience)
+    error = (experience.old_values - experience.returns)[experience.mask]
+    assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
 def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
     run = with_settings(base, use_kl_penalty=True, reference_mode=mode, ema_alpha=0.75, reference_update_freq=2)
