@@ -399,9 +399,10 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     shaped = rewards + torch.tensor([min(0.0, (20 - 15 - int(n)) / 15) for n in lengths]).view(4, 4)
     assert (shaped < rewards).any()
     torch.testing.assert_close(penalised.advantages.view(4, 4), shaped - shaped.mean(dim=1, keepdim=True))
-    _, default = look(overlong="penalise")
-    _, fifth = look(overlong="penalise", overlong_buffer=4)
-    assert torch.equal(default.advantages, fifth.advantages)
+    every_length = replace(rollout, completion_mask=torch.arange(20) < torch.arange(5, 21)[:, None])
+    settings = with_settings(base, generation_max_length=20, overlong="penalise").config.grpo
+    expected = [0.0] * 12 + [-0.25, -0.5, -0.75, -1.0]    # the buffer is a fifth of the limit
+    torch.testing.assert_close(shape_rewards(settings, every_length, torch.zeros(4, 4)).flatten(), torch.tensor(expected))
 
 
 def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(base, monkeypatch):
@@ -580,6 +581,12 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
     _, losses = gradient(run, experience)
     error = (experience.old_values - experience.returns)[experience.mask]
     assert losses["value_loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-4)
+    with torch.no_grad():
+        run.value_head.layers[-1].bias += 0.5             # further than the clip of 0.2
+    _, losses = gradient(run, experience)
+    far, near = (error + 0.5).square(), (error + 0.2).square()
+    assert losses["value_loss"] == pytest.approx(float(0.5 * torch.maximum(far, near).mean()), rel=1e-3)
+    assert not torch.equal(torch.maximum(far, near), far)
 
 
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
