@@ -178,6 +178,13 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
     assert set(updates[:-1]) == {1} and sum(updates) == 10, "the policy leaves the rollout with its first update"
 
 
+def test_an_update_that_is_not_made_leaves_nothing_behind(tmp_path):
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 3 --learning_rate 1e-3 --reward_functions {length_reward(tmp_path)}"
+    once = run_folder(tmp_path / "once", *flags.split())
+    stopped = run_folder(tmp_path / "stopped", *flags.split(), "--ppo_epochs", "3", "--max_policy_kl", "1e-9")
+    assert comparable(stopped) == comparable(once)
+
+
 def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
     real, calls = train.add_up_gradient, []
 
