@@ -310,7 +310,7 @@ def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch
 
 
 def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_path, monkeypatch):
-    run = start_run(tmp_path)
+    run = start_run(tmp_path, "--max_tokens_per_forward", "60")                  # several micro-batches
     examples = next(run.batches)
     ours = gradient_of(run, train.supervised_training_step, examples, monkeypatch)
     run.model.zero_grad()

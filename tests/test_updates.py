@@ -216,6 +216,20 @@ def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, loss_type):
     assert differ(clipped, gradient(plain, experience)[0]) < 1e-5
 
 
+def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at(base):
+    run = with_settings(base)
+    experience = off_policy(run)                          # the second group is tied, so it is left out
+    _, losses = gradient(run, experience)
+    with torch.no_grad():
+        now = completion_log_probs(run.model, experience.rollout)
+    looked_at = experience.mask & (experience.advantages != 0)
+    assert looked_at.sum() < experience.mask.sum()
+    log_ratio = (now.logp - experience.old_logp)[looked_at]
+    assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
+    assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
+    assert losses["policy_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
+
+
 def test_after_a_real_update_the_clip_stops_exactly_the_tokens_that_went_too_far(base):
     run = with_settings(base, clip_low=0.1, clip_high=0.15)
     rollout = sample_groups(run, next(run.batches)).rollout
