@@ -35,7 +35,10 @@ def replay(config: Config, gradient: Callable) -> None:
     raises  ValueError in one line, if the file, the weights or something else that the settings ask for is not there
     """
     path = Path(config.training.replay)
-    records = read_jsonl(path)
+    try:
+        records = read_jsonl(path)
+    except (ValueError, OSError):
+        records = []
     if not records or "completion_ids" not in records[0]:
         raise ValueError(f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
     weights = Path(config.model.model_path) if config.model.model_path else latest_checkpoint(path.parent)

@@ -68,6 +68,8 @@ def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
 @pytest.mark.parametrize("flags,message", [
     (["nowhere.jsonl"], "no rollouts in it"),
     (["{run}/metrics.jsonl"], "no rollouts in it"),
+    (["{run}/config.json"], "no rollouts in it"),
+    (["{run}"], "no rollouts in it"),
     (["{run}/moved/rollouts.jsonl"], "say with --model_path which weights"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final"], "no reference beside it"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final", "--use_kl_penalty", "false"], "has no value head"),
