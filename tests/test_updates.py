@@ -342,7 +342,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     (-0.5 * total / rollout.completion_mask.sum()).backward()
     truth = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()
     assert differ(ours, truth) < 1e-4
-    assert losses["entropy"] == pytest.approx(float(total / rollout.completion_mask.sum()), rel=1e-5)
+    assert losses["entropy"] == pytest.approx(total.item() / int(rollout.completion_mask.sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
