@@ -196,3 +196,13 @@ def test_a_replay_takes_the_settings_of_its_run_but_not_its_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(run.as_dict()))
     config = parse_config(["--replay", str(tmp_path / "rollouts.jsonl"), "--seed", "8"])
     assert (config.grpo.loss_type, config.training.seed, config.model.model_path) == ("gspo", 8, "")
+
+
+def test_a_phase_is_as_many_steps_long_as_its_epochs_have_updates():
+    def steps(flags):
+        return [(phase.name, phase.steps) for phase in prepare.plan(parse_config(flags.split()), num_examples=1000)]
+
+    assert steps("--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 9") == [("cold_start", 9), ("grpo", 32)]
+    several = "--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 0 --ppo_epochs 3 --minibatch_size 64"
+    assert steps(several) == [("grpo", 32 * 3 * 4)] and steps(f"{several} --max_steps 50") == [("grpo", 50)]
+    assert steps("--batch_size 64 --num_epochs 2 --ppo_epochs 3") == [("supervised", 32)]
