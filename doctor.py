@@ -36,7 +36,7 @@ def then(history: list[dict], metric: str) -> float:
 
 
 def mean_of(lines: list[dict], metric: str) -> float:
-    """Mean over the lines that have a number."""
+    """Mean of a metric over the lines where it is known and finite; NaN if it nowhere is."""
     values = [line[metric] for line in lines if isinstance(line.get(metric), int | float) and math.isfinite(line[metric])]
     return sum(values) / len(values) if values else math.nan
 

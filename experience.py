@@ -2,7 +2,7 @@
 From prompts to what an update learns from: groups that are sampled and scored, and an Experience, which holds everything
 about a rollout that stays the same while the policy is updated on it.
 
-Nothing here has a gradient. What does is in train.py, add_up_gradient.
+Nothing here has a gradient. What has one is in train.py, add_up_gradient.
 Shapes: P prompts, G completions of each, B = P*G rows with siblings adjacent, T completion tokens.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
 )
-from logprobs import LogProbs, completion_lengths, completion_log_probs, micro_batches
+from logprobs import completion_lengths, completion_log_probs, micro_batches
 from model import moved_to
 from rewards import compute_rewards_for_completions
 from sample import Rollout, join_rollouts, sample_completions_for_prompts, select_groups
@@ -106,17 +106,17 @@ def prepare_experience(run, rollout: Rollout, points: Tensor) -> tuple[Experienc
     """Advantages, and the passes without gradient that the updates need. points (P, G). Also returns metrics."""
     grpo, metrics = run.config.grpo, {}
     # What could not be scored is not trained on, and not counted either.
-    mask = rollout.completion_mask & ~points.reshape(-1, 1).isnan()                 # (B, T)
+    mask = rollout.completion_mask & ~points.reshape(-1, 1).isnan()              # (B, T)
     if grpo.overlong == "mask":
         mask = mask & rollout.finished[:, None]
-    reference_logp = now = weights = None
+    reference_logp = logp = values = weights = returns = None
     if run.reference is not None and grpo.estimator != "exact":
         with moved_to(run.reference, run.device):
-            reference_logp = look_back(run, run.reference, rollout).logp
+            reference_logp, _ = look_back(run, run.reference, rollout)
     if grpo.importance_cap or run.value_head is not None:
-        now = look_back(run, run.model, rollout, value_head=run.value_head)
+        logp, values = look_back(run, run.model, rollout, run.value_head)
     if grpo.importance_cap:
-        weights = importance_weights(now.logp, rollout.sampling_logp, mask, cap=grpo.importance_cap)
+        weights = importance_weights(logp, rollout.sampling_logp, mask, cap=grpo.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())
     penalty = torch.zeros(mask.shape)                                            # (B, T) points
     if run.reference is not None and grpo.kl_in == "reward":
@@ -124,14 +124,12 @@ def prepare_experience(run, rollout: Rollout, points: Tensor) -> tuple[Experienc
         metrics["kl"] = float(kl.sum() / mask.sum())                             # NaN where nothing is trained on
         penalty = run.kl_coef * kl
 
-    old_values = returns = None
     if run.value_head is None:
         advantages = group_advantages(run, points, penalty.sum(dim=1).view_as(points)).view(-1, 1)
     else:
-        old_values = now.values
-        advantages, returns = token_advantages(grpo, points.reshape(-1, 1), penalty, now.values, mask)
-    old_logp = rollout.sampling_logp if weights is None else now.logp
-    return Experience(rollout, mask, advantages, old_logp, weights, reference_logp, old_values, returns), metrics
+        advantages, returns = token_advantages(grpo, points.reshape(-1, 1), penalty, values, mask)
+    old_logp = rollout.sampling_logp if weights is None else logp
+    return Experience(rollout, mask, advantages, old_logp, weights, reference_logp, values, returns), metrics
 
 
 def group_advantages(run, points: Tensor, penalty: Tensor) -> Tensor:
@@ -170,23 +168,17 @@ def token_advantages(grpo, points: Tensor, penalty: Tensor, values: Tensor, mask
 
 
 @torch.no_grad()
-def look_back(run, model, rollout: Rollout, **options) -> LogProbs:
-    """completion_log_probs of the whole rollout under a model, on the CPU, (B, T) each."""
-    shape, parts = rollout.completion_mask.shape, []
-    batches = micro_batches(rollout, torch.arange(shape[0]), run.config.training.max_tokens_per_forward, run.shared_prompt)
-    policy = dict(**run.config.grpo.policy, shared_prompt=run.shared_prompt)
-    for rows in batches:
-        parts.append(completion_log_probs(model, rollout, rows, **policy, **options))
-
-    def gather(name):
-        if getattr(parts[0], name) is None:
-            return None
-        whole = torch.zeros(shape)
-        for rows, part in zip(batches, parts, strict=True):
-            whole[rows] = getattr(part, name).cpu()
-        return whole
-
-    return LogProbs(gather("logp"), gather("entropy"), gather("kl"), gather("values"))
+def look_back(run, model, rollout: Rollout, value_head=None) -> tuple[Tensor, Tensor | None]:
+    """What a model says about the whole rollout as it is now: logp and, from a value head, values; (B, T), on the CPU."""
+    logp = torch.zeros(rollout.completion_mask.shape)
+    values = None if value_head is None else torch.zeros_like(logp)
+    everything, grpo = torch.arange(len(logp)), run.config.grpo
+    for rows in micro_batches(rollout, everything, run.config.training.max_tokens_per_forward, run.shared_prompt):
+        now = completion_log_probs(model, rollout, rows, **grpo.policy, shared_prompt=run.shared_prompt, value_head=value_head)
+        logp[rows] = now.logp.cpu()
+        if value_head is not None:
+            values[rows] = now.values.cpu()
+    return logp, values
 
 
 def minibatches(run, num_rows: int) -> Iterator[Tensor]:

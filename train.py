@@ -4,7 +4,8 @@ GRPO and supervised training of a language model.
     python train.py --use_grpo --num_completions_per_prompt 4      a demonstration that needs nothing else
     python train.py --help                                         every flag
 
-Reading order: train (the loop), grpo_training_step (what it is about), supervised_training_step, then how a run is set up.
+Reading order: learn (the loop), grpo_training_step (what it is about) with add_up_gradient and loss_and_parts,
+supervised_training_step. What comes before the first step is in prepare.py.
 A run goes through phases: cold_start and grpo with --use_grpo, else supervised. They share everything but the step.
 """
 
@@ -17,7 +18,7 @@ import torch
 from checkpoint import save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
 from devices import all_sum, peak_memory_gb
-from doctor import diagnose
+from doctor import diagnose, mean_of
 from experience import Experience, Groups, minibatches, prepare_experience, sample_groups
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
@@ -274,12 +275,6 @@ def describe_groups(groups: Groups, experience: Experience) -> dict:
         "completion_tokens": float(mask.sum()) / len(mask),
         "truncated": float((~groups.rollout.finished).float().mean()),
     } | {f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()}
-
-
-def mean_of(updates: list[dict], name: str) -> float:
-    """Mean of a metric over the updates where it is known; NaN if nowhere."""
-    known = [losses[name] for losses in updates if not math.isnan(losses[name])]
-    return sum(known) / len(known) if known else math.nan
 
 
 def due(before: int, after: int, every: int) -> bool:

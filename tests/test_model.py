@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from check import check_setup
 from config import ModelConfig
-from model import frozen_copy, load_policy, save_policy
+from model import frozen_copy, load_policy, moved_to, save_policy
 from rewards import correctness
 
 EXAMPLES = [
@@ -71,3 +71,18 @@ def test_a_tokenizer_without_pad_pads_with_eos(model, tokenizer, tmp_path):
 def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(path):
     with pytest.raises(ValueError, match="no such folder"):
         load_policy(ModelConfig(model_path=path))
+
+
+def test_a_model_is_moved_for_a_while_and_comes_home_whatever_happens():
+    class Traveller(torch.nn.Linear):
+        def to(self, device):
+            places.append(str(device))
+            return self
+
+    places, model = [], Traveller(1, 1)
+    with moved_to(model, "cuda:7") as there:
+        assert there is model and places == ["cuda:7"]
+    assert places == ["cuda:7", "cpu"]
+    with pytest.raises(KeyError), moved_to(model, "cuda:7"):
+        raise KeyError
+    assert places[2:] == ["cuda:7", "cpu"]

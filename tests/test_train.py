@@ -243,6 +243,7 @@ def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator
     assert lines[0]["kl_coef"] == pytest.approx(0.4, rel=1e-4) and lines[-1]["kl"] > 1e-3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU there is nowhere else to put it")
 def test_a_reference_on_the_cpu_gives_the_same_run(tmp_path):
     flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --eval_limit 0 --use_kl_penalty --learning_rate 1e-3".split()
     there = run_folder(tmp_path / "a", *flags, "--reference_offload")
