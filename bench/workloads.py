@@ -1,0 +1,84 @@
+"""
+The five workloads on which GRPO systems are compared, as files that any of them can read: a model with random weights, a
+tokenizer, prompts. Needs torch and transformers alone, so that it runs in every environment.
+
+What a completion says does not matter for time and memory; how long it is does. Where a workload gives lengths, every
+system has to end a completion at exactly its length, otherwise at the limit or a stop token, whichever is first.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+
+SMALL = dict(                                             # a million parameters: the built-in tiny Gemma
+    vocab_size=263, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32, sliding_window=64,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+MEDIUM = dict(                                            # 14 million, 8.4 of them the embedding
+    vocab_size=32768, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=1, head_dim=64, query_pre_attn_scalar=64, sliding_window=512,
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """P prompts of so many tokens, G completions of each of up to so many new ones."""
+
+    model: dict
+    prompts: int
+    prompt_tokens: int
+    group_size: int
+    new_tokens: int
+    measured_steps: int
+    mean_length: int = 0                                  # of geometric lengths; 0: as the model happens to end
+
+
+WORKLOADS = {
+    "short": Workload(SMALL, prompts=32, prompt_tokens=10, group_size=4, new_tokens=64, measured_steps=5),
+    "long": Workload(MEDIUM, prompts=2, prompt_tokens=512, group_size=8, new_tokens=64, measured_steps=2),
+    "wide": Workload(MEDIUM, prompts=1, prompt_tokens=1024, group_size=16, new_tokens=64, measured_steps=2),
+    "vocab": Workload(MEDIUM | {"vocab_size": 262144}, prompts=1, prompt_tokens=512, group_size=8, new_tokens=64,
+                      measured_steps=2),
+    "ragged": Workload(MEDIUM, prompts=2, prompt_tokens=512, group_size=8, new_tokens=512, measured_steps=1, mean_length=64),
+}
+
+
+def lengths_of(workload: Workload, step: int, seed: int) -> list[int] | None:
+    """How long each completion of a step has to be, or None where nothing is prescribed."""
+    if not workload.mean_length:
+        return None
+    drawn = np.random.default_rng([seed, step]).geometric(1 / workload.mean_length, workload.prompts * workload.group_size)
+    return np.minimum(drawn, workload.new_tokens).tolist()
+
+
+def share_of_even(completions, completion_ids, **columns):
+    """A reward that every completion gets a different value of: no group is tied, so every group is trained on."""
+    return [sum(i % 2 == 0 for i in ids) / max(1, len(ids)) + len(set(ids)) / 1000 for ids in completion_ids]
+
+
+def write_workload(workload: Workload, folder: Path, seed: int = 0) -> None:
+    """model/ (weights and tokenizer) and prompts.jsonl."""
+    torch.manual_seed(seed)
+    size = workload.model["vocab_size"]
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {f"w{i}": i for i in range(3, size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="left"
+    )
+    config = Gemma3TextConfig(
+        **workload.model, max_position_embeddings=4096, pad_token_id=0, eos_token_id=1, bos_token_id=2, tie_word_embeddings=True
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder / "model")
+    fast.save_pretrained(folder / "model")
+    draws = np.random.default_rng(seed)
+    with open(folder / "prompts.jsonl", "w") as file:
+        for _ in range(8 * workload.prompts):
+            count = workload.prompt_tokens + (int(draws.integers(-2, 3)) if workload.prompt_tokens < 100 else 0)
+            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in draws.integers(3, size, count))}) + "\n")
