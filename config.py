@@ -98,6 +98,7 @@ class GRPOConfig:
     generation_temperature: float = flag(0.8, "divides the logits, in sampling and in training")
     generation_top_p: float = flag(0.9, "keep the likeliest tokens up to this probability; 1: all")
     generation_top_k: int = flag(50, "keep so many likeliest tokens; 0: all")
+    generation_batch_size: int = flag(0, "completions sampled at once, less memory; others wait until some end; 0: all")
     dynamic_sampling: int = flag(0, "sample up to so many more times a step, to replace groups of equal rewards by new prompts")
 
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "names from rewards.py, or path/to/file.py:function")

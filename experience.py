@@ -15,8 +15,9 @@ from torch import Tensor
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
 )
-from logprobs import completion_lengths, completion_log_probs, micro_batches
+from logprobs import completion_log_probs
 from model import moved_to
+from packing import completion_lengths, micro_batches
 from rewards import compute_rewards_for_completions
 from sample import Rollout, join_rollouts, sample_completions_for_prompts, select_groups
 

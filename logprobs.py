@@ -2,23 +2,26 @@
 Log-probabilities of completions under a model: what the policy, the reference and any later version of them say about
 tokens that were sampled before.
 
-Two ideas live here. A group shares one prompt, so the prompt is forwarded once with its G completions packed behind it,
-under a mask that keeps siblings apart. And the vocabulary is large, so the head runs in chunks of a few hundred tokens,
-recomputed in the backward pass: no (tokens, V) tensor outlives a chunk.
+Two ideas live here. A group shares one prompt, so the prompt is forwarded once with its G completions packed behind it
+(packing.py). And the vocabulary is large, so the head runs on a few tokens at a time, again in the backward pass: no
+(tokens, V) tensor outlives a chunk.
 
-Left out on purpose: several groups in one pack (each group is a row of its own here, padded to the longest). Models
-whose layers carry state from token to token cannot be packed: the start-up check finds that, and shared_prompt=False
-forwards ordinary rows.
+Left out on purpose: models whose layers carry state from token to token cannot be packed; the start-up check finds that,
+and shared_prompt=False forwards ordinary rows.
 Shapes: B rows of T completion tokens, K packs of L tokens, N completion tokens in all, H hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import linear
 
-HEAD_CHUNK = 512                # tokens; at V = 262144 a float32 chunk of logits takes half a gigabyte
+from packing import attention_masks, pack_rows
+
+LOGITS_AT_ONCE = 2**22          # tokens * V: 16 megabytes in float32
+TOKENS_AT_ONCE = 64             # but no fewer tokens: every chunk goes through the whole head four times
 
 
 @dataclass
@@ -42,7 +45,8 @@ def restrict_logits(logits: Tensor, *, temperature: float, top_k: int, top_p: fl
                  between two forward passes must not make them impossible
     returns      (N, V) float32 (float64 for float64 logits)
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / temperature if temperature != 1 else logits                # at V = 262144 a division is felt
     if top_k <= 0 and top_p >= 1:
         return logits
     with torch.no_grad():
@@ -72,32 +76,30 @@ def completion_log_probs(
     value_head     a module from hidden states (N, H) to points (N,)
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
-    pack = pack_rows(rollout, rows, shared_prompt)
+    packs = pack_rows(rollout, rows, shared_prompt)
     device = next(model.parameters()).device
+    places = packs.places.to(device)
     inputs = dict(
-        input_ids=pack.ids.to(device),
-        position_ids=pack.positions.to(device),
-        attention_mask=attention_masks(model, pack) if shared_prompt else (pack.segments >= 0).to(device),
+        input_ids=packs.ids.to(device),
+        position_ids=places.position,
+        attention_mask=attention_masks(model, places, places) if shared_prompt else places.prompt >= 0,
         use_cache=False,
     )
     mask = rollout.completion_mask[rows]                                         # (b, T)
     chosen = rollout.completion_ids[rows][mask].to(device)                       # (N,)
-    predictor = pack.predictor[mask].to(device)                                  # (N,)
+    predictor = packs.predictor[mask].to(device)                                 # (N,)
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]               # (N, H)
     reference_hidden = None
     if reference is not None:
         with torch.no_grad():
             reference_hidden = reference.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]
 
-    policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    parts = []
-    for i in range(0, len(chosen), HEAD_CHUNK):
-        chunk = slice(i, i + HEAD_CHUNK)
-        other = None if reference is None else reference_hidden[chunk]
-        parts.append(checkpoint(
-            head_log_probs, model, hidden[chunk], chosen[chunk], policy, reference, other, use_reentrant=False
-        ))
-    logp, entropy, kl = (torch.cat(part) for part in zip(*parts, strict=True))   # (N,) each
+    shape = partial(policy_logits, model, temperature=temperature, top_k=top_k, top_p=top_p)
+    head = model.get_output_embeddings()
+    logp, entropy, kl = HeadLogProbs.apply(
+        hidden, head.weight, head.bias, chosen, shape, reference_hidden,
+        None if reference is None else lambda hidden: logits_of(reference, hidden) / temperature,
+    )
     where, empty = mask.to(device), logp.new_zeros(mask.shape)
     return LogProbs(
         logp=empty.masked_scatter(where, logp),
@@ -107,144 +109,113 @@ def completion_log_probs(
     )
 
 
-def head_log_probs(model, hidden: Tensor, chosen: Tensor, policy: dict, reference=None, reference_hidden=None):
-    """hidden (N, H), the tokens chosen next (N,) -> log-probabilities, entropies, exact KLs (0 without a reference).
+def policy_logits(model, raw: Tensor, chosen: Tensor | None = None, **policy) -> Tensor:
+    """From the head's product (n, V) to the logits of the policy (n, V): the model's own scaling and soft cap, then the kept support.
 
-    policy   temperature, top_k and top_p, as for restrict_logits;  returns (N,) nats each, float32
+    transformers offers no public call for the former; the start-up check compares it with the model's forward pass.
     """
-    logits = restrict_logits(logits_of(model, hidden), **policy, chosen=chosen)
-    log_probs = logits.log_softmax(dim=-1)
-    kept = log_probs > -torch.inf
-    probs, surprise = log_probs.exp(), torch.where(kept, log_probs, 0.0)         # 0 * log 0 is 0
-    logp, entropy = log_probs.gather(-1, chosen[:, None])[:, 0], -(probs * surprise).sum(dim=-1)
-    if reference is None:
-        return logp, entropy, torch.zeros_like(logp)
-    with torch.no_grad():
-        reference_logits = logits_of(reference, reference_hidden).to(logits.dtype) / policy["temperature"]
-        reference_logp = reference_logits.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
-    return logp, entropy, (probs * torch.where(kept, log_probs - reference_logp, 0.0)).sum(dim=-1)
+    return restrict_logits(scaled(model, raw), chosen=chosen, **policy)
+
+
+def scaled(model, raw: Tensor) -> Tensor:
+    """What some models do to the product of hidden states and head."""
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)         # Cohere, Granite
+    raw = raw * scale if scale != 1 else raw
+    cap = getattr(config, "final_logit_softcapping", None)                       # Gemma 2
+    return raw if cap is None else torch.tanh(raw / cap) * cap
 
 
 def logits_of(model, hidden: Tensor) -> Tensor:
-    """The model's own way from final hidden states (N, H) to logits (N, V), with its scaling and soft cap.
+    """The model's own way from final hidden states (n, H) to logits (n, V)."""
+    head = model.get_output_embeddings()
+    if hidden.device.type == "cpu" and len(hidden) <= 32 and head.bias is None:
+        # One token for each of a few completions: the same product the other way round takes half the time on a CPU.
+        return scaled(model, (head.weight @ hidden.T).T.contiguous())
+    return scaled(model, head(hidden))
 
-    transformers offers no public call for this step; the start-up check compares it with the model's forward pass.
+
+class HeadLogProbs(torch.autograd.Function):
+    """hidden (N, H), head, the tokens chosen next (N,) -> their log-probabilities, entropies, exact KLs; (N,) nats each.
+
+        log p(i) = logits[i] - logsumexp(logits)            d log p(chosen) / d logits[i] = [i = chosen] - p(i)
+        H = -sum_i p(i) log p(i)                            d H / d logits[i] = -p(i) (log p(i) + H)
+        KL = sum_i p(i) (log p(i) - log q(i))               d KL / d logits[i] = p(i) (log p(i) - log q(i) - KL)
+
+    autograd would keep and traverse a dozen (n, V) tensors for this, which took longer than the matrix products around
+    them, and a gradient of the whole embedding for every chunk. Here two such tensors are alive at a time, and chunks add
+    their part to one gradient in place. Logits may be -inf where nothing can be drawn: p is 0 there, and so is p log p.
+
+    shape      (raw (n, V), chosen (n,)) -> logits (n, V): what lies between the head's product and the policy's logits
+    reference  hidden states (n, H) -> logits (n, V) of another model, whose distribution q is normalised over the tokens
+               that the policy keeps; KL is 0 without one
     """
-    logits = model.get_output_embeddings()(hidden)
-    config = model.config.get_text_config()
-    logits = logits * getattr(config, "logit_scale", 1.0)                        # Cohere
-    logits = logits / getattr(config, "logits_scaling", 1.0)                     # Granite
-    cap = getattr(config, "final_logit_softcapping", None)                       # Gemma 2
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, chosen, shape, reference_hidden, reference):
+        ctx.set_materialize_grads(False)                                         # entropy is seldom part of the loss
+        ctx.shape, ctx.reference = shape, reference
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        logp, entropy, kl, total = (hidden.new_zeros(len(hidden), 1, dtype=precise) for _ in range(4))
+        for chunk in chunks(hidden, weight):
+            logits = shape(linear(hidden[chunk], weight, bias), chosen[chunk])
+            top = logits.amax(dim=-1, keepdim=True)
+            weights = (logits - top).exp_()                                      # (n, V)
+            sums = weights.sum(dim=-1, keepdim=True)
+            total[chunk] = top + sums.log()
+            logp[chunk] = logits.gather(-1, chosen[chunk, None]) - total[chunk]
+            entropy[chunk] = total[chunk] - expectation(weights, logits) / sums
+            if reference is not None:
+                log_q = log_probs_over(reference(reference_hidden[chunk]), logits)
+                kl[chunk] = expectation(weights, finite(logits) - total[chunk] - finite(log_q)) / sums
+        ctx.save_for_backward(hidden, weight, bias, chosen, reference_hidden, total, entropy, kl)
+        return logp[:, 0], entropy[:, 0], kl[:, 0]
+
+    @staticmethod
+    def backward(ctx, of_logp, of_entropy, of_kl):
+        hidden, weight, bias, chosen, reference_hidden, total, entropy, kl = ctx.saved_tensors
+        of_logp, of_entropy, of_kl = (None if slope is None else slope[:, None] for slope in (of_logp, of_entropy, of_kl))
+        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        for chunk in chunks(hidden, weight):
+            raw = linear(hidden[chunk], weight, bias).requires_grad_()
+            with torch.enable_grad():
+                logits = ctx.shape(raw, chosen[chunk])
+            slope = (logits.detach() - total[chunk]).exp_()                      # (n, V) p
+            factor = -of_logp[chunk] if of_logp is not None else 0.0
+            if of_entropy is not None:
+                factor = factor - of_entropy[chunk] * (finite(logits.detach() - total[chunk]) + entropy[chunk])
+            if of_kl is not None:
+                log_q = log_probs_over(ctx.reference(reference_hidden[chunk]), logits.detach())
+                factor = factor + of_kl[chunk] * (finite(logits.detach() - total[chunk]) - finite(log_q) - kl[chunk])
+            slope.mul_(factor)
+            if of_logp is not None:
+                slope.scatter_add_(-1, chosen[chunk, None], of_logp[chunk])
+            (of_raw,) = torch.autograd.grad(logits, raw, slope)
+            of_hidden[chunk] = of_raw @ weight
+            if of_weight is not None:
+                of_weight.addmm_(of_raw.T, hidden[chunk])
+            if of_bias is not None:
+                of_bias += of_raw.sum(dim=0)
+        return of_hidden, of_weight, of_bias, None, None, None, None
 
 
-# ---- packing -------------------------------------------------------------------------------------------------------
+def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Of tokens, so that their logits stay small."""
+    size = max(TOKENS_AT_ONCE, LOGITS_AT_ONCE // len(weight))
+    return [slice(i, i + size) for i in range(0, len(hidden), size)]
 
 
-@dataclass
-class Pack:
-    """K sequences of L tokens: a prompt and behind it one or more of its completions, each right-padded to L."""
-
-    ids: Tensor                 # (K, L)
-    positions: Tensor           # (K, L): 0, 1, ... over the prompt, then going on from it afresh in every completion
-    segments: Tensor            # (K, L): 0 prompt, 1, 2, ... its completions, -1 padding
-    predictor: Tensor           # (rows, T): index into the K * L hidden states of the one that predicts this token
+def finite(logits: Tensor) -> Tensor:
+    """The lowest number for -inf, so that 0 times it is 0."""
+    return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
-def pack_rows(rollout, rows: Tensor, shared_prompt: bool) -> Pack:
-    """Lay out the given rows of a rollout, siblings behind one copy of their prompt if shared_prompt."""
-    num_prompts, num_rows = len(rollout.prompt_ids), len(rollout.completion_ids)
-    group_size = num_rows // num_prompts
-    lengths = completion_lengths(rollout.completion_mask)
-    packs: dict[int, list[int]] = {}                # prompt (or row) -> where its completions stand in `rows`
-    for index, row in enumerate(rows.tolist()):
-        packs.setdefault(row // group_size if shared_prompt else row, []).append(index)
-
-    prompts = [ids[mask] for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
-    ids, positions, segments = [], [], []
-    predictor = torch.zeros(len(rows), rollout.completion_ids.shape[1], dtype=torch.long)
-    members = [[(index, int(rows[index])) for index in pack] for pack in packs.values()]
-    sizes = [len(prompts[m[0][1] // group_size]) + sum(int(lengths[row]) for _, row in m) for m in members]
-    for k, pack in enumerate(members):
-        prompt = prompts[pack[0][1] // group_size]
-        pieces, places, owners = [prompt], [torch.arange(len(prompt))], [torch.zeros(len(prompt), dtype=torch.long)]
-        start = len(prompt)
-        for segment, (index, row) in enumerate(pack, start=1):
-            length = int(lengths[row])
-            pieces.append(rollout.completion_ids[row, :length])
-            places.append(len(prompt) + torch.arange(length))
-            owners.append(torch.full((length,), segment))
-            # Token t is predicted one token earlier; the first one by the end of the prompt, wherever it stands.
-            predictor[index, :length] = k * max(sizes) + torch.cat(
-                [torch.tensor([len(prompt) - 1]), start + torch.arange(length - 1)]
-            )[:length]
-            start += length
-        ids.append(torch.cat(pieces))
-        positions.append(torch.cat(places))
-        segments.append(torch.cat(owners))
-    pad = torch.nn.utils.rnn.pad_sequence
-    return Pack(pad(ids, True), pad(positions, True), pad(segments, True, padding_value=-1), predictor)
+def expectation(weights: Tensor, values: Tensor) -> Tensor:
+    """weights, values (n, V) -> (n, 1) sum of their products; a value may be -inf where the weight is 0."""
+    return torch.linalg.vecdot(weights, finite(values))[:, None]
 
 
-def attention_masks(model, pack: Pack) -> Tensor | dict[str, Tensor]:
-    """Additive masks (K, 1, L, L) for transformers: 0 where a token may look, the lowest number where not.
-
-    A completion sees its prompt and itself up to the present; windows of sliding layers are measured in positions, so
-    that it makes no difference how many siblings stand in between. Models with several kinds of layers take a dict.
-    """
-    weight = next(model.parameters())
-    segments, positions = pack.segments.to(weight.device), pack.positions.to(weight.device)
-    query, key = segments[:, :, None], segments[:, None, :]
-    distance = positions[:, :, None] - positions[:, None, :]                     # (K, L, L)
-    # Padding sees itself: a softmax over nothing would be NaN, and NaN spreads through the backward pass.
-    visible = ((key == query) | (key == 0) & (query > 0)) & (distance >= 0)
-
-    def additive(allowed):
-        # In the model's own precision: torch's scaled_dot_product_attention misreads a float32 mask beside float64 queries.
-        mask = torch.zeros(allowed.shape, dtype=weight.dtype, device=weight.device)
-        return mask.masked_fill(~allowed, torch.finfo(weight.dtype).min)[:, None]
-
-    config = model.config.get_text_config()
-    layer_types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    sliding = visible & (distance < window) if window else visible
-    if layer_types is None:
-        return additive(sliding)                          # Mistral: a window in every layer
-    masks = {"full_attention": visible, "sliding_attention": sliding}
-    return {name: additive(masks[name]) for name in set(layer_types)}
-
-
-def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """(B,) tokens up to and including the last one that the policy chose; what follows it predicts nothing."""
-    steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
-    return (completion_mask * steps).amax(dim=1)
-
-
-def micro_batches(rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True) -> list[Tensor]:
-    """Split rows into batches of at most max_tokens padded tokens, siblings together where they fit.
-
-    Longest first, so that packs of like length share a batch. A single completion longer than max_tokens gets a batch
-    of its own. Any split gives the same gradient, since losses take their denominators from the whole step.
-    """
-    group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
-    lengths = completion_lengths(rollout.completion_mask).tolist()
-    prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
-    packs: list[tuple[int, list[int]]] = []                                      # (tokens, rows)
-    open_pack: dict[int, int] = {}                                               # prompt -> its pack still being filled
-    for row in rows.tolist():
-        prompt = row // group_size
-        at = open_pack.get(prompt)
-        if not shared_prompt or at is None or packs[at][0] + lengths[row] > max_tokens:
-            open_pack[prompt] = len(packs)
-            packs.append((prompt_lengths[prompt] + lengths[row], [row]))
-        else:
-            packs[at] = (packs[at][0] + lengths[row], [*packs[at][1], row])
-    packs.sort(key=lambda pack: -pack[0])
-    batches: list[list[int]] = []
-    longest = count = 0
-    for tokens, members in packs:
-        if not batches or (count + 1) * longest > max_tokens:
-            batches.append([])
-            longest, count = tokens, 0
-        batches[-1] += members
-        count += 1
-    return [torch.tensor(batch) for batch in batches]
+def log_probs_over(reference_logits: Tensor, logits: Tensor) -> Tensor:
+    """log q (n, V) of a reference, over the tokens whose logits are not -inf."""
+    return reference_logits.to(logits.dtype).masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)

@@ -24,10 +24,14 @@ class Places:
     position: Tensor            # 0, 1, ... over the prompt, and going on from there afresh in every completion
 
     def __getitem__(self, index) -> "Places":
-        return Places(self.prompt[index], self.sibling[index], self.position[index])
+        return Places(*(tensor[index] for tensor in self.tensors))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.prompt, self.sibling, self.position
 
     def to(self, device) -> "Places":
-        return Places(self.prompt.to(device), self.sibling.to(device), self.position.to(device))
+        return Places(*(tensor.to(device) for tensor in self.tensors))
 
 
 def may_look(query: Places, key: Places, window: int | None = None) -> Tensor:

@@ -1,16 +1,16 @@
 """
 Sampling: prompts in, groups of completions out, each token with the log-probability it was drawn with.
 
-The prompt of a group is forwarded once and its key-value cache repeated for the G siblings. A token is drawn by
-inverting the cumulative distribution at one uniform number, and every completion has a stream of such numbers of its
-own, derived from the seed and its prompt: it comes out the same alone, in a batch, or after others have finished.
+A prompt is forwarded once and its keys and values shared by the G siblings (cache.py). A token is drawn by inverting the
+cumulative distribution at one uniform number, and every completion has a stream of such numbers of its own, derived from
+the seed and its prompt: it comes out the same alone, in a batch, after others have finished, or from a queue.
 
-Left out on purpose: static caches and compiled decoding. The cache grows by one token a step, and rows that are done
-are dropped once they are half of the batch.
-Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with siblings adjacent, T completion tokens.
+Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with siblings adjacent, T completion tokens; n slots,
+each with the completion that owns it. Completion number B does not exist: what is drawn for nobody goes there.
 """
 
 import hashlib
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,10 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
 
+from cache import PackedCache, PlainCache
 from data import encode_completion, encode_prompt
 from logprobs import restrict_logits
+from packing import Places
+
+STEPS_BETWEEN_LOOKS = 8         # on a GPU, where to look whether completions have ended means to wait for the device
 
 
 @dataclass
@@ -38,15 +41,17 @@ class Rollout:
 
 
 def sample_completions_for_prompts(
-    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None
+    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None, shared_prompt: bool = True
 ) -> Rollout:
     """Draw a group of completions for each prompt.
 
     prompts  strings, lists of chat messages, or lists of token ids
     config   has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature (0 takes the
-             likeliest token), generation_top_k (0: all), generation_top_p (1: all)
+             likeliest token), generation_top_k (0: all), generation_top_p (1: all), generation_batch_size (completions
+             at once, the others wait for the end of one; 0: all)
     seed     the same seed, prompt and sibling number give the same completion, whatever else is in the batch
     num_completions  G, if not the config's
+    shared_prompt    False for models whose layers carry state, as in completion_log_probs
     """
     group_size = num_completions or config.num_completions_per_prompt
     greedy = config.generation_temperature == 0
@@ -58,56 +63,91 @@ def sample_completions_for_prompts(
     device = next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     prompt_ids, prompt_mask = left_pad(encoded, tokenizer.pad_token_id)
-    stops = torch.tensor(stop_token_ids(model, tokenizer), device=device)
-    uniforms = torch.from_numpy(uniform_streams(encoded, group_size, config.generation_max_length, seed)).to(device)
-
-    num_rows, limit = len(prompts) * group_size, config.generation_max_length
-    completion_ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
-    sampling_logp = torch.zeros(num_rows, limit, device=device)
-    lengths = torch.full((num_rows,), limit, device=device)
-    finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    uniforms = uniform_streams(encoded, group_size, config.generation_max_length, seed)
+    drawn = Drawn(uniforms, stop_token_ids(model, tokenizer), tokenizer.pad_token_id, policy, device)
+    at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size) if shared_prompt else len(prompts)
 
     with sampling_mode(model):
-        attention = prompt_mask.to(device)
-        cache = DynamicCache(config=model.config)
-        logits = model(
-            input_ids=prompt_ids.to(device), attention_mask=attention, position_ids=positions_of(attention),
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
-        ).logits[:, -1]                                                          # (P, V)
-        cache.batch_repeat_interleave(group_size)
-        logits = logits.repeat_interleave(group_size, dim=0)                     # (B, V)
-        attention = attention.repeat_interleave(group_size, dim=0)
-        prompt_lengths = attention.sum(dim=1)                                    # (B,)
-        active = torch.arange(num_rows, device=device)                           # which row each cache entry belongs to
+        queue, cache, alive = deque(range(len(prompts))), None, []
+        while queue or alive:
+            fresh = [queue.popleft() for _ in range(min(len(queue), at_once - len(alive) // group_size))]
+            if fresh:
+                cache = with_prompts(cache, model, fresh, prompt_ids, prompt_mask, drawn, group_size, shared_prompt)
+                alive = drawn.unfinished(alive + [p * group_size + g for p in fresh for g in range(group_size)])
+                continue                                  # a completion may be a single token
+            owners = cache.arrange(alive, [owner // group_size for owner in alive], nobody=drawn.nobody)      # (R, Q)
+            places = Places(torch.where(owners == drawn.nobody, -1, owners // group_size), owners + 1, owners)
+            lengths = torch.tensor([len(ids) for ids in encoded] + [0], device=device)[places.prompt]         # of prompts
+            enough = len(alive) // 2                      # then it is worth while to close ranks, or to begin prompts
+            while cache.steps_left and len(alive) > enough:
+                for _ in range(min(cache.steps_left, 1 if device.type == "cpu" else STEPS_BETWEEN_LOOKS)):
+                    count = drawn.count[owners]
+                    places.position = torch.where(owners == drawn.nobody, 0, lengths + count - 1)
+                    logits = cache.forward(drawn.ids[owners, count - 1], places)                              # (R * Q, V)
+                    drawn.take(owners.flatten(), logits)
+                alive = drawn.unfinished(alive)
+    return drawn.as_rollout(prompt_ids, prompt_mask, tokenizer)
 
-        for t in range(limit):
-            tokens, logp = draw(restrict_logits(logits, **policy), uniforms[active, t])
-            completion_ids[active, t], sampling_logp[active, t] = tokens, logp   # past its stop a row's are ignored
-            stopped = torch.isin(tokens, stops) & ~finished[active]
-            lengths[active[stopped]] = t + 1
-            finished[active[stopped]] = True
-            alive = (~finished[active]).nonzero()[:, 0]
-            if len(alive) == 0 or t + 1 == limit:
-                break
-            if 2 * len(alive) <= len(active):
-                cache.batch_select_indices(alive)
-                active, tokens, attention = active[alive], tokens[alive], attention[alive]
-            attention = torch.cat([attention, attention.new_ones(len(active), 1)], dim=1)
-            logits = model(
-                input_ids=tokens[:, None], attention_mask=attention, position_ids=(prompt_lengths[active] + t)[:, None],
-                past_key_values=cache, use_cache=True,
-            ).logits[:, -1]
 
-    completion_mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]     # by position, never by id
-    width = completion_mask.shape[1]
-    completion_ids = completion_ids[:, :width].masked_fill(~completion_mask, tokenizer.pad_token_id).cpu()
-    sampling_logp = sampling_logp[:, :width].masked_fill(~completion_mask, 0.0).cpu()
-    assert sampling_logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
-    texts = [ids[: n - done] for ids, n, done in zip(completion_ids.tolist(), lengths.tolist(), finished.tolist(), strict=True)]
-    return Rollout(
-        prompt_ids, prompt_mask, completion_ids, completion_mask.cpu(), sampling_logp, finished.cpu(),
-        completions=tokenizer.batch_decode(texts, skip_special_tokens=True),
-    )
+def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn, group_size: int, shared_prompt: bool):
+    """Forward prompts, draw the first token of each of their completions, and add them to the cache."""
+    device = drawn.ids.device
+    ids, mask = prompt_ids[fresh].to(device), prompt_mask[fresh].to(device)
+    number = torch.tensor(fresh, device=device)[:, None].expand_as(ids)
+    places = Places(number.masked_fill(~mask, -1), torch.zeros_like(ids), positions_of(mask))
+    owners = torch.arange(drawn.nobody, device=device).view(-1, group_size)[fresh].flatten()
+    if not shared_prompt:
+        cache = PlainCache(model, ids, places, group_size)
+        drawn.take(owners, cache.logits)
+        return cache
+    new = PackedCache(model, ids, places)
+    drawn.take(owners, new.logits.repeat_interleave(group_size, dim=0))
+    if cache is None:
+        return new
+    cache.join(new)
+    return cache
+
+
+class Drawn:
+    """What has been drawn so far, and how to draw more. Tensors have an entry more than there are completions, for nobody."""
+
+    def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device):
+        self.nobody, limit = uniforms.shape
+        self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, 1), (0, 0)))).to(device)          # (B + 1, T)
+        self.ids = torch.full((self.nobody + 1, limit), pad_id, device=device)
+        self.logp = torch.zeros(self.nobody + 1, limit, device=device)
+        self.count = torch.ones(self.nobody + 1, dtype=torch.long, device=device).index_fill_(
+            0, torch.arange(self.nobody, device=device), 0
+        )
+        self.stopped = torch.zeros(self.nobody + 1, dtype=torch.bool, device=device)
+        self.stops, self.policy, self.pad_id = torch.tensor(stops, device=device), policy, pad_id
+
+    def take(self, owners: Tensor, logits: Tensor) -> None:
+        """Draw a token for each owner: owners (n,), logits (n, V). Completions that are done get nothing any more."""
+        done = self.stopped[owners] | (self.count[owners] >= self.ids.shape[1])
+        owners = owners.masked_fill(done, self.nobody)
+        at = self.count[owners]
+        at = at.masked_fill(owners == self.nobody, 0)
+        tokens, logp = draw(restrict_logits(logits, **self.policy), self.uniforms[owners, at])
+        self.ids[owners, at], self.logp[owners, at] = tokens, logp
+        self.count[owners] = at + 1
+        self.stopped[owners] = torch.isin(tokens, self.stops)
+
+    def unfinished(self, owners: list[int]) -> list[int]:
+        """Which of them go on. The one place where the host waits for the device."""
+        going = (~self.stopped & (self.count < self.ids.shape[1])).tolist()
+        return [owner for owner in owners if going[owner]]
+
+    def as_rollout(self, prompt_ids: Tensor, prompt_mask: Tensor, tokenizer) -> Rollout:
+        lengths, stopped = self.count[:-1].cpu(), self.stopped[:-1].cpu()
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]               # (B, T) by position, never by id
+        width = mask.shape[1]
+        ids, logp = self.ids[:-1, :width].cpu().masked_fill(~mask, self.pad_id), self.logp[:-1, :width].cpu()
+        assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
+        texts = [row[: n - done] for row, n, done in zip(ids.tolist(), lengths.tolist(), stopped.tolist(), strict=True)]
+        return Rollout(
+            prompt_ids, prompt_mask, ids, mask, logp, stopped, tokenizer.batch_decode(texts, skip_special_tokens=True)
+        )
 
 
 def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
@@ -134,14 +174,33 @@ def join_rollouts(rollouts: list[Rollout]) -> Rollout:
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row by inverse transform sampling: logits (B, V), uniforms (B,) in [0, 1) -> tokens, logp, (B,) each."""
-    log_probs = logits.log_softmax(dim=-1)
-    cumulative = log_probs.exp().cumsum(dim=-1)                                  # (B, V)
-    total = cumulative[:, -1:].contiguous()                                      # 1 to rounding
-    tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    # u * total may round up to total; the token at which the sum is complete is the last one that can be drawn.
-    tokens = torch.minimum(tokens, torch.searchsorted(cumulative, total))
-    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0]
+    """One token a row by inverse transform sampling: logits (n, V), uniforms (n,) in [0, 1) -> tokens, logp, (n,) each.
+
+    In two steps, so that no sum runs over the whole vocabulary: first a block of tokens, then a token of that block.
+    """
+    top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
+    weights = (logits - top).exp_()                                              # (n, V)
+    width = 2 ** (logits.shape[-1].bit_length() // 2)
+    blocks = pad(weights, (0, -logits.shape[-1] % width)).unflatten(-1, (-1, width))             # (n, V / width, width)
+    ends = blocks.sum(dim=-1).cumsum(dim=-1)                                     # (n, V / width)
+    total = ends[:, -1:]
+    block, rest = position_in(ends, uniforms[:, None] * total)                   # (n, 1) each
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, width))[:, 0]       # (n, width)
+    token, _ = position_in(inside.cumsum(dim=-1), rest)
+    tokens = block * width + token
+    return tokens[:, 0], (logits.gather(-1, tokens) - top - total.log())[:, 0]
+
+
+def position_in(ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """Which interval a point lies in, of those that end at ends (n, m), and how far inside: goal (n, 1) -> (n, 1), (n, 1).
+
+    Never an empty one: rounding may put the goal at or beyond the last end, but the interval at which the sum is complete
+    is the last that is not empty.
+    """
+    last = torch.searchsorted(ends, ends[:, -1:].contiguous())
+    index = torch.minimum(torch.searchsorted(ends, goal, right=True), last)
+    begins = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
+    return index, (goal - begins).clamp(min=0)
 
 
 def uniform_streams(prompts: list[list[int]], group_size: int, length: int, seed: int) -> np.ndarray:
@@ -196,11 +255,20 @@ def positions_of(mask: Tensor) -> Tensor:
 
 @contextmanager
 def sampling_mode(model):
-    """No gradients and no dropout; restored whatever happens. Activation checkpointing rests too: it needs train()."""
-    training = model.training
-    model.eval()
+    """No gradients, no dropout, no activation checkpointing, which needs train(); restored whatever happens.
+
+    flex_attention is made for long sequences and blocks of a fixed size, so single tokens go through eager attention.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    flex = model.config._attn_implementation == "flex_attention"
     try:
+        model.eval()
+        if flex:
+            model.set_attn_implementation("eager")
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        if flex:
+            model.set_attn_implementation("flex_attention")
+        for module, flag in training:
+            module.training = flag

@@ -22,8 +22,9 @@ from doctor import diagnose, mean_of
 from experience import Experience, Groups, minibatches, prepare_experience, sample_groups
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
-from logprobs import LogProbs, completion_log_probs, micro_batches
+from logprobs import LogProbs, completion_log_probs
 from model import save_policy, update_reference
+from packing import micro_batches
 from prepare import Phase, Run, begin_phase, set_up, validate_grpo_setup  # noqa: F401
 from replay import replay
 from runs import StopOnCtrlC, accuracy_text, completion_records

@@ -26,7 +26,7 @@ def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, setti
 def test_a_head_without_the_soft_cap_is_found(model, tokenizer, settings, monkeypatch):
     model.config.final_logit_softcapping = 5.0
     assert findings_of(model, tokenizer, settings)["head"].ok
-    monkeypatch.setattr(logprobs, "logits_of", lambda model, hidden: model.get_output_embeddings()(hidden))
+    monkeypatch.setattr(logprobs, "scaled", lambda model, raw: raw)
     assert findings_of(model, tokenizer, settings)["head"].ok is False
 
 
@@ -34,9 +34,9 @@ def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokeniz
     real = logprobs.pack_rows
 
     def siblings_see_each_other(rollout, rows, shared_prompt):
-        pack = real(rollout, rows, shared_prompt)
-        pack.segments = pack.segments.clamp(max=1) if shared_prompt else pack.segments
-        return pack
+        packs = real(rollout, rows, shared_prompt)
+        packs.places.sibling = packs.places.sibling.clamp(max=1) if shared_prompt else packs.places.sibling
+        return packs
 
     monkeypatch.setattr(logprobs, "pack_rows", siblings_see_each_other)
     found = findings_of(model, tokenizer, settings)["packing"]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from conftest import PROMPTS
 
+import logprobs
 from config import GRPOConfig
 from grpo import policy_loss
-from logprobs import HEAD_CHUNK, completion_log_probs, micro_batches, pack_rows, restrict_logits
+from logprobs import completion_log_probs, restrict_logits
+from packing import micro_batches, pack_rows
 from sample import sample_completions_for_prompts
 
 
@@ -66,10 +68,12 @@ def test_packing_and_any_split_give_the_same_gradient(architecture, tokenizer, s
         assert difference < 1e-5, f"{name}: {difference}"
 
 
-def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer):
+def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer, monkeypatch):
     config = GRPOConfig(generation_max_length=40, num_completions_per_prompt=20)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], config, seed=0)
-    assert rollout.completion_mask.sum() > HEAD_CHUNK, "several chunks"
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(logprobs, "TOKENS_AT_ONCE", 100)
+    assert rollout.completion_mask.sum() > 500, "several chunks"
     with torch.no_grad():
         ours = completion_log_probs(model, rollout)
         for row, mask in enumerate(rollout.completion_mask):
@@ -119,8 +123,6 @@ def test_a_sampled_token_always_belongs_to_the_support():
 
 def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(model, tokenizer, settings, monkeypatch):
     """The parity tests above can fail: they do when a mask is wrong."""
-    import logprobs
-
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     everything = torch.arange(len(rollout.completions))
     plain = gradient(model, rollout, [everything], shared_prompt=False)
@@ -130,8 +132,8 @@ def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(mode
         return {name: right_masks(*args)["full_attention"] for name in ("full_attention", "sliding_attention")}
 
     def no_walls(*args):
-        pack = right_pack(*args)
-        return replace(pack, segments=pack.segments.clamp(max=1))
+        packs = right_pack(*args)
+        return replace(packs, places=replace(packs.places, sibling=packs.places.sibling.clamp(max=1)))
 
     for name, wrong in ("attention_masks", no_window), ("pack_rows", no_walls):
         with monkeypatch.context() as patch:
