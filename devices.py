@@ -3,6 +3,7 @@ Where a run computes: which device there is, and how much memory it took. Left o
 purpose: starting several processes; what counts over all of them is counted over all already.
 """
 
+import ctypes
 import os
 import resource
 import sys
@@ -15,6 +16,18 @@ def best_device() -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training runs in one process; start it without torchrun")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def keep_freed_memory() -> None:
+    """Tell malloc to keep what tensors leave behind, up to blocks of 128 MB, for the next ones. For Linux's glibc; else nothing.
+
+    Otherwise every large tensor on a CPU is fetched from the kernel anew and zeroed page by page, which took a third of a
+    training pass (dev/LOG.md).
+    """
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3           # names of malloc.h
+        ctypes.CDLL(None).mallopt(mmap_threshold, 128 * 2**20)
+        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
 
 
 def all_sum(count: float) -> float:

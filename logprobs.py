@@ -129,10 +129,18 @@ def scaled(model, raw: Tensor) -> Tensor:
 def logits_of(model, hidden: Tensor) -> Tensor:
     """The model's own way from final hidden states (n, H) to logits (n, V)."""
     head = model.get_output_embeddings()
-    if hidden.device.type == "cpu" and len(hidden) <= 32 and head.bias is None:
-        # One token for each of a few completions: the same product the other way round takes half the time on a CPU.
-        return scaled(model, (head.weight @ hidden.T).T.contiguous())
-    return scaled(model, head(hidden))
+    return scaled(model, product(hidden, head.weight, head.bias))
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden (n, H) times a head (V, H), plus bias: (n, V).
+
+    On a CPU the other way round, as a view of (V, n): for a few tokens that takes half the time (docs/benchmarks.md).
+    """
+    if hidden.device.type != "cpu":
+        return linear(hidden, weight, bias)
+    raw = (weight @ hidden.T).T
+    return raw if bias is None else raw + bias
 
 
 class HeadLogProbs(torch.autograd.Function):
@@ -158,7 +166,7 @@ class HeadLogProbs(torch.autograd.Function):
         precise = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy, kl, total = (hidden.new_zeros(len(hidden), 1, dtype=precise) for _ in range(4))
         for chunk in chunks(hidden, weight):
-            logits = shape(linear(hidden[chunk], weight, bias), chosen[chunk])
+            logits = shape(product(hidden[chunk], weight, bias), chosen[chunk])
             top = logits.amax(dim=-1, keepdim=True)
             weights = (logits - top).exp_()                                      # (n, V)
             sums = weights.sum(dim=-1, keepdim=True)
@@ -178,7 +186,7 @@ class HeadLogProbs(torch.autograd.Function):
         of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for chunk in chunks(hidden, weight):
-            raw = linear(hidden[chunk], weight, bias).requires_grad_()
+            raw = product(hidden[chunk], weight, bias).requires_grad_()
             with torch.enable_grad():
                 logits = ctx.shape(raw, chosen[chunk])
             slope = (logits.detach() - total[chunk]).exp_()                      # (n, V) p

@@ -19,7 +19,7 @@ from check import check_setup
 from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
 from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
-from devices import best_device
+from devices import best_device, keep_freed_memory
 from model import ValueHead, frozen_copy, load_policy, load_tokenizer
 from rewards import RESERVED, RewardError, load_reward_function, name_of
 from runs import RunFolder
@@ -192,6 +192,7 @@ def start_up_check(model, tokenizer, examples: list[dict], config: Config, funct
 def set_up(config: Config) -> Run:
     """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
     device = best_device()
+    keep_freed_memory()
     folder = RunFolder(config)
     functions = load_reward_functions(config)
     train_set, eval_set = load_data(config)
