@@ -23,6 +23,7 @@ from packing import Places, attention_masks
 
 FIRST_STEPS = 32                # columns for so many steps at first
 COLUMNS_PER_TOKEN = 1000        # a token costs about as much as looking at so many more columns of a cache
+UNUSED = (-1, 0, 0)             # prompt, sibling and position of a column that holds nothing
 
 
 @dataclass
@@ -90,15 +91,11 @@ class PackedCache:
     def join(self, other: "PackedCache") -> None:
         """Add the rows of another cache."""
         width = max(self.places.prompt.shape[1], other.places.prompt.shape[1])
-
-        def stack(left, right, dim, fill=0):
-            padded = (grown(part, width, dim, fill) for part in (left, right))
-            return torch.cat(list(padded))
-
-        fills = (-1, 0, 0)
-        self.places = Places(*map(partial(stack, dim=1), self.places.tensors, other.places.tensors, fills))
-        for mine, theirs in zip(self.layers.layers, other.layers.layers, strict=True):
-            mine.keys, mine.values = stack(mine.keys, theirs.keys, 2), stack(mine.values, theirs.values, 2)
+        both = zip(self.places.tensors, other.places.tensors, UNUSED, strict=True)
+        self.places = Places(*(torch.cat([grown(part, width, 1, fill) for part in (mine, new)]) for mine, new, fill in both))
+        for mine, new in zip(self.layers.layers, other.layers.layers, strict=True):
+            mine.keys = torch.cat([grown(part, width, 2, 0) for part in (mine.keys, new.keys)])
+            mine.values = torch.cat([grown(part, width, 2, 0) for part in (mine.values, new.values)])
 
     def arrange(self, owners: list[int], prompts: list[int], nobody: int) -> Tensor:
         """Keep what the completions `owners` of the prompts `prompts` need, with columns for more steps.
@@ -133,7 +130,7 @@ class PackedCache:
             )
         self.places = Places(*(
             grown(table[row, column].masked_fill(~used, fill), total, 1, fill)
-            for table, fill in zip(self.places.tensors, (-1, 0, 0), strict=True)
+            for table, fill in zip(self.places.tensors, UNUSED, strict=True)
         ))
         self.cursor.columns = torch.arange(width, width + slots, device=device)
         self.steps_left = self.steps
@@ -158,10 +155,12 @@ class PlainCache:
 
     steps_left = 2**31
 
-    def __init__(self, model, ids: Tensor, places: Places, group_size: int):
+    def __init__(self, model, ids: Tensor, places: Places, owners: Tensor):
+        """owners (R * G,): the completions of the prompts, siblings adjacent."""
+        group_size = len(owners) // len(ids)
         ids, self.mask = (part.repeat_interleave(group_size, dim=0) for part in (ids, places.prompt >= 0))
         position = places.position.repeat_interleave(group_size, dim=0)
-        self.model, self.layers = model, DynamicCache(config=model.config)
+        self.model, self.owners, self.layers = model, owners, DynamicCache(config=model.config)
         self.logits = self.ask(ids, position)                                    # (B, V)
 
     def ask(self, ids: Tensor, position: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ class PlainCache:
 
     def arrange(self, owners: list[int], prompts: list[int], nobody: int) -> Tensor:
         """Every completion keeps its row, also when it is done."""
-        return torch.arange(nobody, device=self.mask.device)[:, None]
+        return self.owners[:, None]
 
 
 def best_number_of_slots(family_sizes: list[int], prompt_lengths: list[int]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from config import GRPOConfig
 from data import encode_prompt
 from logprobs import completion_log_probs
 from rewards import compute_rewards_for_completions, name_of
@@ -33,13 +34,16 @@ def check_setup(model, tokenizer, examples: list[dict], config, reward_functions
     examples = examples[:2]
     short = replace(config, generation_max_length=min(16, config.generation_max_length))
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    rollout = sample_completions_for_prompts(model, tokenizer, prompts, short, seed=0, num_completions=2)
+    packing = check_packing(model, made_up(tokenizer, prompts), config)
+    rollout = sample_completions_for_prompts(
+        model, tokenizer, prompts, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
+    )
     findings = [
         *check_tokens(model, tokenizer, prompts),
         check_padding(model, tokenizer, prompts[0]),
         check_head(model, rollout),
         check_sampler(model, rollout, config),
-        check_packing(model, rollout, config),
+        packing,
         Finding("row 0", None, draw_row(rollout, 0)),
     ]
     if reward_functions:
@@ -96,9 +100,24 @@ def check_sampler(model, rollout: Rollout, config) -> Finding:
     return agreement("sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
 
 
+def made_up(tokenizer, prompts: list[list[int]]) -> Rollout:
+    """Two completions of each prompt, of random tokens and different lengths."""
+    ids = torch.randint(0, len(tokenizer), (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(8) < torch.tensor([8, 5] * len(prompts))[:, None]
+    return Rollout(
+        *left_pad(prompts, tokenizer.pad_token_id), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids)
+    )
+
+
+def can_share_prompts(model, tokenizer, prompt) -> bool:
+    """Whether siblings can be packed behind one prompt, in sampling and in training."""
+    config = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
+    return check_packing(model, made_up(tokenizer, [encode_prompt(tokenizer, prompt)]), config).ok is True
+
+
 @torch.no_grad()
 def check_packing(model, rollout: Rollout, config) -> Finding:
-    """Siblings packed behind one prompt against one row each. Not ok: train with rows, slower but right."""
+    """Siblings packed behind one prompt against one row each. Not ok: sample and train with rows, slower but right."""
     try:
         packed = completion_log_probs(model, rollout, **config.policy, shared_prompt=True).logp
     except Exception as error:

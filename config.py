@@ -147,6 +147,11 @@ class GRPOConfig:
     def __post_init__(self):
         size = self.num_completions_per_prompt
         require(size >= 2, "num_completions_per_prompt", size, "GRPO compares siblings, so it needs at least 2")
+        require(
+            self.generation_batch_size == 0 or self.generation_batch_size >= self.num_completions_per_prompt,
+            "generation_batch_size", self.generation_batch_size,
+            f"a group of {self.num_completions_per_prompt} is sampled together; at least that many, or 0 for all",
+        )
         require(self.generation_max_length >= 1, "generation_max_length", self.generation_max_length, "at least one token")
         require(self.generation_temperature >= 0, "generation_temperature", self.generation_temperature, "cannot be negative")
         require(0 < self.generation_top_p <= 1, "generation_top_p", self.generation_top_p, "choose from (0, 1]; 1 keeps all")
@@ -281,6 +286,7 @@ class TrainingConfig:
     max_grad_norm: float = flag(1.0, "longer gradients are cut to this length")
     max_skipped_steps: int = flag(3, "stop after so many steps in a row whose loss or gradient was not finite")
     max_tokens_per_forward: int = flag(8192, "lower it when memory runs out; the gradient stays the same")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more time")
     eval_steps: int = flag(50, "evaluate every so many steps, and before and after every phase")
     save_steps: int = flag(100, "write a checkpoint every so many steps; 0: at the end of a phase only")
     keep_checkpoints: int = flag(2, "delete older ones")

@@ -85,7 +85,10 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
     """Sample once and score. The random numbers depend on the run's seed, the step, the attempt and each prompt alone."""
     grpo = run.config.grpo
     seed = (run.config.training.seed << 32) + run.step + 1 + (attempt << 96)     # evaluations use step 0's
-    rollout = sample_completions_for_prompts(run.model, run.tokenizer, [e["prompt"] for e in examples], grpo, seed=seed)
+    prompts = [example["prompt"] for example in examples]
+    rollout = sample_completions_for_prompts(
+        run.model, run.tokenizer, prompts, grpo, seed=seed, shared_prompt=run.shared_prompt
+    )
     assert len(rollout.completions) == len(examples) * grpo.num_completions_per_prompt, f"{len(rollout.completions)=}"
     rewards, per_function = compute_rewards_for_completions(
         run.reward_functions, grpo.weights, rollout, examples, on_error=grpo.reward_errors

@@ -8,9 +8,9 @@ Ask a model, or measure it.
 import argparse
 import math
 import sys
+from dataclasses import replace
 
-import torch
-
+from check import can_share_prompts
 from config import GRPOConfig
 from data import load_examples, with_instruction
 from devices import best_device
@@ -22,27 +22,24 @@ from sample import sample_completions_for_prompts
 
 def evaluate(
     model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
-    batch_size: int = 64,
+    batch_size: int = 64, shared_prompt: bool = True,
 ) -> dict:
     """One sampled completion for each problem, scored.
 
-    config   as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
-             batch_size: problems sampled at a time
+    config   and shared_prompt as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
+             batch_size: completions sampled at a time, a new one as soon as there is room
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
     functions = list(dict.fromkeys([correctness, *reward_functions]))
-    points: dict[str, list] = {}
-    truncated = 0
-    for start in range(0, len(examples), batch_size):
-        batch = [{"answer": None} | example for example in examples[start : start + batch_size]]
-        prompts = [example["prompt"] for example in batch]
-        rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=seed, num_completions=1)
-        truncated += int((~rollout.finished).sum())
-        _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, batch, on_error=on_error)
-        for name, values in scored.items():
-            points.setdefault(name, []).append(values[:, 0])
-    columns = {name: torch.cat(values) for name, values in points.items()}
+    rollout = sample_completions_for_prompts(
+        model, tokenizer, [example["prompt"] for example in examples], replace(config, generation_batch_size=max(batch_size, config.num_completions_per_prompt)), seed=seed,
+        num_completions=1, shared_prompt=shared_prompt,
+    )
+    truncated = int((~rollout.finished).sum())
+    asked = [{"answer": None} | example for example in examples]
+    _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
+    columns = {name: values[:, 0] for name, values in scored.items()}
     correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
     result |= {"eval_problems": len(correct) or len(examples), "eval_truncated": truncated / len(examples)}
@@ -90,11 +87,15 @@ def main(argv: list[str]) -> None:
     examples = [with_instruction(example, args.instruction) for example in examples]
     model, tokenizer = load_policy(args)
     model.to(best_device())
+    shared_prompt = can_share_prompts(model, tokenizer, examples[0]["prompt"])
     if args.evaluate:
-        print("accuracy " + accuracy_text(evaluate(model, tokenizer, examples, config, seed=args.seed)))
+        result = evaluate(model, tokenizer, examples, config, seed=args.seed, shared_prompt=shared_prompt)
+        print("accuracy " + accuracy_text(result))
         return
     prompts = [example["prompt"] for example in examples]
-    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=args.seed, num_completions=1)
+    rollout = sample_completions_for_prompts(
+        model, tokenizer, prompts, config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt
+    )
     text = rollout.completions[0]
     form = FORM.search(text)
     print(f"reasoning: {form[1].strip()}\nanswer: {form[2].strip()}" if form else text)

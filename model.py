@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 logging.disable_progress_bar()                            # a run has one of its own
@@ -57,6 +58,19 @@ def load_policy(config):
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
     return model, tokenizer
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep only what goes into each layer, and forward the layer again in the backward pass.
+
+    The layers themselves have to be in training mode for that. What is inside them stays in evaluation mode: no dropout.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ValueError(f"--gradient_checkpointing=True: transformers' {type(model).__name__} cannot do it; leave it out")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 def check_model_folder(path: str, trust_remote_code: bool) -> None:

@@ -20,7 +20,7 @@ from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
 from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
 from devices import best_device, keep_freed_memory
-from model import ValueHead, frozen_copy, load_policy, load_tokenizer
+from model import ValueHead, frozen_copy, load_policy, load_tokenizer, recompute_activations
 from rewards import RESERVED, RewardError, load_reward_function, name_of
 from runs import RunFolder
 
@@ -210,6 +210,8 @@ def set_up(config: Config) -> Run:
         config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
         kl_coef=config.grpo.kl_coef,
     )
+    if config.training.gradient_checkpointing:
+        recompute_activations(model)
     check_positions(config, model, tokenizer, train_set + eval_set)
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)

@@ -65,13 +65,14 @@ def sample_completions_for_prompts(
     prompt_ids, prompt_mask = left_pad(encoded, tokenizer.pad_token_id)
     uniforms = uniform_streams(encoded, group_size, config.generation_max_length, seed)
     drawn = Drawn(uniforms, stop_token_ids(model, tokenizer), tokenizer.pad_token_id, policy, device)
-    at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size) if shared_prompt else len(prompts)
+    at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
 
     with sampling_mode(model):
         queue, cache, alive = deque(range(len(prompts))), None, []
         while queue or alive:
-            fresh = [queue.popleft() for _ in range(min(len(queue), at_once - len(alive) // group_size))]
-            if fresh:
+            room = at_once - -(-len(alive) // group_size)
+            if queue and (room == at_once or room > 0 and shared_prompt):        # a plain cache takes no prompts later
+                fresh = [queue.popleft() for _ in range(min(len(queue), room))]
                 cache = with_prompts(cache, model, fresh, prompt_ids, prompt_mask, drawn, group_size, shared_prompt)
                 alive = drawn.unfinished(alive + [p * group_size + g for p in fresh for g in range(group_size)])
                 continue                                  # a completion may be a single token
@@ -97,7 +98,7 @@ def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn,
     places = Places(number.masked_fill(~mask, -1), torch.zeros_like(ids), positions_of(mask))
     owners = torch.arange(drawn.nobody, device=device).view(-1, group_size)[fresh].flatten()
     if not shared_prompt:
-        cache = PlainCache(model, ids, places, group_size)
+        cache = PlainCache(model, ids, places, owners)
         drawn.take(owners, cache.logits)
         return cache
     new = PackedCache(model, ids, places)

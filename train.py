@@ -241,7 +241,8 @@ def log_evaluation(run: Run) -> float:
     training, grpo = run.config.training, run.config.grpo
     result = evaluate(
         run.model, run.tokenizer, run.eval_set, grpo, seed=training.seed << 32, reward_functions=run.reward_functions,
-        on_error=grpo.reward_errors, batch_size=training.batch_size * grpo.num_completions_per_prompt,  # as in a step
+        on_error=grpo.reward_errors, shared_prompt=run.shared_prompt,
+        batch_size=grpo.generation_batch_size or training.batch_size * grpo.num_completions_per_prompt,        # as in a step
     )
     run.folder.log(run.step, "eval", result)
     run.folder.say(f"held-out accuracy at step {run.step}: {accuracy_text(result)}")
