@@ -5,7 +5,7 @@ asks the prompt's keys once for all of them.
 A cache has R rows of C columns in every layer. A step forwards Q slots a row, one new token of a completion each, and writes
 into the next Q columns; who sees what is read from the places of the columns (packing.py). All shapes stay as they are
 until the columns are used up or half of the completions are done. Then the cache is arranged anew: what is still needed
-moves to the left, with room for twice as many steps.
+moves to the left, with room for the next steps.
 Shapes: R rows, Q slots, C columns, V vocabulary; B is the number of completions, and as an owner stands for nobody.
 """
 
@@ -21,7 +21,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from logprobs import logits_of
 from packing import Places, attention_masks
 
-FIRST_STEPS = 32                # columns for so many steps at first
 COLUMNS_PER_TOKEN = 1000        # a token costs about as much as looking at so many more columns of a cache
 UNUSED = (-1, 0, 0)             # prompt, sibling and position of a column that holds nothing
 
@@ -70,7 +69,6 @@ class PackedCache:
         self.cursor = Cursor(torch.arange(ids.shape[1], device=ids.device))
         self.layers = Cache(layer_class_to_replicate=partial(Columns, self.cursor))
         self.logits = logits_of(model, self.ask(ids, places)[:, -1])
-        self.steps = FIRST_STEPS
 
     def ask(self, ids: Tensor, places: Places) -> Tensor:
         """Forward new tokens (R, n), whose places (R, n) are in the table already. Returns hidden states (R, n, H)."""
@@ -89,7 +87,7 @@ class PackedCache:
         return logits
 
     def join(self, other: "PackedCache") -> None:
-        """Add the rows of another cache."""
+        """Add the rows of another cache. It has to be arranged before the next forward."""
         width = max(self.places.prompt.shape[1], other.places.prompt.shape[1])
         both = zip(self.places.tensors, other.places.tensors, UNUSED, strict=True)
         self.places = Places(*(torch.cat([grown(part, width, 1, fill) for part in (mine, new)]) for mine, new, fill in both))
@@ -97,8 +95,8 @@ class PackedCache:
             mine.keys = torch.cat([grown(part, width, 2, 0) for part in (mine.keys, new.keys)])
             mine.values = torch.cat([grown(part, width, 2, 0) for part in (mine.values, new.values)])
 
-    def arrange(self, owners: list[int], prompts: list[int], nobody: int) -> Tensor:
-        """Keep what the completions `owners` of the prompts `prompts` need, with columns for more steps.
+    def arrange(self, owners: list[int], prompts: list[int], nobody: int, steps: int) -> Tensor:
+        """Keep what the completions `owners` of the prompts `prompts` need, with columns for so many steps.
 
         returns  (R, Q) whose slot is whose; `nobody` where a row has fewer completions than slots
         """
@@ -123,7 +121,7 @@ class PackedCache:
         source, used = torch.from_numpy(source).to(device), torch.from_numpy(used).to(device)
         row, column = source // capacity, source % capacity
 
-        total = -(-(width + slots * self.steps) // 64) * 64
+        total = -(-(width + slots * steps) // 64) * 64
         for layer in self.layers.layers:
             layer.keys, layer.values = (
                 grown(part[row, :, column].transpose(1, 2), total, 2, 0) for part in (layer.keys, layer.values)
@@ -133,8 +131,7 @@ class PackedCache:
             for table, fill in zip(self.places.tensors, UNUSED, strict=True)
         ))
         self.cursor.columns = torch.arange(width, width + slots, device=device)
-        self.steps_left = self.steps
-        self.steps *= 2
+        self.steps_left = steps
         return torch.tensor([members + [nobody] * (slots - len(members)) for _, members in rows], device=device)
 
     def find(self) -> dict[int, np.ndarray]:
@@ -173,7 +170,7 @@ class PlainCache:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
         return self.ask(ids, places.position)
 
-    def arrange(self, owners: list[int], prompts: list[int], nobody: int) -> Tensor:
+    def arrange(self, owners: list[int], prompts: list[int], nobody: int, steps: int) -> Tensor:
         """Every completion keeps its row, also when it is done."""
         return self.owners[:, None]
 

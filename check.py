@@ -34,7 +34,7 @@ def check_setup(model, tokenizer, examples: list[dict], config, reward_functions
     examples = examples[:2]
     short = replace(config, generation_max_length=min(16, config.generation_max_length))
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    packing = check_packing(model, made_up(tokenizer, prompts), config)
+    packing = check_packing(model, tokenizer, prompts, short)
     rollout = sample_completions_for_prompts(
         model, tokenizer, prompts, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
     )
@@ -100,9 +100,10 @@ def check_sampler(model, rollout: Rollout, config) -> Finding:
     return agreement("sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
 
 
-def made_up(tokenizer, prompts: list[list[int]]) -> Rollout:
+def made_up(model, tokenizer, prompts: list[list[int]]) -> Rollout:
     """Two completions of each prompt, of random tokens and different lengths."""
-    ids = torch.randint(0, len(tokenizer), (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
+    known = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    ids = torch.randint(0, known, (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(8) < torch.tensor([8, 5] * len(prompts))[:, None]
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids)
@@ -111,19 +112,27 @@ def made_up(tokenizer, prompts: list[list[int]]) -> Rollout:
 
 def can_share_prompts(model, tokenizer, prompt) -> bool:
     """Whether siblings can be packed behind one prompt, in sampling and in training."""
-    config = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
-    return check_packing(model, made_up(tokenizer, [encode_prompt(tokenizer, prompt)]), config).ok is True
+    config = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0, generation_max_length=8)
+    return check_packing(model, tokenizer, [encode_prompt(tokenizer, prompt)], config).ok is True
 
 
 @torch.no_grad()
-def check_packing(model, rollout: Rollout, config) -> Finding:
-    """Siblings packed behind one prompt against one row each. Not ok: sample and train with rows, slower but right."""
+def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding:
+    """Siblings packed behind one prompt against one row each, on completions that are made up and on such that were sampled
+    from a shared cache. Not ok: sample and train with rows, slower but right.
+    """
+    rollout = made_up(model, tokenizer, prompts)
     try:
         packed = completion_log_probs(model, rollout, **config.policy, shared_prompt=True).logp
+        sampled = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=2)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return Finding("packing", None, f"off: the model takes no packed groups ({type(error).__name__}); plain rows instead")
     rows = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp
-    finding = agreement("packing", "packed and plain rows", packed, rows, "")
+    again = completion_log_probs(model, sampled, **config.policy, shared_prompt=False).logp.cpu()
+    both = torch.cat([packed.flatten().cpu(), sampled.sampling_logp.flatten()])
+    finding = agreement("packing", "packed and plain rows", both, torch.cat([rows.flatten().cpu(), again.flatten()]), "")
     return finding if finding.ok else replace(finding, ok=None, found=f"off: {finding.found}; plain rows instead")
 
 

@@ -19,15 +19,15 @@ def best_device() -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Tell malloc to keep what tensors leave behind, up to blocks of 128 MB, for the next ones. For Linux's glibc; else nothing.
+    """Tell glibc's malloc to keep what tensors leave behind, in blocks of up to 128 MB, for the next ones.
 
     Otherwise every large tensor on a CPU is fetched from the kernel anew and zeroed page by page, which took a third of a
     training pass (dev/LOG.md).
     """
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        trim_threshold, mmap_threshold = -1, -3           # names of malloc.h
-        ctypes.CDLL(None).mallopt(mmap_threshold, 128 * 2**20)
-        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
+        set_option, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3           # names of malloc.h
+        if set_option(mmap_threshold, 128 * 2**20) or set_option(mmap_threshold, 32 * 2**20):    # older ones refuse 128
+            set_option(trim_threshold, 2**31 - 1)
 
 
 def all_sum(count: float) -> float:

@@ -8,12 +8,11 @@ Ask a model, or measure it.
 import argparse
 import math
 import sys
-from dataclasses import replace
 
 from check import can_share_prompts
 from config import GRPOConfig
 from data import load_examples, with_instruction
-from devices import best_device
+from devices import best_device, keep_freed_memory
 from model import load_policy
 from rewards import FORM, compute_rewards_for_completions, correctness
 from runs import accuracy_text
@@ -27,14 +26,14 @@ def evaluate(
     """One sampled completion for each problem, scored.
 
     config   and shared_prompt as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
-             batch_size: completions sampled at a time, a new one as soon as there is room
+             batch_size: completions sampled at once, the others wait until half of these are done
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
     functions = list(dict.fromkeys([correctness, *reward_functions]))
+    prompts = [example["prompt"] for example in examples]
     rollout = sample_completions_for_prompts(
-        model, tokenizer, [example["prompt"] for example in examples], replace(config, generation_batch_size=max(batch_size, config.num_completions_per_prompt)), seed=seed,
-        num_completions=1, shared_prompt=shared_prompt,
+        model, tokenizer, prompts, config, seed=seed, num_completions=1, shared_prompt=shared_prompt, at_once=batch_size
     )
     truncated = int((~rollout.finished).sum())
     asked = [{"answer": None} | example for example in examples]
@@ -85,6 +84,7 @@ def main(argv: list[str]) -> None:
     )
     examples = load_examples(args.evaluate, args.split, limit=args.limit) if args.evaluate else [{"prompt": args.question}]
     examples = [with_instruction(example, args.instruction) for example in examples]
+    keep_freed_memory()
     model, tokenizer = load_policy(args)
     model.to(best_device())
     shared_prompt = can_share_prompts(model, tokenizer, examples[0]["prompt"])

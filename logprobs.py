@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from packing import attention_masks, pack_rows
@@ -110,7 +111,7 @@ def completion_log_probs(
 
 
 def policy_logits(model, raw: Tensor, chosen: Tensor | None = None, **policy) -> Tensor:
-    """From the head's product (n, V) to the logits of the policy (n, V): the model's own scaling and soft cap, then the kept support.
+    """From the head's product to the policy's logits, (n, V) both: the model's scaling and soft cap, then the kept support.
 
     transformers offers no public call for the former; the start-up check compares it with the model's forward pass.
     """
@@ -151,8 +152,8 @@ class HeadLogProbs(torch.autograd.Function):
         KL = sum_i p(i) (log p(i) - log q(i))               d KL / d logits[i] = p(i) (log p(i) - log q(i) - KL)
 
     autograd would keep and traverse a dozen (n, V) tensors for this, which took longer than the matrix products around
-    them, and a gradient of the whole embedding for every chunk. Here two such tensors are alive at a time, and chunks add
-    their part to one gradient in place. Logits may be -inf where nothing can be drawn: p is 0 there, and so is p log p.
+    them, and a gradient of the whole embedding for every chunk. Here a handful, of one chunk, are alive at a time, and
+    chunks add their part to one gradient in place. Logits may be -inf where nothing can be drawn: p and p log p are 0 there.
 
     shape      (raw (n, V), chosen (n,)) -> logits (n, V): what lies between the head's product and the policy's logits
     reference  hidden states (n, H) -> logits (n, V) of another model, whose distribution q is normalised over the tokens
@@ -180,10 +181,12 @@ class HeadLogProbs(torch.autograd.Function):
         return logp[:, 0], entropy[:, 0], kl[:, 0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, of_logp, of_entropy, of_kl):
         hidden, weight, bias, chosen, reference_hidden, total, entropy, kl = ctx.saved_tensors
         of_logp, of_entropy, of_kl = (None if slope is None else slope[:, None] for slope in (of_logp, of_entropy, of_kl))
-        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        precise, of_hidden = total.dtype, torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=precise) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for chunk in chunks(hidden, weight):
             raw = product(hidden[chunk], weight, bias).requires_grad_()
@@ -202,10 +205,10 @@ class HeadLogProbs(torch.autograd.Function):
             (of_raw,) = torch.autograd.grad(logits, raw, slope)
             of_hidden[chunk] = of_raw @ weight
             if of_weight is not None:
-                of_weight.addmm_(of_raw.T, hidden[chunk])
+                of_weight.addmm_(of_raw.T.to(precise), hidden[chunk].to(precise))
             if of_bias is not None:
                 of_bias += of_raw.sum(dim=0)
-        return of_hidden, of_weight, of_bias, None, None, None, None
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), of_bias, None, None, None, None
 
 
 def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:

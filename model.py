@@ -7,11 +7,13 @@ Weights are read and written as safetensors. Left out on purpose: adapters and q
 
 import copy
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -63,14 +65,13 @@ def load_policy(config):
 def recompute_activations(model: PreTrainedModel) -> None:
     """Keep only what goes into each layer, and forward the layer again in the backward pass.
 
-    The layers themselves have to be in training mode for that. What is inside them stays in evaluation mode: no dropout.
+    transformers has a switch for it that works in training mode alone, and so with dropout.
     """
-    if not model.supports_gradient_checkpointing:
-        raise ValueError(f"--gradient_checkpointing=True: transformers' {type(model).__name__} cannot do it; leave it out")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def check_model_folder(path: str, trust_remote_code: bool) -> None:

@@ -18,6 +18,7 @@ import torch
 from check import check_setup
 from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
+from contract import contract
 from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
 from devices import best_device, keep_freed_memory
 from model import ValueHead, frozen_copy, load_policy, load_tokenizer, recompute_activations
@@ -215,6 +216,9 @@ def set_up(config: Config) -> Run:
     check_positions(config, model, tokenizer, train_set + eval_set)
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
+    if config.training.use_grpo:
+        for line in contract(run):
+            folder.say(line)
     if checkpoint:
         restore_counters(run, checkpoint)
         refuse_changes(run)

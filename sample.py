@@ -24,6 +24,7 @@ from data import encode_completion, encode_prompt
 from logprobs import restrict_logits
 from packing import Places
 
+FIRST_STEPS = 32                # the cache begins with room for so many
 STEPS_BETWEEN_LOOKS = 8         # on a GPU, where to look whether completions have ended means to wait for the device
 
 
@@ -41,17 +42,19 @@ class Rollout:
 
 
 def sample_completions_for_prompts(
-    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None, shared_prompt: bool = True
+    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None, shared_prompt: bool = True,
+    at_once: int | None = None,
 ) -> Rollout:
     """Draw a group of completions for each prompt.
 
     prompts  strings, lists of chat messages, or lists of token ids
     config   has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature (0 takes the
              likeliest token), generation_top_k (0: all), generation_top_p (1: all), generation_batch_size (completions
-             at once, the others wait for the end of one; 0: all)
+             at once, the others wait until half of these are done; 0: all)
     seed     the same seed, prompt and sibling number give the same completion, whatever else is in the batch
     num_completions  G, if not the config's
     shared_prompt    False for models whose layers carry state, as in completion_log_probs
+    at_once          completions at once, if not the config's
     """
     group_size = num_completions or config.num_completions_per_prompt
     greedy = config.generation_temperature == 0
@@ -65,25 +68,28 @@ def sample_completions_for_prompts(
     prompt_ids, prompt_mask = left_pad(encoded, tokenizer.pad_token_id)
     uniforms = uniform_streams(encoded, group_size, config.generation_max_length, seed)
     drawn = Drawn(uniforms, stop_token_ids(model, tokenizer), tokenizer.pad_token_id, policy, device)
-    at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
+    prompt_lengths = torch.tensor([len(ids) for ids in encoded] + [0], device=device)
 
     with sampling_mode(model):
         queue, cache, alive = deque(range(len(prompts))), None, []
         while queue or alive:
-            room = at_once - -(-len(alive) // group_size)
-            if queue and (room == at_once or room > 0 and shared_prompt):        # a plain cache takes no prompts later
+            room = groups_at_once - -(-len(alive) // group_size)
+            if queue and (not alive or (room > 0 and shared_prompt)):            # a plain cache takes no prompts later
                 fresh = [queue.popleft() for _ in range(min(len(queue), room))]
+                cache = cache if alive else None          # nobody needs what it holds
                 cache = with_prompts(cache, model, fresh, prompt_ids, prompt_mask, drawn, group_size, shared_prompt)
                 alive = drawn.unfinished(alive + [p * group_size + g for p in fresh for g in range(group_size)])
                 continue                                  # a completion may be a single token
-            owners = cache.arrange(alive, [owner // group_size for owner in alive], nobody=drawn.nobody)      # (R, Q)
-            places = Places(torch.where(owners == drawn.nobody, -1, owners // group_size), owners + 1, owners)
-            lengths = torch.tensor([len(ids) for ids in encoded] + [0], device=device)[places.prompt]         # of prompts
+            counts = drawn.count[alive]                   # room for as many steps again, but no more than can be needed
+            steps = min(max(FIRST_STEPS, int(counts.max())), config.generation_max_length - int(counts.min()))
+            owners = cache.arrange(alive, [owner // group_size for owner in alive], drawn.nobody, steps)      # (R, Q)
+            prompt = torch.where(owners == drawn.nobody, -1, owners // group_size)
             enough = len(alive) // 2                      # then it is worth while to close ranks, or to begin prompts
             while cache.steps_left and len(alive) > enough:
                 for _ in range(min(cache.steps_left, 1 if device.type == "cpu" else STEPS_BETWEEN_LOOKS)):
                     count = drawn.count[owners]
-                    places.position = torch.where(owners == drawn.nobody, 0, lengths + count - 1)
+                    places = Places(prompt, owners + 1, (prompt_lengths[prompt] + count - 1).clamp(min=0))
                     logits = cache.forward(drawn.ids[owners, count - 1], places)                              # (R * Q, V)
                     drawn.take(owners.flatten(), logits)
                 alive = drawn.unfinished(alive)
@@ -93,7 +99,8 @@ def sample_completions_for_prompts(
 def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn, group_size: int, shared_prompt: bool):
     """Forward prompts, draw the first token of each of their completions, and add them to the cache."""
     device = drawn.ids.device
-    ids, mask = prompt_ids[fresh].to(device), prompt_mask[fresh].to(device)
+    width = int(prompt_mask[fresh].sum(dim=1).max())
+    ids, mask = prompt_ids[fresh, -width:].to(device), prompt_mask[fresh, -width:].to(device)
     number = torch.tensor(fresh, device=device)[:, None].expand_as(ids)
     places = Places(number.masked_fill(~mask, -1), torch.zeros_like(ids), positions_of(mask))
     owners = torch.arange(drawn.nobody, device=device).view(-1, group_size)[fresh].flatten()
@@ -188,7 +195,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     block, rest = position_in(ends, uniforms[:, None] * total)                   # (n, 1) each
     inside = blocks.gather(1, block[..., None].expand(-1, 1, width))[:, 0]       # (n, width)
     token, _ = position_in(inside.cumsum(dim=-1), rest)
-    tokens = block * width + token
+    tokens = (block * width + token).clamp(max=logits.shape[-1] - 1)             # only NaN could lie beyond
     return tokens[:, 0], (logits.gather(-1, tokens) - top - total.log())[:, 0]
 
 
@@ -198,7 +205,7 @@ def position_in(ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     Never an empty one: rounding may put the goal at or beyond the last end, but the interval at which the sum is complete
     is the last that is not empty.
     """
-    last = torch.searchsorted(ends, ends[:, -1:].contiguous())
+    last = torch.searchsorted(ends, ends[:, -1:].contiguous()).clamp(max=ends.shape[-1] - 1)
     index = torch.minimum(torch.searchsorted(ends, goal, right=True), last)
     begins = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
     return index, (goal - begins).clamp(min=0)
@@ -256,12 +263,11 @@ def positions_of(mask: Tensor) -> Tensor:
 
 @contextmanager
 def sampling_mode(model):
-    """No gradients, no dropout, no activation checkpointing, which needs train(); restored whatever happens.
+    """No gradients, so nothing to recompute, and no dropout; restored whatever happens.
 
     flex_attention is made for long sequences and blocks of a fixed size, so single tokens go through eager attention.
     """
-    training = [(module, module.training) for module in model.modules()]
-    flex = model.config._attn_implementation == "flex_attention"
+    training, flex = model.training, model.config._attn_implementation == "flex_attention"
     try:
         model.eval()
         if flex:
@@ -271,5 +277,4 @@ def sampling_mode(model):
     finally:
         if flex:
             model.set_attn_implementation("flex_attention")
-        for module, flag in training:
-            module.training = flag
+        model.train(training)

@@ -9,6 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import sample
@@ -17,50 +19,55 @@ from devices import peak_memory_gb
 from train import learn, set_up
 from workloads import WORKLOADS, lengths_of
 
-name, folder, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-workload = WORKLOADS[name]
-steps = 0
-
 
 class DrawnToLength(sample.Drawn):
     """Nothing but the stop token at a row's last position, never the stop token before it."""
 
+    workload, seed, rollouts = None, 0, 0
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        wanted = lengths_of(self.workload, DrawnToLength.rollouts, self.seed)
+        # The start-up check samples fewer, on its own.
+        self.lengths = torch.tensor([*wanted, 0]) if self.nobody == len(wanted) else torch.full((self.nobody + 1,), 10**6)
+        DrawnToLength.rollouts += self.nobody == len(wanted)
+
     def take(self, owners, logits):
-        lengths = sample.torch.tensor([*lengths_of(workload, steps, seed), 0])
-        stop = int(self.stops[0])
-        logits = logits.clone()
-        logits[:, stop] = -sample.torch.inf
-        last = self.count[owners] + 1 >= lengths[owners]
-        logits[last] = -sample.torch.inf
-        logits[last, stop] = 0.0
-        super().take(owners, logits)
+        forced, stop, last = logits.clone(), int(self.stops[0]), self.count[owners] + 1 >= self.lengths[owners]
+        forced[:, stop] = -torch.inf
+        forced[last] = -torch.inf
+        forced[last, stop] = 0.0
+        at, going = self.count[owners], ~self.stopped[owners]
+        super().take(owners, forced)
+        kept = owners[going], at[going]                   # trained on as if nothing had been forced, or ratios would not be 1
+        self.logp[kept] = logits[going].log_softmax(dim=-1).gather(1, self.ids[kept][:, None])[:, 0]
 
 
-run_folder = folder / "run"
-shutil.rmtree(run_folder, ignore_errors=True)
-run = set_up(parse_config([
-    "--use_grpo", "--model_path", str(folder / "model"), "--dataset", str(folder / "prompts.jsonl"), "--output_dir", str(run_folder),
-    "--reward_functions", str(Path(__file__).parent / "workloads.py") + ":share_of_even", "--use_kl_penalty", "false",
-    "--batch_size", str(workload.prompts), "--num_completions_per_prompt", str(workload.group_size),
-    "--generation_max_length", str(workload.new_tokens), "--generation_temperature", "1", "--generation_top_p", "1",
-    "--generation_top_k", "0", "--max_prompt_length", "2048", "--eval_limit", "0", "--learning_rate", "1e-6",
-    "--max_steps", str(1 + workload.measured_steps), "--save_steps", "0", "--report_to", "none", "--seed", str(seed), *sys.argv[4:],
-]))
-if workload.mean_length:
-    sample.Drawn = DrawnToLength
-    log = run.folder.log
+def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:
+    workload = WORKLOADS[name]
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    if workload.mean_length:
+        DrawnToLength.workload, DrawnToLength.seed = workload, seed
+        sample.Drawn = DrawnToLength
+    run = set_up(parse_config([
+        "--use_grpo", "--model_path", str(folder / "model"), "--dataset", str(folder / "prompts.jsonl"),
+        "--output_dir", str(folder / "run"),
+        "--reward_functions", str(Path(__file__).parent / "workloads.py") + ":share_of_even",
+        "--use_kl_penalty", "false", "--batch_size", str(workload.prompts), "--num_completions_per_prompt",
+        str(workload.group_size), "--generation_max_length", str(workload.new_tokens), "--generation_temperature", "1",
+        "--generation_top_p", "1", "--generation_top_k", "0", "--max_prompt_length", "2048", "--eval_limit", "0",
+        "--learning_rate", "1e-6", "--max_steps", str(1 + workload.measured_steps), "--save_steps", "0", "--report_to", "none",
+        "--seed", str(seed), *flags,
+    ]))
+    learn(run)
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()][1:]
+    print(json.dumps({
+        "system": "plain-grpo", "step": [line["step_seconds"] for line in lines],
+        "sampling": [line["sampling_seconds"] for line in lines],                # with scoring, which is a millisecond here
+        "tokens": [line["completion_tokens"] * workload.prompts * workload.group_size for line in lines],
+        "peak_gb": peak_memory_gb(run.device),
+    }))
 
-    def count_steps(*args):
-        global steps
-        steps += 1
-        log(*args)
 
-    run.folder.log = count_steps
-learn(run)
-lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][1:]
-print(json.dumps({
-    "system": "plain-grpo", "step": [line["step_seconds"] for line in lines],
-    "sampling": [line["sampling_seconds"] for line in lines], "scoring": [0.0] * len(lines),
-    "tokens": [line["completion_tokens"] * workload.prompts * workload.group_size for line in lines],
-    "peak_gb": peak_memory_gb(run.device),
-}))
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,7 +1,7 @@
 """
 GRPO steps of TRL on a workload, measured from outside; runs in an environment of its own (requirements-trl-*.txt).
 
-    python bench/trl_steps.py NAME FOLDER SEED          prints one line of JSON
+    python bench/trl_steps.py NAME FOLDER SEED [--gradient_checkpointing]          prints one line of JSON
 """
 
 import json
@@ -17,12 +17,6 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from workloads import WORKLOADS, lengths_of, share_of_even
-
-name, folder, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-workload = WORKLOADS[name]
-warnings.filterwarnings("ignore")
-logging.disable(logging.WARNING)
-sampling, steps, scoring = [], [], []
 
 
 class EndAt(LogitsProcessor):
@@ -40,56 +34,54 @@ class EndAt(LogitsProcessor):
 
 
 class Clock(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
     def on_step_begin(self, *args, **kwargs):
         self.began = time.perf_counter()
 
     def on_step_end(self, *args, **kwargs):
-        steps.append(time.perf_counter() - self.began)
+        self.steps.append(time.perf_counter() - self.began)
 
 
-def timed(function, seconds: list):
-    def wrapper(*args, **kwargs):
+def main(name: str, folder: Path, seed: int, checkpointing: bool) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    workload, clock, sampling = WORKLOADS[name], Clock(), []
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
+    dataset = Dataset.from_list([json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()])
+    config = trl.GRPOConfig(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=workload.prompts * workload.group_size,
+        num_generations=workload.group_size, max_completion_length=workload.new_tokens, temperature=1.0, top_p=1.0, top_k=0,
+        beta=0.0, num_iterations=1, loss_type="dapo", max_steps=1 + workload.measured_steps, learning_rate=1e-6,
+        gradient_checkpointing=checkpointing, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, seed=seed,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model, reward_funcs=share_of_even, args=config, train_dataset=dataset, processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    generate = model.generate
+
+    def timed_generate(*args, **kwargs):
+        lengths = lengths_of(workload, len(clock.steps), seed)
+        if lengths:
+            width = (args[0] if args else kwargs["input_ids"]).shape[1]
+            kwargs["logits_processor"] = LogitsProcessorList([EndAt(lengths, width, tokenizer.eos_token_id)])
         began = time.perf_counter()
-        result = function(*args, **kwargs)
-        seconds.append(time.perf_counter() - began)
+        result = generate(*args, **kwargs)
+        sampling.append(time.perf_counter() - began)
         return result
 
-    wrapper.__name__ = "reward"
-    return wrapper
+    model.generate = timed_generate
+    trainer.train()
+    assert len(sampling) == len(clock.steps) == 1 + workload.measured_steps, f"{len(sampling)=} {len(clock.steps)=}"
+    print(json.dumps({
+        "system": f"trl {trl.__version__}", "step": clock.steps[1:], "sampling": sampling[1:],
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+    }))
 
 
-rows = workload.prompts * workload.group_size
-tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
-dataset = Dataset.from_list([json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()])
-config = trl.GRPOConfig(
-    output_dir=str(folder / "trl"), per_device_train_batch_size=rows, num_generations=workload.group_size,
-    max_completion_length=workload.new_tokens, max_steps=1 + workload.measured_steps, learning_rate=1e-6,
-    gradient_checkpointing="--checkpointing" in sys.argv, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
-    logging_strategy="no", disable_tqdm=True, seed=seed,
-)
-trainer = trl.GRPOTrainer(
-    model=model, reward_funcs=timed(share_of_even, scoring), args=config, train_dataset=dataset, processing_class=tokenizer,
-    callbacks=[Clock()],
-)
-generate = model.generate
-
-
-def generate_to_length(*args, **kwargs):
-    lengths = lengths_of(workload, len(steps), seed)
-    if lengths:
-        width = (args[0] if args else kwargs["input_ids"]).shape[1]
-        kwargs["logits_processor"] = LogitsProcessorList([EndAt(lengths, width, tokenizer.eos_token_id)])
-    result = generate(*args, **kwargs)
-    widths.append(result.shape[1])
-    return result
-
-
-widths: list[int] = []
-model.generate = timed(generate_to_length, sampling)
-trainer.train()
-assert len(sampling) == len(steps) == 1 + workload.measured_steps, f"{len(sampling)=} {len(steps)=}"
-print(json.dumps({
-    "system": f"trl {trl.__version__}", "step": steps[1:], "sampling": sampling[1:], "scoring": scoring[1:],
-    "width": widths[1:], "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
-}))
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), "--gradient_checkpointing" in sys.argv)

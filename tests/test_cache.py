@@ -24,13 +24,13 @@ def test_growing_closing_ranks_and_refilling_change_no_log_probability(architect
     arrangements = []
     real = cache.PackedCache.arrange
 
-    def counted(self, owners, prompts, nobody):
-        result = real(self, owners, prompts, nobody)
+    def counted(self, owners, prompts, nobody, steps):
+        result = real(self, owners, prompts, nobody, steps)
         arrangements.append((result.shape[1], int((result != nobody).sum())))
         return result
 
     monkeypatch.setattr(cache.PackedCache, "arrange", counted)
-    monkeypatch.setattr(cache, "FIRST_STEPS", 2)
+    monkeypatch.setattr(sample, "FIRST_STEPS", 2)
     monkeypatch.setattr(cache, "COLUMNS_PER_TOKEN", 10)   # share even such short prompts
     prompts = PROMPTS * 2 + ["x", "another one"]
     config = GRPOConfig(num_completions_per_prompt=3, generation_batch_size=12, **ANY)
@@ -61,15 +61,15 @@ def test_a_rearranged_cache_answers_as_before(model):
 
     with torch.no_grad():
         packed = cache.PackedCache(model, ids, places)
-        owners = packed.arrange(list(range(8)), [0] * 4 + [1] * 4, nobody=8)
+        owners = packed.arrange(list(range(8)), [0] * 4 + [1] * 4, 8, 5)
         for t in range(5):
             before = ask(packed, owners, t)
         other = cache.PackedCache(model, ids, places)
-        owners = other.arrange(list(range(8)), [0] * 4 + [1] * 4, nobody=8)
+        owners = other.arrange(list(range(8)), [0] * 4 + [1] * 4, 8, 4)
         for t in range(4):
             ask(other, owners, t)
         left = [0, 2, 3, 5]
-        owners = other.arrange(left, [0, 0, 0, 1], nobody=8)
+        owners = other.arrange(left, [0, 0, 0, 1], 8, 3)
         after = ask(other, owners, 4)
     assert set(after) - {8} == set(left)
     for owner in left:
@@ -77,7 +77,8 @@ def test_a_rearranged_cache_answers_as_before(model):
 
 
 @pytest.mark.parametrize(
-    "sizes,lengths,slots", [([8, 8], [500, 500], 8), ([8, 1], [10, 10], 1), ([8, 1], [10000, 10000], 8), ([1, 1, 1], [5, 5, 5], 1)]
+    "sizes,lengths,slots",
+    [([8, 8], [500, 500], 8), ([8, 1], [10, 10], 1), ([8, 1], [10000, 10000], 8), ([1, 1, 1], [5, 5, 5], 1)],
 )
 def test_siblings_share_a_row_where_few_slots_stay_empty(sizes, lengths, slots):
     assert cache.best_number_of_slots(sizes, lengths) == slots
@@ -85,7 +86,11 @@ def test_siblings_share_a_row_where_few_slots_stay_empty(sizes, lengths, slots):
 
 def test_who_sees_whom():
     """Written out for two prompts of two tokens, with completions of one token, behind each other in one pack."""
-    places = Places(torch.tensor([0, 0, 0, 0, 1, 1, 1, -1]), torch.tensor([0, 0, 1, 2, 0, 0, 3, 0]), torch.tensor([0, 1, 2, 2, 0, 1, 2, 0]))
+    places = Places(*torch.tensor([
+        [0, 0, 0, 0, 1, 1, 1, -1],                        # prompt
+        [0, 0, 1, 2, 0, 0, 3, 0],                         # sibling
+        [0, 1, 2, 2, 0, 1, 2, 0],                         # position
+    ]))
     seen = may_look(places[:, None], places[None, :]).int().tolist()
     assert seen == [
         [1, 0, 0, 0, 0, 0, 0, 0],
@@ -113,7 +118,7 @@ def convolutional():
 
 
 def test_a_model_that_cannot_be_packed_is_sampled_and_trained_in_rows(convolutional, tokenizer):
-    prompts = ["1+1=?", "2+2=?"]                          # of one length, see below
+    prompts = ["1+1=?", "2+2=?"]                          # of one length: its convolutions would see padding
     assert not can_share_prompts(convolutional, tokenizer, prompts[0])
     config = GRPOConfig(num_completions_per_prompt=2, generation_batch_size=2, **ANY)
     rollout = sample_completions_for_prompts(convolutional, tokenizer, prompts, config, seed=0, shared_prompt=False)
@@ -127,9 +132,27 @@ def test_a_model_with_keys_and_values_alone_can(model, tokenizer):
     assert can_share_prompts(model, tokenizer, "1+1=?")
 
 
-def test_modes_are_restored_module_by_module(model):
-    model.model.layers[0].training = True
-    before = [module.training for module in model.modules()]
-    with sample.sampling_mode(model):
-        assert not any(module.training for module in model.modules())
-    assert [module.training for module in model.modules()] == before and any(before)
+def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, monkeypatch):
+    """Sixty prompts, four at once, one of them long: rows stay as wide as a prompt, its completions and the next steps."""
+    widths = []
+    real = cache.PackedCache.arrange
+
+    def noted(self, *args):
+        result = real(self, *args)
+        widths.append(self.places.prompt.shape[1])
+        return result
+
+    monkeypatch.setattr(cache.PackedCache, "arrange", noted)
+    model.generation_config.eos_token_id = EARLY
+    prompts = ["12+34=?" for _ in range(60)]
+    config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 16})
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=1, at_once=4)
+    assert len(widths) > 15 and max(widths) <= 64, widths
+    assert len(set(rollout.completions)) > 10 and rollout.completion_mask.any(dim=1).all()
+
+
+def test_logits_that_are_not_finite_are_named(model, tokenizer, settings):
+    with torch.no_grad():
+        model.get_output_embeddings().weight[7] = torch.nan
+    with pytest.raises(AssertionError, match="not finite"):
+        sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import PROMPTS
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
 from config import GRPOConfig
 from grpo import policy_loss
+from model import recompute_activations
 from logprobs import completion_log_probs, restrict_logits
 from packing import micro_batches, pack_rows
 from sample import sample_completions_for_prompts
@@ -139,3 +141,74 @@ def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(mode
         with monkeypatch.context() as patch:
             patch.setattr(logprobs, name, wrong)
             assert (gradient(model, rollout, [everything]) - plain).norm() / plain.norm() > 1e-3, name
+
+
+@pytest.mark.parametrize("policy", [
+    dict(temperature=1.0, top_k=0, top_p=1.0), dict(temperature=0.7, top_k=5, top_p=1.0),
+    dict(temperature=1.3, top_k=7, top_p=0.8),
+])
+@pytest.mark.parametrize("cap,bias", [(None, False), (3.0, True)])
+def test_the_heads_gradient_written_by_hand_is_that_of_finite_differences(policy, cap, bias, monkeypatch):
+    """Log-probability, entropy and exact KL, with a soft cap, a bias, a kept support, over several chunks, in float64."""
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(logprobs, "TOKENS_AT_ONCE", 2)
+    draws = torch.Generator().manual_seed(0)
+    tokens, width, size = 5, 4, 11
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draws, dtype=torch.float64)
+
+    hidden, weight, other = normal(tokens, width), 2 * normal(size, width), normal(size, width)
+    fixed, offset = hidden.clone(), normal(size) if bias else None
+    chosen = torch.randint(0, size, (tokens,), generator=draws)
+
+    def shape(raw, chosen):
+        return restrict_logits(raw if cap is None else torch.tanh(raw / cap) * cap, chosen=chosen, **policy)
+
+    def ours(hidden, weight, offset=None):
+        return logprobs.HeadLogProbs.apply(hidden, weight, offset, chosen, shape, fixed, lambda hidden: hidden @ other.T)
+
+    leaves = [part.requires_grad_() for part in (hidden, weight, offset) if part is not None]
+    if policy["top_p"] == 1:                              # the kept support must not change under a finite difference
+        assert torch.autograd.gradcheck(ours, leaves)
+    logp, entropy, kl = ours(*leaves)
+    log_probs = shape(hidden @ weight.T + (0 if offset is None else offset), chosen).log_softmax(-1)
+    probs, kept = log_probs.exp(), log_probs.isfinite()
+    log_q = (fixed @ other.T).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    dense = (
+        log_probs.gather(-1, chosen[:, None])[:, 0], -(probs * torch.where(kept, log_probs, 0.0)).sum(-1),
+        (probs * (torch.where(kept, log_probs, 0.0) - torch.where(kept, log_q, 0.0))).sum(-1),
+    )
+    for mine, theirs in zip((logp, entropy, kl), dense, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+        slopes = torch.arange(1, tokens + 1)
+        gradients = [torch.autograd.grad((part * slopes).sum(), leaves, retain_graph=True) for part in (mine, theirs)]
+        for left, right in zip(*gradients, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+def test_several_small_groups_share_a_pack_and_the_gradient_stays(architecture, tokenizer, settings):
+    """One long group and short ones: fewer packs than groups, no pack longer than the longest group, the gradient of rows."""
+    _, model = architecture
+    prompts = ["a prompt that is much longer than all of the other ones put together, I would say", "1+1=?", "é", "x"]
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, replace(settings, num_completions_per_prompt=2), seed=0)
+    everything = torch.arange(len(rollout.completions))
+    packs = pack_rows(rollout, everything, shared_prompt=True)
+    assert len(packs.ids) < len(prompts)
+    assert {len(set(row.tolist()) - {-1}) for row in packs.places.prompt} != {1}, "some pack has several groups"
+    plain = gradient(model, rollout, [everything], shared_prompt=False)
+    assert (gradient(model, rollout, [everything]) - plain).norm() / plain.norm() < 1e-5
+
+
+def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, settings):
+    _, model = architecture
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    everything = torch.arange(len(rollout.completions))
+    kept = gradient(model, rollout, [everything])
+    calls = []
+    recompute_activations(model)
+    layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    next(layer.children()).register_forward_hook(lambda *args: calls.append(1))
+    torch.testing.assert_close(gradient(model, rollout, [everything]), kept, rtol=0, atol=0)
+    assert len(calls) == 2, "once forward, once again backward"
+    assert not any(module.training for module in model.modules()), "no dropout"

@@ -1,0 +1,87 @@
+"""
+What a step will take, said before it is taken: how many completions, tokens and passes, and how much memory.
+
+Memory is an estimate for the worst case, every completion as long as it may be. What activations take is not computed from the
+architecture but counted: one small forward pass, and every tensor that autograd keeps of it.
+"""
+
+import os
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from check import made_up
+from data import encode_prompt
+from devices import peak_memory_gb
+from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
+from packing import pack_rows
+
+
+def contract(run) -> list[str]:
+    """Lines for the console about a GRPO step of a run."""
+    grpo, training = run.config.grpo, run.config.training
+    prompts, group_size, limit = training.batch_size, grpo.num_completions_per_prompt, grpo.generation_max_length
+    longest = max(len(encode_prompt(run.tokenizer, example["prompt"])) for example in run.train_set)
+    tokens = prompts * (longest + group_size * limit if run.shared_prompt else group_size * (longest + limit))
+    passes = -(-tokens // training.max_tokens_per_forward)
+    work = (
+        f"a step: {prompts} prompts of up to {longest} tokens x {group_size} = {prompts * group_size} completions of up to "
+        f"{limit}; {tokens} tokens at most, in {passes} pass{'es' * (passes > 1)} of --max_tokens_per_forward"
+    )
+    parts = memory_gb(run, longest, min(tokens, max(training.max_tokens_per_forward, longest + limit)))
+    at_once, lasting = {name: parts.pop(name) for name in ("training pass", "sampling cache")}, sum(parts.values())
+    total, there = lasting + max(at_once.values()), available_gb(run.device)
+    named = ", ".join(f"{name} {size:.2g}" for name, size in (parts | at_once).items() if size >= 0.005)
+    memory = f"memory: about {total:.2g} GB of {there:.2g} at most ({named}; pass and cache take turns)"
+    if total > 0.9 * there:
+        memory += "; should it run out: --gradient_checkpointing, lower --max_tokens_per_forward or --generation_batch_size"
+    return [work, memory]
+
+
+def memory_gb(run, longest_prompt: int, pass_tokens: int) -> dict[str, float]:
+    """What is in memory, in 10^9 bytes by name."""
+    grpo, config = run.config.grpo, run.model.config.get_text_config()
+    weights = sum(p.numel() * p.element_size() for p in run.model.parameters())
+    head = run.model.get_output_embeddings().weight
+    group_size = grpo.num_completions_per_prompt
+    rows = grpo.generation_batch_size or run.config.training.batch_size * group_size
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    columns = rows * (longest_prompt / (group_size if run.shared_prompt else 1) + grpo.generation_max_length)
+    logits = 3 * max(LOGITS_AT_ONCE, TOKENS_AT_ONCE * len(head)) * 4             # as they are, as probabilities, their gradient
+    one_more_gradient = head.numel() * 4                                         # of the embedding, before it is added
+    python = peak_memory_gb(run.device) - weights / 1e9
+    return {
+        "libraries": max(0.0, python) if run.device.type == "cpu" else 0.0,
+        "weights": weights / 1e9, "gradients": weights / 1e9, "AdamW": 2 * weights / 1e9,
+        "reference": weights / 1e9 if grpo.kl_coef else 0.0,
+        "training pass": (pass_tokens * activation_bytes(run) + logits + one_more_gradient) / 1e9,
+        "sampling cache": 2 * columns * 2 * heads * width * config.num_hidden_layers * 4 / 1e9,  # twice while it is rearranged
+    }
+
+
+def activation_bytes(run) -> float:
+    """What autograd keeps for a token of a pass, counted (with recomputation, without the layer that is being recomputed)."""
+    prompts = [encode_prompt(run.tokenizer, example["prompt"]) for example in run.train_set[:2]]
+    rollout = made_up(run.model, run.tokenizer, prompts)
+    weights = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        result = completion_log_probs(run.model, rollout, shared_prompt=run.shared_prompt)
+    del result                                            # kept alive until here, so that no address was used twice
+    per_token = sum(kept.values()) / pack_rows(rollout, torch.arange(len(rollout.completions)), run.shared_prompt).ids.numel()
+    return per_token
+
+
+def available_gb(device: torch.device) -> float:
+    """Memory of the device in 10^9 bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9

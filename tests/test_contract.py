@@ -1,0 +1,51 @@
+"""What is said about a step before it is taken."""
+
+import pytest
+import torch
+from conftest import start_run
+
+import contract
+from logprobs import completion_log_probs
+from packing import pack_rows
+from sample import sample_completions_for_prompts
+
+
+def test_tokens_and_passes_are_those_of_a_step_in_which_all_goes_to_the_limit(tmp_path):
+    run = start_run(tmp_path, "--use_grpo", "--max_tokens_per_forward", "100", "--generation_max_length", "30")
+    longest = max(len(run.tokenizer(example["prompt"]).input_ids) for example in run.train_set)
+    tokens = 4 * (longest + 4 * 30)
+    line = contract.contract(run)[0]
+    assert f"4 prompts of up to {longest} tokens x 4 = 16 completions of up to 30" in line
+    assert f"{tokens} tokens at most, in {-(-tokens // 100)} passes" in line
+
+
+def test_what_does_not_fit_is_said_with_what_to_turn(tmp_path, monkeypatch):
+    run = start_run(tmp_path, "--use_grpo")
+    assert "run out" not in contract.contract(run)[1]
+    monkeypatch.setattr(contract, "available_gb", lambda device: 0.1)
+    assert "--gradient_checkpointing" in contract.contract(run)[1]
+
+
+def test_activations_are_counted_per_token_and_recomputed_ones_left_out(tmp_path):
+    """Against the sizes of what a longer pass keeps, found by walking its graph."""
+    run = start_run(tmp_path, "--use_grpo", "--generation_max_length", "40", "--num_completions_per_prompt", "2")
+    prompts = [example["prompt"] for example in run.train_set[:8]]
+    rollout = sample_completions_for_prompts(run.model, run.tokenizer, prompts, run.config.grpo, seed=0)
+    tokens = pack_rows(rollout, torch.arange(16), True).ids.numel()
+    result = completion_log_probs(run.model, rollout)
+    weights = {p.data_ptr() for p in run.model.parameters()}
+    seen, storages, todo = set(), {}, [result.logp.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            value = getattr(node, name) if name.startswith("_saved_") else None
+            for tensor in value if isinstance(value, tuple | list) else [value]:
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in weights:
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert contract.activation_bytes(run) * tokens == pytest.approx(sum(storages.values()), rel=0.2)
+    again = start_run(tmp_path, "--use_grpo", "--gradient_checkpointing", "true")
+    assert contract.activation_bytes(again) < contract.activation_bytes(run) / 4
