@@ -66,7 +66,8 @@ class ModelConfig:
     """Which policy."""
 
     model_path: str = flag("", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
-    attn_implementation: Literal["sdpa", "eager"] = flag("sdpa", "attention in transformers")
+    attn_implementation: Literal["sdpa", "eager", "flex_attention"] = flag("sdpa", "attention in transformers; flex: on a GPU")
+    precision: Literal["float32", "bfloat16"] = flag("float32", "of the layers; weights, head and softmax stay in float32")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
 
 

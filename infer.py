@@ -71,6 +71,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--generation_top_p", type=float, default=1.0)
     parser.add_argument("--generation_top_k", type=int, default=0)
     parser.add_argument("--attn_implementation", default="sdpa", choices=["sdpa", "eager"])
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

@@ -42,16 +42,17 @@ def load_tokenizer(config):
 
 
 def load_policy(config):
-    """(model, tokenizer) in float32: config.model_path, a folder or a hub id, or the built-in tiny Gemma if it is empty.
+    """(model, tokenizer): config.model_path, a folder or a hub id, or the built-in tiny Gemma if it is empty.
 
-    The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
+    Weights are float32, whatever the precision of the layers: in bfloat16 a step of 1e-6 would be rounded away. The model is
+    in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
-    config  has model_path, attn_implementation, trust_remote_code
+    config  has model_path, attn_implementation, precision, trust_remote_code
     raises  ValueError in one line if there is no such model
     """
     tokenizer = load_tokenizer(config)
     if not config.model_path:
-        return tiny_gemma(tokenizer, config.attn_implementation).eval(), tokenizer
+        return with_precision(tiny_gemma(tokenizer, config.attn_implementation).eval(), config.precision), tokenizer
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model_path, dtype=torch.float32, attn_implementation=config.attn_implementation,
@@ -59,7 +60,24 @@ def load_policy(config):
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
-    return model, tokenizer
+    return with_precision(model, config.precision), tokenizer
+
+
+def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
+    """The model with layers that compute in bfloat16, if asked for. Its head is not one of them."""
+    if precision == "bfloat16":
+        model.base_model.forward = partial(in_bfloat16, model.base_model.forward)
+    return model
+
+
+def in_bfloat16(forward, *args, **kwargs):
+    """Call a model's own forward under autocast, on the device where the model is then."""
+    with torch.autocast(forward.__self__.device.type, dtype=torch.bfloat16):
+        return forward(*args, **kwargs)
+
+
+def computes_in_bfloat16(model: PreTrainedModel) -> bool:
+    return getattr(model.base_model.forward, "func", None) is in_bfloat16
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

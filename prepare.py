@@ -194,6 +194,8 @@ def set_up(config: Config) -> Run:
     """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
     device = best_device()
     keep_freed_memory()
+    if device.type == "cpu" and config.model.attn_implementation == "flex_attention":
+        raise ValueError("--attn_implementation=flex_attention: torch has no backward pass of it on a CPU; take sdpa")
     folder = RunFolder(config)
     functions = load_reward_functions(config)
     train_set, eval_set = load_data(config)

@@ -97,7 +97,8 @@ class RunFolder:
         settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
         self.say(f"profile {training.profile or 'none'}: {settings}")
         name = self.config.model.model_path or "built-in tiny Gemma 3"
-        self.say(f"model {name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, float32, on {device}")
+        size, precision = sum(p.numel() for p in model.parameters()) / 1e6, self.config.model.precision
+        self.say(f"model {name}: {size:.1f}M parameters, {precision}, on {device}")
         self.say(f"data {data.dataset}: {num_train} examples to train on, {num_eval} held out")
         for phase in phases:
             rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)

@@ -272,7 +272,8 @@ def sampling_mode(model):
         model.eval()
         if flex:
             model.set_attn_implementation("eager")
-        with torch.no_grad():
+        # Autocast forgets its copies of the weights when the outermost context ends: with this one, after all the tokens.
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
         if flex:

@@ -4,12 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from conftest import PROMPTS
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from check import check_setup
 from config import ModelConfig
-from model import frozen_copy, load_policy, moved_to, save_policy
+from logprobs import completion_log_probs
+from model import frozen_copy, load_policy, moved_to, recompute_activations, save_policy, with_precision
 from rewards import correctness
+from sample import sample_completions_for_prompts
 
 EXAMPLES = [
     {"prompt": "47+85=?", "answer": "132", "completion": "<reasoning>7+5=12</reasoning><answer>132</answer>"},
@@ -86,3 +91,55 @@ def test_a_model_is_moved_for_a_while_and_comes_home_whatever_happens():
     with pytest.raises(KeyError), moved_to(model, "cuda:7"):
         raise KeyError
     assert places[2:] == ["cuda:7", "cpu"]
+
+
+def test_layers_in_bfloat16_with_weights_and_numbers_in_float32(architecture, tokenizer, settings):
+    _, model = architecture
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    exact = completion_log_probs(model, rollout, **settings.policy).logp.detach()
+    with_precision(model, "bfloat16")
+    rounded = completion_log_probs(model, rollout, **settings.policy).logp
+    assert 1e-4 < (rounded - exact).abs().max() < 0.5, "really in bfloat16, and no more than rounded"
+    assert rounded.dtype == torch.float32
+    rounded.sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    sampled = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=1)
+    trained = completion_log_probs(model, sampled, **settings.policy).logp
+    assert (sampled.sampling_logp - trained).abs().max() < 0.1
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2)
+        assert not torch.allclose(completion_log_probs(model, rollout, **settings.policy).logp, rounded), "no stale copies"
+
+
+def test_a_frozen_copy_of_a_wrapped_model_is_its_own(architecture, tokenizer, settings):
+    """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
+    _, model = architecture
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    recompute_activations(with_precision(model, "bfloat16"))
+    reference = frozen_copy(model)
+    before = completion_log_probs(reference, rollout).logp
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert (completion_log_probs(reference, rollout).logp == before).all()
+    assert not torch.allclose(completion_log_probs(model, rollout).logp, before)
+
+
+def test_flex_attention_takes_the_same_masks(model, tokenizer, settings, monkeypatch):
+    """The forward pass, not compiled: on a CPU torch has no backward one, and what it compiles there reads beyond the keys.
+
+    Sampling goes through eager attention and puts flex back.
+    """
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+
+    def as_it_is(query, key, value, training=False, **options):
+        return flex_attention(query, key, value, **options)
+
+    monkeypatch.setattr(transformers.integrations.flex_attention, "compile_friendly_flex_attention", as_it_is)
+    with torch.no_grad():
+        exact = completion_log_probs(model, rollout).logp
+        model.set_attn_implementation("flex_attention")
+        assert (completion_log_probs(model, rollout).logp - exact).abs().max() < 1e-4
+    again = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    assert (again.sampling_logp - rollout.sampling_logp).abs().max() < 1e-4
+    assert model.config._attn_implementation == "flex_attention"
