@@ -77,6 +77,7 @@ def in_bfloat16(forward, *args, **kwargs):
 
 
 def computes_in_bfloat16(model: PreTrainedModel) -> bool:
+    """Whether with_precision made it so."""
     return getattr(model.base_model.forward, "func", None) is in_bfloat16
 
 

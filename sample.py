@@ -128,7 +128,7 @@ class Drawn:
             0, torch.arange(self.nobody, device=device), 0
         )
         self.stopped = torch.zeros(self.nobody + 1, dtype=torch.bool, device=device)
-        self.stops, self.policy, self.pad_id = torch.tensor(stops, device=device), policy, pad_id
+        self.stops, self.policy, self.pad_id = torch.tensor(stops, dtype=torch.long, device=device), policy, pad_id
 
     def take(self, owners: Tensor, logits: Tensor) -> None:
         """Draw a token for each owner: owners (n,), logits (n, V). Completions that are done get nothing any more."""
@@ -208,7 +208,7 @@ def position_in(ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     last = torch.searchsorted(ends, ends[:, -1:].contiguous()).clamp(max=ends.shape[-1] - 1)
     index = torch.minimum(torch.searchsorted(ends, goal, right=True), last)
     begins = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
-    return index, (goal - begins).clamp(min=0)
+    return index, goal - begins
 
 
 def uniform_streams(prompts: list[list[int]], group_size: int, length: int, seed: int) -> np.ndarray:

@@ -144,11 +144,32 @@ def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, monkeypatch):
 
     monkeypatch.setattr(cache.PackedCache, "arrange", noted)
     model.generation_config.eos_token_id = EARLY
-    prompts = ["12+34=?" for _ in range(60)]
+    prompts = ["what is 12 plus 34 plus 56?" for _ in range(60)]              # 28 tokens
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 16})
     rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=1, at_once=4)
     assert len(widths) > 15 and max(widths) <= 64, widths
     assert len(set(rollout.completions)) > 10 and rollout.completion_mask.any(dim=1).all()
+
+
+def test_prompts_are_no_wider_than_those_they_begin_with(model, tokenizer, monkeypatch):
+    widths = []
+    real = cache.PackedCache.__init__
+
+    def noted(self, model, ids, places):
+        widths.append(ids.shape[1])
+        real(self, model, ids, places)
+
+    monkeypatch.setattr(cache.PackedCache, "__init__", noted)
+    config = GRPOConfig(num_completions_per_prompt=2, **ANY)
+    sample_completions_for_prompts(model, tokenizer, ["a long prompt among short ones", "x", "y"], config, seed=0, at_once=2)
+    assert sorted(widths) == [2, 2, 31]
+
+
+def test_a_cache_that_nobody_needs_any_more_is_not_kept(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(cache.PackedCache, "join", lambda self, other: pytest.fail("joined to what is done"))
+    config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, at_once=2)
+    assert rollout.completion_mask.shape == (8, 1)
 
 
 def test_logits_that_are_not_finite_are_named(model, tokenizer, settings):

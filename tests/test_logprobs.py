@@ -12,7 +12,7 @@ from config import GRPOConfig
 from grpo import policy_loss
 from model import recompute_activations
 from logprobs import completion_log_probs, restrict_logits
-from packing import micro_batches, pack_rows
+from packing import first_fit, micro_batches, pack_rows
 from sample import sample_completions_for_prompts
 
 
@@ -198,6 +198,11 @@ def test_several_small_groups_share_a_pack_and_the_gradient_stays(architecture, 
     assert {len(set(row.tolist()) - {-1}) for row in packs.places.prompt} != {1}, "some pack has several groups"
     plain = gradient(model, rollout, [everything], shared_prompt=False)
     assert (gradient(model, rollout, [everything]) - plain).norm() / plain.norm() < 1e-5
+
+
+def test_bins_are_filled_and_never_overfilled():
+    sizes = {0: 3, 1: 7, 2: 4, 3: 1, 4: 6, 5: 2, 6: 4}
+    assert first_fit(sizes, 7) == [[1], [4, 3], [2, 0], [6, 5]]
 
 
 def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, settings):
