@@ -79,5 +79,5 @@ def test_the_mask_is_drawn(model, tokenizer):
 
 
 @pytest.mark.parametrize("shape", [(1, 3)])
-def test_disagreement_that_is_not_a_number_is_not_agreement(shape):
-    assert check.agreement("x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
+def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
+    assert check.agreement(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
