@@ -29,10 +29,10 @@ def contract(run) -> list[str]:
         f"{limit}; {tokens} tokens at most, in {passes} pass{'es' * (passes > 1)} of --max_tokens_per_forward"
     )
     parts = memory_gb(run, longest, min(tokens, max(training.max_tokens_per_forward, longest + limit)))
-    at_once, lasting = {name: parts.pop(name) for name in ("training pass", "sampling cache")}, sum(parts.values())
-    total, there = lasting + max(at_once.values()), available_gb(run.device)
-    named = ", ".join(f"{name} {size:.2g}" for name, size in (parts | at_once).items() if size >= 0.005)
-    memory = f"memory: about {total:.2g} GB of {there:.2g} at most ({named}; pass and cache take turns)"
+    in_turns = {name: parts.pop(name) for name in ("training pass", "sampling cache")}
+    total, there = sum(parts.values()) + max(in_turns.values()), available_gb(run.device)
+    named = ", ".join(f"{name} {size:.2g}" for name, size in (parts | in_turns).items() if size >= 0.005)
+    memory = f"memory: about {total:.2g} of {there:.2g} GB at the worst ({named}; pass and cache take turns)"
     if total > 0.9 * there:
         memory += "; should it run out: --gradient_checkpointing, lower --max_tokens_per_forward or --generation_batch_size"
     return [work, memory]
@@ -76,8 +76,7 @@ def activation_bytes(run) -> float:
     with saved_tensors_hooks(count, lambda tensor: tensor):
         result = completion_log_probs(run.model, rollout, shared_prompt=run.shared_prompt)
     del result                                            # kept alive until here, so that no address was used twice
-    per_token = sum(kept.values()) / pack_rows(rollout, torch.arange(len(rollout.completions)), run.shared_prompt).ids.numel()
-    return per_token
+    return sum(kept.values()) / pack_rows(rollout, torch.arange(len(rollout.completions)), run.shared_prompt).ids.numel()
 
 
 def available_gb(device: torch.device) -> float:

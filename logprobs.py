@@ -136,7 +136,7 @@ def logits_of(model, hidden: Tensor) -> Tensor:
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden (n, H) times a head (V, H), plus bias: (n, V).
 
-    On a CPU the other way round, as a view of (V, n): for a few tokens that takes half the time (docs/benchmarks.md).
+    On a CPU the other way round, as a view of (V, n): for a few tokens that takes half the time (dev/LOG.md).
     """
     if hidden.device.type != "cpu":
         return linear(hidden, weight, bias)

@@ -124,9 +124,7 @@ class Drawn:
         self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, 1), (0, 0)))).to(device)          # (B + 1, T)
         self.ids = torch.full((self.nobody + 1, limit), pad_id, device=device)
         self.logp = torch.zeros(self.nobody + 1, limit, device=device)
-        self.count = torch.ones(self.nobody + 1, dtype=torch.long, device=device).index_fill_(
-            0, torch.arange(self.nobody, device=device), 0
-        )
+        self.count = torch.zeros(self.nobody + 1, dtype=torch.long, device=device)               # tokens so far
         self.stopped = torch.zeros(self.nobody + 1, dtype=torch.bool, device=device)
         self.stops, self.policy, self.pad_id = torch.tensor(stops, dtype=torch.long, device=device), policy, pad_id
 
@@ -134,8 +132,7 @@ class Drawn:
         """Draw a token for each owner: owners (n,), logits (n, V). Completions that are done get nothing any more."""
         done = self.stopped[owners] | (self.count[owners] >= self.ids.shape[1])
         owners = owners.masked_fill(done, self.nobody)
-        at = self.count[owners]
-        at = at.masked_fill(owners == self.nobody, 0)
+        at = self.count[owners].masked_fill(owners == self.nobody, 0)
         tokens, logp = draw(restrict_logits(logits, **self.policy), self.uniforms[owners, at])
         self.ids[owners, at], self.logp[owners, at] = tokens, logp
         self.count[owners] = at + 1
