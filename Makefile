@@ -1,4 +1,4 @@
-# make demo     train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: about four minutes on two cores
+# make demo     train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: four to six minutes on two cores
 # make test     every test
 # make check    the tests, and ruff
 # All three create the environment .venv first, from requirements.txt; only python 3.11 with venv has to be there.
