@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from logprobs import logits_of
+from model import logits_of
 from packing import Places, attention_masks
 
 COLUMNS_PER_TOKEN = 1000        # a token costs about as much as looking at so many more columns of a cache

@@ -12,12 +12,12 @@ import torch
 from config import GRPOConfig
 from data import encode_prompt
 from logprobs import completion_log_probs
-from model import computes_in_bfloat16
+from model import precision_of
 from rewards import compute_rewards_for_completions, name_of
-from sample import Rollout, left_pad, positions_of, sample_completions_for_prompts, stop_token_ids
+from sample import Rollout, left_pad, made_up, positions_of, sample_completions_for_prompts, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; float32 forward passes of different shape agree to about 1e-5
-TOLERANCE_BFLOAT16 = 0.3        # those in bfloat16 to about 0.01
+TOLERANCE_HALF = 0.3            # those in bfloat16 to about 0.01, in float16 to less
 
 
 @dataclass
@@ -91,7 +91,7 @@ def check_head(model, rollout: Rollout) -> Finding:
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0]
     ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask.to(device)]
     return agreement(model, "head", "head in chunks and the model's own", ours, own,
-                     "its way from hidden states to logits has a step that logits_of in logprobs.py does not know: add it")
+                     "its way from hidden states to logits has a step that logits_of in model.py does not know: add it")
 
 
 @torch.no_grad()
@@ -100,16 +100,6 @@ def check_sampler(model, rollout: Rollout, config) -> Finding:
     trained = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp.cpu()
     fix = "ratios would not start at 1: try --attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"
     return agreement(model, "sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
-
-
-def made_up(model, tokenizer, prompts: list[list[int]]) -> Rollout:
-    """Two completions of each prompt, of random tokens and different lengths."""
-    known = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
-    ids = torch.randint(0, known, (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(8) < torch.tensor([8, 5] * len(prompts))[:, None]
-    return Rollout(
-        *left_pad(prompts, tokenizer.pad_token_id), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids)
-    )
 
 
 def can_share_prompts(model, tokenizer, prompt) -> bool:
@@ -142,7 +132,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
 def agreement(model, name: str, what: str, left, right, fix: str) -> Finding:
     """Two tensors of log-probabilities that should be the same."""
     difference = float((left - right).abs().nan_to_num(torch.inf).max())
-    tolerance = TOLERANCE_BFLOAT16 if computes_in_bfloat16(model) else TOLERANCE
+    tolerance = TOLERANCE if precision_of(model) == "float32" else TOLERANCE_HALF
     return Finding(name, difference <= tolerance, f"{what} differ by at most {difference:.1e} nat", fix)
 
 

@@ -67,8 +67,14 @@ class ModelConfig:
 
     model_path: str = flag("", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
     attn_implementation: Literal["sdpa", "eager", "flex_attention"] = flag("sdpa", "attention in transformers; flex: on a GPU")
-    precision: Literal["float32", "bfloat16"] = flag("float32", "of the layers; weights, head and softmax stay in float32")
+    precision: Literal["float32", "bfloat16", "float16"] = flag("float32", "of the layers; weights, head, softmax stay float32")
+    lora_rank: int = flag(0, "train additions of this rank to all linear layers (LoRA), not the weights; 0: the weights")
+    lora_alpha: float = flag(32.0, "those additions are scaled by lora_alpha / lora_rank")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+
+    def __post_init__(self):
+        require(self.lora_rank >= 0, "lora_rank", self.lora_rank, "a rank such as 16, or 0 to train the weights themselves")
+        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "must be above 0")
 
 
 @dataclass(frozen=True)
@@ -288,6 +294,7 @@ class TrainingConfig:
     max_skipped_steps: int = flag(3, "stop after so many steps in a row whose loss or gradient was not finite")
     max_tokens_per_forward: int = flag(8192, "lower it when memory runs out; the gradient stays the same")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more time")
+    mesh: str = flag("", "how processes share the weights: replicate=2,fsdp=4 keeps 2 copies, each over 4; empty: one copy")
     eval_steps: int = flag(50, "evaluate every so many steps, and before and after every phase")
     save_steps: int = flag(100, "write a checkpoint every so many steps; 0: at the end of a phase only")
     keep_checkpoints: int = flag(2, "delete older ones")

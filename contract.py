@@ -10,11 +10,12 @@ import os
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from check import made_up
 from data import encode_prompt
-from devices import peak_memory_gb
+from devices import bytes_here, gathered_weights, peak_memory_gb
 from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
+from model import has_adapter, trained
 from packing import pack_rows
+from sample import made_up
 
 
 def contract(run) -> list[str]:
@@ -41,7 +42,8 @@ def contract(run) -> list[str]:
 def memory_gb(run, longest_prompt: int, pass_tokens: int) -> dict[str, float]:
     """What is in memory, in 10^9 bytes by name."""
     grpo, config = run.config.grpo, run.model.config.get_text_config()
-    weights = sum(p.numel() * p.element_size() for p in run.model.parameters())
+    weights, learned = (sum(map(bytes_here, parameters)) for parameters in (run.model.parameters(), trained(run.model)))
+    elsewhere = sum(p.numel() * p.element_size() for p in run.model.parameters()) - weights
     head = run.model.get_output_embeddings().weight
     group_size = grpo.num_completions_per_prompt
     rows = grpo.generation_batch_size or run.config.training.batch_size * group_size
@@ -53,10 +55,11 @@ def memory_gb(run, longest_prompt: int, pass_tokens: int) -> dict[str, float]:
     python = peak_memory_gb(run.device) - weights / 1e9
     return {
         "libraries": max(0.0, python) if run.device.type == "cpu" else 0.0,
-        "weights": weights / 1e9, "gradients": weights / 1e9, "AdamW": 2 * weights / 1e9,
-        "reference": weights / 1e9 if grpo.kl_coef else 0.0,
+        "weights": weights / 1e9, "gradients": learned / 1e9, "AdamW": 2 * learned / 1e9,
+        "reference": (learned if has_adapter(run.model) else weights) / 1e9 if grpo.kl_coef else 0.0,
         "training pass": (pass_tokens * activation_bytes(run) + logits + one_more_gradient) / 1e9,
-        "sampling cache": 2 * columns * 2 * heads * width * config.num_hidden_layers * 4 / 1e9,  # twice while it is rearranged
+        # Keys and values, twice while they are rearranged, and what of the weights lies elsewhere.
+        "sampling cache": (2 * columns * 2 * heads * width * config.num_hidden_layers * 4 + elsewhere) / 1e9,
     }
 
 
@@ -64,7 +67,6 @@ def activation_bytes(run) -> float:
     """What autograd keeps for a token of a pass, counted (with recomputation, without the layer that is being recomputed)."""
     prompts = [encode_prompt(run.tokenizer, example["prompt"]) for example in run.train_set[:2]]
     rollout = made_up(run.model, run.tokenizer, prompts)
-    weights = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
     kept: dict[int, int] = {}
 
     def count(tensor):
@@ -73,7 +75,8 @@ def activation_bytes(run) -> float:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with saved_tensors_hooks(count, lambda tensor: tensor):
+    with gathered_weights(run.model), saved_tensors_hooks(count, lambda tensor: tensor):
+        weights = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
         result = completion_log_probs(run.model, rollout, shared_prompt=run.shared_prompt)
     del result                                            # kept alive until here, so that no address was used twice
     return sum(kept.values()) / pack_rows(rollout, torch.arange(len(rollout.completions)), run.shared_prompt).ids.numel()

@@ -1,21 +1,208 @@
 """
-Where a run computes: which device there is, and how much memory it took. Left out on
-purpose: starting several processes; what counts over all of them is counted over all already.
+Where a run computes: which device there is, one process or many, and how much memory it took. The only file that knows
+torch.distributed.
+
+    torchrun --nproc_per_node 4 train.py --use_grpo ...
+
+Every process samples and scores a share of the prompts and forwards a share of the packs. What is small, completions, rewards
+and advantages, is gathered: every process knows all of it and takes the same decisions. What is large, weights, gradients and
+the optimiser's state, is sharded (FSDP2). Alone, everything here answers as the first of one process.
+Left out on purpose: tensor and pipeline parallelism.
 """
 
 import ctypes
+import math
 import os
 import resource
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def best_device() -> torch.device:
-    """The GPU if there is one, else the CPU."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training runs in one process; start it without torchrun")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The GPU if there is one, else the CPU. A process that torchrun started joins the others first."""
+    cuda = torch.cuda.is_available()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return torch.device("cuda" if cuda else "cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")        # what is gathered lies on the CPU
+    return device
+
+
+def leave() -> None:
+    """Part from the other processes at the end of a program."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---- one process or many ---------------------------------------------------------------------------------------------
+
+
+def num_processes() -> int:
+    """How many there are; 1 without torchrun."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def process_number() -> int:
+    """Which one this is, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return process_number() == 0
+
+
+def share(things: list) -> list:
+    """What this process has to do, as evenly as can be; all shares in order are all things."""
+    n, size, rank = len(things), num_processes(), process_number()
+    return things[n * rank // size : n * (rank + 1) // size]
+
+
+def rounds(batches: list) -> Iterator[tuple[object, bool]]:
+    """(batch, whether it counts) for this process, in as many rounds as everywhere.
+
+    A forward pass of a sharded model needs all processes: whoever has nothing left to do repeats something for nothing.
+    """
+    size = num_processes()
+    for start in range(0, len(batches), size):
+        mine = start + process_number()
+        yield batches[min(mine, len(batches) - 1)], mine < len(batches)
+
+
+def gather(thing) -> list:
+    """What every process has at this place, in order: [thing] when alone."""
+    if num_processes() == 1:
+        return [thing]
+    things = [None] * num_processes()
+    dist.all_gather_object(things, thing)
+    return things
+
+
+def everywhere(work: Callable) -> list:
+    """The results of work() in all processes, in order. Where one fails, all stop, and that one says why."""
+    failure = result = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    parts = gather((failure is None, result))
+    if failure is not None:
+        raise failure
+    if not all(fine for fine, _ in parts):
+        raise SystemExit(1)
+    return [result for _, result in parts]
+
+
+def all_sum(count):
+    """The sum over all processes of a number, or of a tensor on the CPU; itself where there is one process."""
+    if num_processes() == 1:
+        return count
+    total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total if isinstance(count, Tensor) else total.item()
+
+
+# ---- sharded weights -------------------------------------------------------------------------------------------------
+
+
+def shard(model, layers: list, mesh: dict[str, int]) -> None:
+    """Share the weights out over all processes, each layer a unit that is gathered when it is needed.
+
+    mesh  {"replicate": n, "fsdp": m}: n copies of the weights, each over m processes
+    """
+    if num_processes() == 1:
+        return
+    device = next(model.parameters()).device
+    over = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    for module in [*layers, model]:
+        fully_shard(module, mesh=over)
+        module.set_gradient_divide_factor(1.0)            # a sum over processes: losses have their denominators already
+        module.set_force_sum_reduction_for_comms(True)
+    model.mesh, model.as_forward_pass = mesh, lambda function: function()
+    register_fsdp_forward_method(model, "as_forward_pass")
+    with torch.no_grad():                                 # the first pass settles which module is the outermost
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
+    reshard(model)
+
+
+def forward_pass(model, function: Callable):
+    """function(), which asks parts of the model, as one forward pass: with the weights that it needs. Returns tensors."""
+    return model.as_forward_pass(function) if hasattr(model, "mesh") else function()
+
+
+@contextmanager
+def gathered_weights(model):
+    """All weights in every process, gathered once, for many forward passes without gradient."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(unit is not model, recurse=False)
+            unit.reshard()
+
+
+def reshard(model) -> None:
+    """Drop what was gathered: before weights are changed, or the next pass would see the old ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor):
+    """A sharded tensor gathered, on the CPU; only in the process that writes, elsewhere None. Others as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full = tensor.full_tensor()
+    return full.cpu() if is_main() else None
+
+
+def sharded_like(tensor, parameter):
+    """A whole tensor, shared out as a parameter of the same shape is; other things as they are."""
+    if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
+        return tensor
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def bytes_here(tensor) -> int:
+    """What a tensor takes in this process."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def clip_gradient(parameters: list, longest: float) -> float:
+    """Cut the gradient to a length. Returns its length before, over all processes.
+
+    Adds up first what processes found out apart: gradients of parameters that are not sharded.
+    """
+    with_gradient = [p for p in parameters if p.grad is not None]
+    sharded = [p for p in with_gradient if isinstance(p.grad, DTensor)]
+    alike = [p for p in with_gradient if not isinstance(p.grad, DTensor)]
+    if num_processes() > 1:
+        for parameter in alike:
+            dist.all_reduce(parameter.grad)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in part]) for part in (sharded, alike) if part]
+    norm = math.hypot(*(float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms))
+    for part in sharded, alike:
+        torch.nn.utils.clip_grads_with_norm_(part, longest, torch.tensor(norm))
+    return norm
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:
@@ -28,15 +215,6 @@ def keep_freed_memory() -> None:
         set_option, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3           # names of malloc.h
         if set_option(mmap_threshold, 128 * 2**20) or set_option(mmap_threshold, 32 * 2**20):    # older ones refuse 128
             set_option(trim_threshold, 2**31 - 1)
-
-
-def all_sum(count: float) -> float:
-    """The sum of a number over all processes; the number itself where there is one."""
-    if not torch.distributed.is_initialized():
-        return count
-    total = torch.tensor(count, dtype=torch.float64)
-    torch.distributed.all_reduce(total)
-    return total.item()
 
 
 def peak_memory_gb(device: torch.device) -> float:

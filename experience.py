@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from devices import all_sum, everywhere, gathered_weights, num_processes, rounds, share
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
 )
@@ -19,7 +20,7 @@ from logprobs import completion_log_probs
 from model import moved_to
 from packing import completion_lengths, micro_batches
 from rewards import compute_rewards_for_completions
-from sample import Rollout, join_rollouts, sample_completions_for_prompts, select_groups
+from sample import Rollout, join_rollouts, occurrences, sample_completions_for_prompts, select_groups
 
 
 @dataclass
@@ -82,17 +83,30 @@ def sample_groups(run, examples: list[dict]) -> Groups:
 
 
 def score_groups(run, examples: list[dict], attempt: int) -> Groups:
-    """Sample once and score. The random numbers depend on the run's seed, the step, the attempt and each prompt alone."""
+    """Sample once and score, each process its share of the prompts.
+
+    The random numbers depend on the run's seed, the step, the attempt and each prompt alone.
+    """
     grpo = run.config.grpo
     seed = (run.config.training.seed << 32) + run.step + 1 + (attempt << 96)     # evaluations use step 0's
-    prompts = [example["prompt"] for example in examples]
-    rollout = sample_completions_for_prompts(
-        run.model, run.tokenizer, prompts, grpo, seed=seed, shared_prompt=run.shared_prompt
-    )
+    mine, earlier = share(examples), share(occurrences([example["prompt"] for example in examples]))
+
+    def sample_and_score():
+        if not mine:
+            return None
+        rollout = sample_completions_for_prompts(
+            run.model, run.tokenizer, [example["prompt"] for example in mine], grpo, seed=seed,
+            shared_prompt=run.shared_prompt, occurrence=earlier,
+        )
+        return rollout, *compute_rewards_for_completions(
+            run.reward_functions, grpo.weights, rollout, mine, on_error=grpo.reward_errors
+        )
+
+    with gathered_weights(run.model):
+        rollouts, rewards, by_function = zip(*filter(None, everywhere(sample_and_score)), strict=True)
+    rollout, rewards = join_rollouts(rollouts), torch.cat(rewards)
     assert len(rollout.completions) == len(examples) * grpo.num_completions_per_prompt, f"{len(rollout.completions)=}"
-    rewards, per_function = compute_rewards_for_completions(
-        run.reward_functions, grpo.weights, rollout, examples, on_error=grpo.reward_errors
-    )
+    per_function = {name: torch.cat([points[name] for points in by_function]) for name in by_function[0]}
     return Groups(examples, rollout, rewards, per_function, shape_rewards(grpo, rollout, rewards))
 
 
@@ -177,12 +191,19 @@ def look_back(run, model, rollout: Rollout, value_head=None) -> tuple[Tensor, Te
     logp = torch.zeros(rollout.completion_mask.shape)
     values = None if value_head is None else torch.zeros_like(logp)
     everything, grpo = torch.arange(len(logp)), run.config.grpo
-    for rows in micro_batches(rollout, everything, run.config.training.max_tokens_per_forward, run.shared_prompt):
+    for rows, counts in passes(run, rollout, everything):
         now = completion_log_probs(model, rollout, rows, **grpo.policy, shared_prompt=run.shared_prompt, value_head=value_head)
-        logp[rows] = now.logp.cpu()
-        if value_head is not None:
+        if counts:
+            logp[rows] = now.logp.cpu()
+        if counts and value_head is not None:
             values[rows] = now.values.cpu()
-    return logp, values
+    return all_sum(logp), None if values is None else all_sum(values)            # each row is 0 but in one process
+
+
+def passes(run, rollout: Rollout, rows: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """What this process forwards of some rows: micro-batches, and whether each counts (devices.rounds)."""
+    limit = run.config.training.max_tokens_per_forward
+    return rounds(micro_batches(rollout, rows, limit, run.shared_prompt, at_least=num_processes()))
 
 
 def minibatches(run, num_rows: int) -> Iterator[Tensor]:

@@ -3,27 +3,30 @@ Ask a model, or measure it.
 
     python infer.py --model_path outputs/demo/final --question "47+85=?"
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --limit 256
+    python infer.py --model_path outputs/lora/final --merge_into merged
 """
 
 import argparse
 import math
 import sys
 
+import torch
+
 from check import can_share_prompts
-from config import GRPOConfig
+from config import GRPOConfig, ModelConfig
 from data import load_examples, with_instruction
-from devices import best_device, keep_freed_memory
-from model import load_policy
+from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
+from model import has_adapter, load_policy, merged_copy, save_policy
 from rewards import FORM, compute_rewards_for_completions, correctness
 from runs import accuracy_text
-from sample import sample_completions_for_prompts
+from sample import occurrences, sample_completions_for_prompts
 
 
 def evaluate(
     model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
     batch_size: int = 64, shared_prompt: bool = True,
 ) -> dict:
-    """One sampled completion for each problem, scored.
+    """One sampled completion for each problem, scored; each process takes its share.
 
     config   and shared_prompt as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
              batch_size: completions sampled at once, the others wait until half of these are done
@@ -31,14 +34,23 @@ def evaluate(
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
     functions = list(dict.fromkeys([correctness, *reward_functions]))
-    prompts = [example["prompt"] for example in examples]
-    rollout = sample_completions_for_prompts(
-        model, tokenizer, prompts, config, seed=seed, num_completions=1, shared_prompt=shared_prompt, at_once=batch_size
-    )
-    truncated = int((~rollout.finished).sum())
-    asked = [{"answer": None} | example for example in examples]
-    _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
-    columns = {name: values[:, 0] for name, values in scored.items()}
+    asked = share([{"answer": None} | example for example in examples])
+    earlier = share(occurrences([example["prompt"] for example in examples]))
+
+    def ask():
+        if not asked:
+            return None
+        rollout = sample_completions_for_prompts(
+            model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=1,
+            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier,
+        )
+        _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
+        return scored, int((~rollout.finished).sum())
+
+    with gathered_weights(model):
+        scored, cut = zip(*filter(None, everywhere(ask)), strict=True)
+    truncated = sum(cut)
+    columns = {name: torch.cat([part[name][:, 0] for part in scored]) for name in scored[0]}
     correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
     result |= {"eval_problems": len(correct) or len(examples), "eval_truncated": truncated / len(examples)}
@@ -63,6 +75,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model_path", default="", help="folder or hub id, such as RUN/final")
     parser.add_argument("--question", help="print the model's answer to this")
     parser.add_argument("--evaluate", metavar="DATASET", help="print its accuracy on this: arithmetic, a file, or a hub id")
+    parser.add_argument("--merge_into", metavar="FOLDER", help="write the model there with its adapter added to its weights")
     parser.add_argument("--split", default="test")
     parser.add_argument("--limit", type=int, default=256, help="problems to evaluate (default %(default)s)")
     parser.add_argument("--instruction", default="", help="text put before every prompt, as in training")
@@ -71,22 +84,29 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--generation_top_p", type=float, default=1.0)
     parser.add_argument("--generation_top_k", type=int, default=0)
     parser.add_argument("--attn_implementation", default="sdpa", choices=["sdpa", "eager"])
-    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if bool(args.question) == bool(args.evaluate):
-        raise ValueError("give --question \"...\" or --evaluate DATASET, one of them")
+    if sum(map(bool, (args.question, args.evaluate, args.merge_into))) != 1:
+        raise ValueError("give --question \"...\", --evaluate DATASET or --merge_into FOLDER, one of them")
     if args.limit < 1:
         raise ValueError(f"--limit={args.limit}: at least one problem has to be asked")
     config = GRPOConfig(
         generation_max_length=args.generation_max_length, generation_temperature=args.generation_temperature,
         generation_top_p=args.generation_top_p, generation_top_k=args.generation_top_k,
     )
+    source = ModelConfig(args.model_path, args.attn_implementation, args.precision, trust_remote_code=args.trust_remote_code)
+    if args.merge_into:
+        model, tokenizer = load_policy(source)
+        if not has_adapter(model):
+            raise ValueError(f"--merge_into={args.merge_into}: {args.model_path or 'the built-in model'} has no adapter")
+        save_policy(merged_copy(model), tokenizer, args.merge_into)
+        return
     examples = load_examples(args.evaluate, args.split, limit=args.limit) if args.evaluate else [{"prompt": args.question}]
     examples = [with_instruction(example, args.instruction) for example in examples]
     keep_freed_memory()
-    model, tokenizer = load_policy(args)
+    model, tokenizer = load_policy(source)
     model.to(best_device())
     shared_prompt = can_share_prompts(model, tokenizer, examples[0]["prompt"])
     if args.evaluate:

@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
+from devices import forward_pass
+from model import logits_of, product, scaled
 from packing import attention_masks, pack_rows
 
 LOGITS_AT_ONCE = 2**22          # tokens * V: 16 megabytes in float32
@@ -89,24 +90,30 @@ def completion_log_probs(
     mask = rollout.completion_mask[rows]                                         # (b, T)
     chosen = rollout.completion_ids[rows][mask].to(device)                       # (N,)
     predictor = packs.predictor[mask].to(device)                                 # (N,)
-    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]               # (N, H)
+    def hidden_states(model):
+        return model.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]             # (N, H)
+
     reference_hidden = None
     if reference is not None:
         with torch.no_grad():
-            reference_hidden = reference.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]
+            reference_hidden = forward_pass(reference, partial(hidden_states, reference))
 
-    shape = partial(policy_logits, model, temperature=temperature, top_k=top_k, top_p=top_p)
-    head = model.get_output_embeddings()
-    logp, entropy, kl = HeadLogProbs.apply(
-        hidden, head.weight, head.bias, chosen, shape, reference_hidden,
-        None if reference is None else lambda hidden: logits_of(reference, hidden) / temperature,
-    )
+    def ask():
+        hidden, head = hidden_states(model), model.get_output_embeddings()
+        parts = HeadLogProbs.apply(
+            hidden, head.weight, head.bias, chosen,
+            partial(policy_logits, model, temperature=temperature, top_k=top_k, top_p=top_p), reference_hidden,
+            None if reference is None else lambda hidden: logits_of(reference, hidden) / temperature,
+        )
+        return *parts, None if value_head is None else value_head(hidden).to(parts[0].dtype)
+
+    logp, entropy, kl, values = forward_pass(model, ask)
     where, empty = mask.to(device), logp.new_zeros(mask.shape)
     return LogProbs(
         logp=empty.masked_scatter(where, logp),
         entropy=empty.masked_scatter(where, entropy),
         kl=None if reference is None else empty.masked_scatter(where, kl),
-        values=None if value_head is None else empty.masked_scatter(where, value_head(hidden).to(logp.dtype)),
+        values=None if value_head is None else empty.masked_scatter(where, values),
     )
 
 
@@ -116,32 +123,6 @@ def policy_logits(model, raw: Tensor, chosen: Tensor | None = None, **policy) ->
     transformers offers no public call for the former; the start-up check compares it with the model's forward pass.
     """
     return restrict_logits(scaled(model, raw), chosen=chosen, **policy)
-
-
-def scaled(model, raw: Tensor) -> Tensor:
-    """What some models do to the product of hidden states and head."""
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)         # Cohere, Granite
-    raw = raw * scale if scale != 1 else raw
-    cap = getattr(config, "final_logit_softcapping", None)                       # Gemma 2
-    return raw if cap is None else torch.tanh(raw / cap) * cap
-
-
-def logits_of(model, hidden: Tensor) -> Tensor:
-    """The model's own way from final hidden states (n, H) to logits (n, V)."""
-    head = model.get_output_embeddings()
-    return scaled(model, product(hidden, head.weight, head.bias))
-
-
-def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """hidden (n, H) times a head (V, H), plus bias: (n, V).
-
-    On a CPU the other way round, as a view of (V, n): for a few tokens that takes half the time (dev/LOG.md).
-    """
-    if hidden.device.type != "cpu":
-        return linear(hidden, weight, bias)
-    raw = (weight @ hidden.T).T
-    return raw if bias is None else raw + bias
 
 
 class HeadLogProbs(torch.autograd.Function):

@@ -1,16 +1,19 @@
 """
-The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, frozen copies, the value
-head, saving.
+The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, LoRA adapters (peft),
+references, the value head, saving.
 
-Weights are read and written as safetensors. Left out on purpose: adapters and quantised weights.
+Weights are read and written as safetensors. Left out on purpose: quantised weights.
 """
 
 import copy
+import json
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +23,8 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
+
+from devices import gathered_weights, is_main, reshard, shard, whole
 
 logging.disable_progress_bar()                            # a run has one of its own
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -47,38 +52,65 @@ def load_policy(config):
     Weights are float32, whatever the precision of the layers: in bfloat16 a step of 1e-6 would be rounded away. The model is
     in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
-    config  has model_path, attn_implementation, precision, trust_remote_code
+    config  a ModelConfig. With lora_rank the weights are frozen and an adapter is trained; a model_path that is the folder
+            of an adapter brings its own
     raises  ValueError in one line if there is no such model
     """
     tokenizer = load_tokenizer(config)
-    if not config.model_path:
-        return with_precision(tiny_gemma(tokenizer, config.attn_implementation).eval(), config.precision), tokenizer
+    adapter = adapter_settings(config.model_path)
+    if adapter and config.lora_rank not in (0, adapter["r"]):
+        raise ValueError(f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {adapter['r']}; leave it out")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model_path, dtype=torch.float32, attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
+        model = tiny_gemma(tokenizer, config.attn_implementation).eval() if not config.model_path else (
+            AutoModelForCausalLM.from_pretrained(
+                adapter.get("base_model_name_or_path", config.model_path), dtype=torch.float32,
+                attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code,
+            )
         )
+        if adapter:
+            model.load_adapter(config.model_path, is_trainable=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
+    if config.lora_rank and not adapter:
+        model.add_adapter(LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        ))
     return with_precision(model, config.precision), tokenizer
 
 
+def adapter_settings(path: str) -> dict:
+    """adapter_config.json of a folder that holds an adapter; {} of any other."""
+    file = Path(path) / "adapter_config.json"
+    return json.loads(file.read_text()) if path and file.exists() else {}
+
+
 def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
-    """The model with layers that compute in bfloat16, if asked for. Its head is not one of them."""
-    if precision == "bfloat16":
-        model.base_model.forward = partial(in_bfloat16, model.base_model.forward)
+    """The model with layers that compute in bfloat16 or float16, if asked for. Its head is not one of them."""
+    if precision != "float32":
+        model.base_model.forward = partial(under_autocast, getattr(torch, precision), model.base_model.forward)
     return model
 
 
-def in_bfloat16(forward, *args, **kwargs):
+def under_autocast(dtype: torch.dtype, forward, *args, **kwargs):
     """Call a model's own forward under autocast, on the device where the model is then."""
-    with torch.autocast(forward.__self__.device.type, dtype=torch.bfloat16):
+    with torch.autocast(forward.__self__.device.type, dtype=dtype):
         return forward(*args, **kwargs)
 
 
-def computes_in_bfloat16(model: PreTrainedModel) -> bool:
-    """Whether with_precision made it so."""
-    return getattr(model.base_model.forward, "func", None) is in_bfloat16
+def precision_of(model: PreTrainedModel) -> str:
+    """What with_precision made it."""
+    forward = model.base_model.forward
+    return str(forward.args[0]).removeprefix("torch.") if getattr(forward, "func", None) is under_autocast else "float32"
+
+
+def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers, as transformers marks them."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def trained(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The parameters that training changes: all of them, or the adapter's."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
@@ -86,7 +118,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
     transformers has a switch for it that works in training mode alone, and so with dropout.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers_of(model)
     if not layers:
         raise ValueError(f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
     for layer in layers:
@@ -99,6 +131,11 @@ def check_model_folder(path: str, trust_remote_code: bool) -> None:
     if not folder.exists():
         if path.count("/") != 1 or path.startswith((".", "/")):
             raise ValueError(f"--model_path={path}: no such folder")
+        return
+    if adapter := adapter_settings(path):
+        base = adapter["base_model_name_or_path"]
+        if not Path(base).exists() and base.count("/") != 1:
+            raise ValueError(f"--model_path={path}: is an adapter for {base}, and that is not there")
         return
     needs = {
         "config.json": ["config.json"],
@@ -135,6 +172,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+def scaled(model, raw: torch.Tensor) -> torch.Tensor:
+    """What some models do to the product of hidden states and head."""
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)         # Cohere, Granite
+    raw = raw * scale if scale != 1 else raw
+    cap = getattr(config, "final_logit_softcapping", None)                       # Gemma 2
+    return raw if cap is None else torch.tanh(raw / cap) * cap
+
+
+def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
+    """The model's own way from final hidden states (n, H) to logits (n, V)."""
+    head = model.get_output_embeddings()
+    return scaled(model, product(hidden, head.weight, head.bias))
+
+
+def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """hidden (n, H) times a head (V, H), plus bias: (n, V).
+
+    On a CPU the other way round, as a view of (V, n): for a few tokens that takes half the time (dev/LOG.md).
+    """
+    if hidden.device.type != "cpu":
+        return torch.nn.functional.linear(hidden, weight, bias)
+    raw = (weight @ hidden.T).T
+    return raw if bias is None else raw + bias
+
+
 def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalLM:
     """A Gemma 3 of a million parameters with random weights: every second layer slides over 64 tokens."""
     config = Gemma3TextConfig(
@@ -148,17 +211,105 @@ def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalL
     return Gemma3ForCausalLM(config)
 
 
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A reference: the model as it is now, without gradients, in evaluation mode."""
-    reference = copy.deepcopy(model).eval()
+def frozen_copy(model: PreTrainedModel):
+    """A reference: the model as it is now, without gradients, in evaluation mode. With an adapter, a copy of that alone."""
+    if has_adapter(model):
+        return AdapterReference(model)
+    if not hasattr(model, "mesh"):
+        return copy.deepcopy(model).eval().requires_grad_(False)
+    reference = AutoModelForCausalLM.from_config(
+        model.config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
+    )
+    reference = with_precision(reference.to(model.device).eval(), precision_of(model))
+    shard(reference, layers_of(reference), model.mesh)
+    copy_into(reference.parameters(), trained(model))
     return reference.requires_grad_(False)
 
 
+class AdapterReference:
+    """The policy with an adapter as it once was, over the same weights. A new adapter adds 0: then it is the bare model."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.kept = [parameter.detach().clone() for parameter in trained(model)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.kept
+
+    def base_model(self, **inputs):
+        """As the model's, with the kept adapter in the place of the trained one. Without gradient."""
+        now = [parameter.detach().clone() for parameter in trained(self.model)]
+        try:
+            copy_into(trained(self.model), self.kept)
+            return self.model.base_model(**inputs)
+        finally:
+            copy_into(trained(self.model), now)
+
+    def to(self, device) -> "AdapterReference":
+        return self
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
+
+
 @torch.no_grad()
-def update_reference(reference: PreTrainedModel, model: PreTrainedModel, alpha: float) -> None:
+def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """In place, one after the other."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+@torch.no_grad()
+def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
     """reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
-    for kept, new in zip(reference.parameters(), model.parameters(), strict=True):
+    reshard(model)
+    if isinstance(reference, torch.nn.Module):
+        reshard(reference)
+    for kept, new in zip(reference.parameters(), trained(model), strict=True):
         kept.lerp_(new.to(kept.device), 1 - alpha) if alpha else kept.copy_(new)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether an adapter is trained instead of the weights."""
+    return any(isinstance(module, LoraLayer) for module in model.modules())
+
+
+@contextmanager
+def merged_adapter(model: PreTrainedModel):
+    """The adapter added to the weights, and the weights bit for bit as they were afterwards: for many passes of few tokens."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    kept = [layer.get_base_layer().weight.detach().clone() for layer in layers]
+    try:
+        for layer in layers:
+            layer.merge()
+            layer.get_base_layer().weight.requires_grad_()                       # or autocast would not remember its copy
+        yield
+    finally:
+        for layer in layers:
+            layer.unmerge()
+            layer.get_base_layer().weight.requires_grad_(False)
+        copy_into([layer.get_base_layer().weight for layer in layers], kept)
+
+
+def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of its own, with the adapter added to its weights for good."""
+    with torch.no_grad(), gathered_weights(model), merged_adapter(model):
+        weights = {
+            name.replace(".base_layer", ""): tensor.detach().cpu().clone()
+            for name, tensor in model.state_dict().items() if ".lora_" not in name
+        }
+    with torch.device("meta"):
+        merged = AutoModelForCausalLM.from_config(model.config)
+    merged.load_state_dict(weights, assign=True)
+    merged.tie_weights()
+    merged.generation_config = model.generation_config
+    return merged
+
+
+# ---- beside the model ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -190,7 +341,18 @@ class ValueHead(torch.nn.Module):
         return self.layers(hidden.to(self.layers[-1].weight.dtype))[:, 0]
 
 
-def save_policy(model: PreTrainedModel, tokenizer, folder: Path) -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def whole_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's state_dict, gathered where it is sharded. In all processes; whole in the one that writes."""
+    reshard(model)
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load: with an adapter, that alone, as peft does.
+
+    weights  whole_weights(model), if they have been gathered already; otherwise all processes have to call this
+    """
+    weights = whole_weights(model) if weights is None else weights
+    if is_main():
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)

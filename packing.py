@@ -147,11 +147,13 @@ def completion_lengths(completion_mask: Tensor) -> Tensor:
     return (completion_mask * steps).amax(dim=1)
 
 
-def micro_batches(rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True) -> list[Tensor]:
+def micro_batches(rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True, at_least: int = 1) -> list[Tensor]:
     """Split rows into batches of at most max_tokens padded tokens, siblings together where they fit.
 
     Longest first, so that packs of like length share a batch. A single completion longer than max_tokens gets a batch
     of its own. Any split gives the same gradient, since losses take their denominators from the whole step.
+
+    at_least  so many batches, if there are as many rows: smaller ones, where several processes want some
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
@@ -175,4 +177,6 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = 
             longest, count = tokens, 0
         batches[-1] += members
         count += 1
+    if len(batches) < min(at_least, len(rows)):
+        return micro_batches(rollout, rows, min(max_tokens, packs[0][0] * len(packs)) // 2, shared_prompt, at_least)
     return [torch.tensor(batch) for batch in batches]

@@ -20,8 +20,11 @@ from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
 from contract import contract
 from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
-from devices import best_device, keep_freed_memory
-from model import ValueHead, frozen_copy, load_policy, load_tokenizer, recompute_activations
+from devices import best_device, gathered_weights, keep_freed_memory, num_processes, shard, sharded_like
+from model import (
+    AdapterReference, ValueHead, copy_into, frozen_copy, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy,
+    recompute_activations, save_policy, trained,
+)
 from rewards import RESERVED, RewardError, load_reward_function, name_of
 from runs import RunFolder
 
@@ -61,7 +64,8 @@ class Run:
     batches: ShuffledBatches | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: object = None
-    reference: torch.nn.Module | None = None              # frozen; None where nothing asks for it
+    scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
+    reference: torch.nn.Module | AdapterReference | None = None                  # frozen; None where nothing asks for it
     value_head: torch.nn.Module | None = None             # likewise
 
 
@@ -174,7 +178,8 @@ def start_up_check(model, tokenizer, examples: list[dict], config: Config, funct
     returns  whether siblings can be packed behind one prompt
     """
     try:
-        findings = check_setup(model, tokenizer, examples, config.grpo, functions)
+        with gathered_weights(model):
+            findings = check_setup(model, tokenizer, examples, config.grpo, functions)
     except RewardError as error:
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
     for finding in findings:
@@ -196,11 +201,12 @@ def set_up(config: Config) -> Run:
     keep_freed_memory()
     if device.type == "cpu" and config.model.attn_implementation == "flex_attention":
         raise ValueError("--attn_implementation=flex_attention: torch has no backward pass of it on a CPU; take sdpa")
+    mesh = mesh_of(config)
     folder = RunFolder(config)
     functions = load_reward_functions(config)
     train_set, eval_set = load_data(config)
     validate_demonstrations(config, train_set)
-    checkpoint = latest_checkpoint(folder.path) if config.training.resume else None
+    checkpoint = latest_checkpoint(folder.path, folder.say) if config.training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
     if config.training.use_grpo:
@@ -215,6 +221,7 @@ def set_up(config: Config) -> Run:
     )
     if config.training.gradient_checkpointing:
         recompute_activations(model)
+    shard(model, layers_of(model), mesh)
     check_positions(config, model, tokenizer, train_set + eval_set)
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
@@ -226,8 +233,17 @@ def set_up(config: Config) -> Run:
         refuse_changes(run)
         if not config.grpo.kl_target:
             run.kl_coef = config.grpo.kl_coef             # a flag may have changed it
-        run.reference = load_reference(config, checkpoint, device)
+        run.reference = load_reference(run, checkpoint, run.saved_state)
     return run
+
+
+def keep_base(run: Run) -> None:
+    """Write down what an adapter of the built-in model belongs to: no hub has those weights."""
+    if has_adapter(run.model) and not run.config.model.model_path:
+        base = run.folder.path.resolve() / "base"
+        run.model.peft_config["default"].base_model_name_or_path = str(base)
+        if run.step == 0:
+            save_policy(merged_copy(run.model), run.tokenizer, base)             # a new adapter adds 0
 
 
 def refuse_changes(run: Run) -> None:
@@ -245,12 +261,37 @@ def refuse_changes(run: Run) -> None:
             )
 
 
-def load_reference(config: Config, checkpoint: Path, device: torch.device) -> torch.nn.Module | None:
-    """The reference beside a checkpoint, where there is one and the KL penalty asks for it."""
+def load_reference(run: Run, checkpoint: Path, state: dict):
+    """The reference of a checkpoint and its state, where there is one and the KL penalty asks for it."""
+    config, adapter = run.config, state.get("reference_adapter")
+    if config.grpo.kl_coef and adapter:
+        reference = AdapterReference(run.model)
+        copy_into(reference.kept, [sharded_like(whole, kept) for whole, kept in zip(adapter, reference.kept, strict=True)])
+        return reference
     if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
         return None
     reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
-    return reference.to("cpu" if config.grpo.reference_offload else device).eval().requires_grad_(False)
+    reference = reference.to("cpu" if config.grpo.reference_offload else run.device).eval()
+    shard(reference, layers_of(reference), getattr(run.model, "mesh", {}))
+    return reference.requires_grad_(False)
+
+
+def mesh_of(config: Config) -> dict[str, int]:
+    """How the processes share the weights, for devices.shard: all together, or as --mesh says."""
+    processes, text = num_processes(), config.training.mesh
+    sizes = [part.partition("=") for part in text.split(",")] if text else [("fsdp", "=", str(processes))]
+    mesh = {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
+    if list(mesh) not in (["fsdp"], ["replicate", "fsdp"]) or math.prod(mesh.values()) != processes:
+        raise ValueError(
+            f"--mesh={text}: write fsdp=N or replicate=M,fsdp=N, where M * N is the number of processes, {processes} here"
+        )
+    if processes > 1:
+        for name, asked in (
+            ("reference_offload", config.grpo.reference_offload), ("precision", config.model.precision == "float16"),
+        ):
+            if asked:
+                raise ValueError(f"--{name}: not in several processes; leave it out, or take bfloat16 for a precision")
+    return mesh
 
 
 def plan(config: Config, num_examples: int) -> list[Phase]:
@@ -268,16 +309,17 @@ def begin_phase(run: Run, phase: Phase) -> None:
     """A new optimiser, schedule and data order and, where they are asked for, reference and value head; or the saved ones."""
     training, grpo = run.config.training, run.config.grpo
     run.batches = ShuffledBatches(run.train_set, training.batch_size, training.seed + run.phase)
-    parameters = list(run.model.parameters())
+    parameters = [{"params": trained(run.model)}]
     if phase.name == "grpo" and grpo.kl_coef > 0 and run.reference is None:
         run.reference = frozen_copy(run.model)
         run.reference.to("cpu" if grpo.reference_offload else run.device)
     if phase.name == "grpo" and grpo.use_value_head:
         run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
-        parameters += run.value_head.parameters()
+        parameters.append({"params": list(run.value_head.parameters())})
     run.optimizer = torch.optim.AdamW(
         parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay, fused=True
     )
+    run.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.model.precision == "float16")
     warmup = math.ceil(training.warmup_ratio * phase.steps)
     factor = partial(learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
     run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, factor)

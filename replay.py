@@ -20,7 +20,7 @@ import torch
 
 from checkpoint import latest_checkpoint
 from config import Config
-from devices import best_device
+from devices import best_device, num_processes
 from experience import Experience, prepare_experience, shape_rewards
 from model import ValueHead, load_policy
 from prepare import Run, load_reference
@@ -59,6 +59,8 @@ def load_run(config: Config, weights: Path) -> tuple[Run, dict]:
     model, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
     state = torch.load(weights / "state.pt", weights_only=True) if (weights / "state.pt").exists() else {}
     device = best_device()
+    if num_processes() > 1:
+        raise ValueError("--replay: runs in one process; start it without torchrun")
     run = Run(
         config, RunFolder(config), device, model.to(device), tokenizer, [], [], [], [], kl_coef=config.grpo.kl_coef,
         shared_prompt=state.get("shared_prompt", True),
@@ -73,7 +75,7 @@ def add_what_grpo_needs(run: Run, weights: Path, state: dict) -> None:
     if grpo.kl_target:
         run.kl_coef = state.get("kl_coef", run.kl_coef)
     if grpo.kl_coef and run.reference is None:
-        run.reference = load_reference(run.config, weights, run.device)
+        run.reference = load_reference(run, weights, state)
         if run.reference is None:
             raise ValueError(f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")
     if grpo.use_value_head and run.value_head is None:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from config import PROFILES, Config
+from devices import all_sum, gather, is_main, num_processes
 
 UNITS = {                       # the console line: metric, label, format
     "loss": "loss {:.3f} nat",
@@ -43,7 +44,7 @@ class RunFolder:
 
     def __init__(self, config: Config):
         training = config.training
-        self.path = Path(training.output_dir or time.strftime("outputs/%Y-%m-%d_%H-%M-%S"))
+        self.path = Path(gather(training.output_dir or time.strftime("outputs/%Y-%m-%d_%H-%M-%S"))[0])
         self.config = config
         if training.resume and not (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
@@ -51,15 +52,19 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder")
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--output_dir={self.path}: is a file; name a folder")
-        self.console = Console(soft_wrap=True, highlight=False)
+        self.writes = is_main()
+        self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console,
+            disable=not self.writes,
         )
         self.tracker = None
         self.history: list[dict] = []                     # what was logged of GRPO steps
 
     def open(self, last_step: int) -> None:
         """Create the folder, or drop what was written after the checkpoint at last_step and will be written again."""
+        if not self.writes:
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(json.dumps(self.config.as_dict(), indent=2) + "\n")
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl":
@@ -79,6 +84,8 @@ class RunFolder:
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""
+        if not self.writes:
+            return
         line = {"step": step, "phase": phase}
         line |= {name: or_none(value) if isinstance(value, float) else value for name, value in metrics.items()}
         with (self.path / "metrics.jsonl").open("a") as file:
@@ -98,7 +105,10 @@ class RunFolder:
         self.say(f"profile {training.profile or 'none'}: {settings}")
         name = self.config.model.model_path or "built-in tiny Gemma 3"
         size, precision = sum(p.numel() for p in model.parameters()) / 1e6, self.config.model.precision
-        self.say(f"model {name}: {size:.1f}M parameters, {precision}, on {device}")
+        where = f"on {device}" if num_processes() == 1 else f"over {num_processes()} processes on {device.type}"
+        learned = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+        adapter = f", {learned:.2f}M of them in the adapter that is trained" if learned < size else ""
+        self.say(f"model {name}: {size:.1f}M parameters, {precision}, {where}{adapter}")
         self.say(f"data {data.dataset}: {num_train} examples to train on, {num_eval} held out")
         for phase in phases:
             rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
@@ -134,11 +144,15 @@ class RunFolder:
 
     def keep(self, name: str, step: int, phase: str, completions: list[dict]) -> None:
         """Append completions to a file of the folder, whole: --replay computes their loss again."""
+        if not self.writes:
+            return
         with (self.path / name).open("a") as file:
             file.writelines(json.dumps({"step": step, "phase": phase} | record) + "\n" for record in completions)
 
     def sum_up(self) -> None:
         """What the run achieved, and where it is."""
+        if not self.writes:
+            return
         metrics = read_jsonl(self.path / "metrics.jsonl")
         ends = {0: "before training"} | {m["step"]: f"after {m['phase']}" for m in metrics if m["phase"] != "eval"}
         last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
@@ -192,25 +206,32 @@ class RunFolder:
 
     def __exit__(self, *exception):
         self.progress.stop()
-        self.draw_curves()
+        if self.writes:
+            self.draw_curves()
         if self.tracker:
             self.tracker.close()
 
 
-class StopOnCtrlC:
-    """The first Ctrl-C sets `pressed` and lets the step finish; the second one ends the program at once."""
+class StopOnSignal:
+    """Ctrl-C and SIGTERM, which schedulers send, let the step finish. A second Ctrl-C ends the program at once."""
 
     def __enter__(self):
-        self.pressed = False
-        self.previous = signal.signal(signal.SIGINT, self.press)
+        self.came = False
+        self.previous = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def press(self, *_):
-        self.pressed = True
-        signal.signal(signal.SIGINT, self.previous)
+    def note(self, number, _):
+        self.came = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+
+    def asked(self) -> bool:
+        """Whether to stop: in all processes, as soon as one was told to."""
+        return all_sum(int(self.came)) > 0
 
     def __exit__(self, *exception):
-        signal.signal(signal.SIGINT, self.previous)
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
 
 def completion_records(examples: list[dict], rollout, rewards=None, per_function=None, advantages=None) -> list[dict]:

@@ -10,7 +10,7 @@ each with the completion that owns it. Completion number B does not exist: what 
 """
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from cache import PackedCache, PlainCache
 from data import encode_completion, encode_prompt
 from logprobs import restrict_logits
+from model import merged_adapter
 from packing import Places
 
 FIRST_STEPS = 32                # the cache begins with room for so many
@@ -43,7 +44,7 @@ class Rollout:
 
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None, shared_prompt: bool = True,
-    at_once: int | None = None,
+    at_once: int | None = None, occurrence: list[int] | None = None,
 ) -> Rollout:
     """Draw a group of completions for each prompt.
 
@@ -55,6 +56,7 @@ def sample_completions_for_prompts(
     num_completions  G, if not the config's
     shared_prompt    False for models whose layers carry state, as in completion_log_probs
     at_once          completions at once, if not the config's
+    occurrence       what occurrences() says of the prompts, if these are part of a larger batch
     """
     group_size = num_completions or config.num_completions_per_prompt
     greedy = config.generation_temperature == 0
@@ -66,7 +68,8 @@ def sample_completions_for_prompts(
     device = next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     prompt_ids, prompt_mask = left_pad(encoded, tokenizer.pad_token_id)
-    uniforms = uniform_streams(encoded, group_size, config.generation_max_length, seed)
+    earlier = occurrences(prompts) if occurrence is None else occurrence
+    uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
     drawn = Drawn(uniforms, stop_token_ids(model, tokenizer), tokenizer.pad_token_id, policy, device)
     groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
     prompt_lengths = torch.tensor([len(ids) for ids in encoded] + [0], device=device)
@@ -208,18 +211,26 @@ def position_in(ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     return index, goal - begins
 
 
-def uniform_streams(prompts: list[list[int]], group_size: int, length: int, seed: int) -> np.ndarray:
+def occurrences(prompts: list) -> list[int]:
+    """How often each prompt was there before, in a batch."""
+    seen: Counter[str] = Counter()
+    earlier = []
+    for prompt in map(str, prompts):
+        earlier.append(seen[prompt])
+        seen[prompt] += 1
+    return earlier
+
+
+def uniform_streams(prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int) -> np.ndarray:
     """(B, length) float32 in [0, 1): a stream for each completion, made of seed, prompt and sibling number.
 
-    A prompt that occurs again in the batch has a stream of its own each time.
+    A prompt that occurs again in the batch has a stream of its own each time: `earlier` counts.
     """
-    seen: dict[bytes, int] = {}
     rows = []
-    for prompt in prompts:
+    for prompt, occurrence in zip(prompts, earlier, strict=True):
         key = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
-        seen[key] = seen.get(key, -1) + 1
         for sibling in range(group_size):
-            generator = np.random.default_rng([seed, int.from_bytes(key), seen[key], sibling])
+            generator = np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling])
             rows.append(generator.random(length, dtype=np.float32))
     return np.stack(rows)
 
@@ -235,6 +246,16 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, sampling_logp=torch.zeros(mask.shape),
         finished=torch.ones(len(texts), dtype=torch.bool), completions=texts,
+    )
+
+
+def made_up(model, tokenizer, prompts: list[list[int]]) -> Rollout:
+    """Two completions of each prompt, of random tokens and different lengths."""
+    known = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    ids = torch.randint(0, known, (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(8) < torch.tensor([8, 5] * len(prompts))[:, None]
+    return Rollout(
+        *left_pad(prompts, tokenizer.pad_token_id), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids)
     )
 
 
@@ -260,7 +281,7 @@ def positions_of(mask: Tensor) -> Tensor:
 
 @contextmanager
 def sampling_mode(model):
-    """No gradients, so nothing to recompute, and no dropout; restored whatever happens.
+    """No gradients, so nothing to recompute, no dropout, adapters merged; restored whatever happens.
 
     flex_attention is made for long sequences and blocks of a fixed size, so single tokens go through eager attention.
     """
@@ -270,7 +291,7 @@ def sampling_mode(model):
         if flex:
             model.set_attn_implementation("eager")
         # Autocast forgets its copies of the weights when the outermost context ends: with this one, after all the tokens.
-        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+        with torch.no_grad(), merged_adapter(model), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
         if flex:

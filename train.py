@@ -9,25 +9,25 @@ supervised_training_step. What comes before the first step is in prepare.py.
 A run goes through phases: cold_start and grpo with --use_grpo, else supervised. They share everything but the step.
 """
 
+import errno
 import math
 import sys
 import time
 
 import torch
 
-from checkpoint import save_checkpoint
+from checkpoint import NotSaved, save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
-from devices import all_sum, peak_memory_gb
+from devices import all_sum, clip_gradient, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
-from experience import Experience, Groups, minibatches, prepare_experience, sample_groups
+from experience import Experience, Groups, minibatches, passes, prepare_experience, sample_groups
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
 from logprobs import LogProbs, completion_log_probs
-from model import computes_in_bfloat16, save_policy, update_reference
-from packing import micro_batches
-from prepare import Phase, Run, begin_phase, set_up, validate_grpo_setup  # noqa: F401
+from model import precision_of, save_policy, update_reference
+from prepare import Phase, Run, begin_phase, keep_base, set_up, validate_grpo_setup  # noqa: F401
 from replay import replay
-from runs import StopOnCtrlC, accuracy_text, completion_records
+from runs import StopOnSignal, accuracy_text, completion_records
 from sample import demonstrations_as_rollout
 
 
@@ -37,10 +37,11 @@ def train(config: Config) -> None:
 
 
 def learn(run: Run) -> None:
-    """The loop. Ctrl-C ends it after the current step with a checkpoint to go on from."""
+    """The loop. Ctrl-C or SIGTERM ends it after the current step with a checkpoint to go on from."""
     training = run.config.training
     run.folder.open(run.step)
-    with run.folder as folder, StopOnCtrlC() as ctrl_c:
+    keep_base(run)
+    with run.folder as folder, StopOnSignal() as stop:
         if run.step == 0:
             log_evaluation(run)
         while run.phase < len(run.phases):
@@ -48,7 +49,7 @@ def learn(run: Run) -> None:
             begin_phase(run, phase)
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
             bar = folder.progress.add_task(phase.name, total=phase.steps)
-            while run.phase_step < phase.steps and not ctrl_c.pressed:
+            while run.phase_step < phase.steps and not stop.asked():
                 before, skipped = run.phase_step, run.skipped
                 metrics, completions = take_step(run, next(run.batches))         # one optimiser step, or several on a rollout
                 metrics["skipped"] = run.skipped - skipped
@@ -59,7 +60,10 @@ def learn(run: Run) -> None:
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = run.phase_step      # it has learned what it is there for
                 if due(before, run.phase_step, training.save_steps) and run.phase_step < phase.steps:
-                    save_checkpoint(run)
+                    try:
+                        save_checkpoint(run)
+                    except NotSaved as problem:           # perhaps there is room for the next one
+                        folder.say(f"{problem}; going on without")
                 if run.skipped_in_a_row >= training.max_skipped_steps:
                     raise Diverged(run, save_checkpoint(run))
             if run.phase_step < phase.steps:
@@ -89,7 +93,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
     for rows in minibatches(run, num_rows):
         losses = add_up_gradient(run, experience, rows)
         if first_step and not updates:
-            deviation, rounding = losses["ratio_deviation"], 0.1 if computes_in_bfloat16(run.model) else 0.01
+            deviation, rounding = losses["ratio_deviation"], 0.01 if precision_of(run.model) == "float32" else 0.1
             assert not deviation >= rounding, f"sampler and trainer disagree: first ratios are 1, not off by {deviation}"
         if updates and 0 < grpo.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # the policy has left the rollout behind
@@ -121,23 +125,23 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
     to_all = kl_in_loss or grpo.entropy_coef > 0 or run.value_head is not None   # terms that do not need an advantage
     needed = mask.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
     counts = dict(
-        num_tokens=max(1, all_sum(int(mask.sum()))), num_sequences=max(1, all_sum(int(mask.any(dim=1).sum()))),
+        num_tokens=max(1, int(mask.sum())), num_sequences=max(1, int(mask.any(dim=1).sum())),
         max_tokens=grpo.generation_max_length,
     )
-    num_forwarded = all_sum(int(mask[needed].sum()))
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
     losses = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * (run.value_head is not None), 0.0)
-    for batch in micro_batches(experience.rollout, rows[needed], run.config.training.max_tokens_per_forward, run.shared_prompt):
+    for batch, counted in passes(run, experience.rollout, rows[needed]):
         new = completion_log_probs(
             run.model, experience.rollout, batch, **grpo.policy, shared_prompt=run.shared_prompt, value_head=run.value_head,
             reference=run.reference if kl_in_loss and grpo.estimator == "exact" else None,
         )
         parts = loss_and_parts(run, new, experience.part(batch, run.device), experience.rollout.sampling_logp[batch], counts)
-        parts["total_loss"].backward()
+        run.scaler.scale(parts["total_loss"] * counted).backward()
         for name, value in parts.items():
-            losses[name] += value.item()
+            losses[name] += value.item() * counted
+    losses = {name: all_sum(value) for name, value in losses.items()}
     # What describes the policy, not the loss, is a mean over the tokens that were looked at; none: nobody knows.
-    share = num_forwarded / counts["num_tokens"]
+    share = int(mask[needed].sum()) / counts["num_tokens"]
     for name in "entropy", "ratio_deviation", "policy_kl":
         losses[name] = losses[name] / share if share else math.nan
     return losses
@@ -178,14 +182,15 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list
     batch = demonstrations_as_rollout(run.model, run.tokenizer, examples)
     num_tokens = int(batch.completion_mask.sum())
     metrics = {"loss": 0.0, "entropy": 0.0}
-    for part in micro_batches(batch, torch.arange(len(examples)), run.config.training.max_tokens_per_forward):
+    for part, counted in passes(run, batch, torch.arange(len(examples))):
         new = completion_log_probs(run.model, batch, part, shared_prompt=run.shared_prompt)
         mask = batch.completion_mask[part].to(run.device)
         one = torch.ones(len(part), device=run.device)
         loss, _ = policy_loss(new.logp, new.logp.detach(), one, mask, loss_type="reinforce", num_tokens=num_tokens)
-        loss.backward()
-        metrics["loss"] += loss.item()
-        metrics["entropy"] += new.entropy.detach().sum().item() / num_tokens
+        run.scaler.scale(loss * counted).backward()
+        metrics["loss"] += loss.item() * counted
+        metrics["entropy"] += new.entropy.detach().sum().item() / num_tokens * counted
+    metrics = {name: all_sum(value) for name, value in metrics.items()}
     metrics["grad_norm"] = update(run, metrics["loss"])
     seconds = time.perf_counter() - started
     metrics |= {"completion_tokens": num_tokens / len(examples), "training_seconds": seconds, "step_seconds": seconds}
@@ -198,14 +203,17 @@ def update(run: Run, loss: float) -> float:
     A step whose loss or gradient is not finite is skipped: it counts as a step and changes nothing.
     """
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, run.config.training.max_grad_norm))
+    run.scaler.unscale_(run.optimizer)
+    norm = clip_gradient(parameters, run.config.training.max_grad_norm)
     run.step, run.phase_step = run.step + 1, run.phase_step + 1
     if math.isfinite(loss) and math.isfinite(norm):
-        run.optimizer.step()
+        run.scaler.step(run.optimizer)                    # the optimiser's step, once --precision float16 has had its say
         run.scheduler.step()
         run.skipped_in_a_row = 0
     else:
-        run.skipped, run.skipped_in_a_row = run.skipped + 1, run.skipped_in_a_row + 1
+        run.skipped += 1                                  # a gradient beyond float16 is no fault until its scale is down to 1
+        run.skipped_in_a_row += not (math.isfinite(loss) and run.scaler.get_scale() > 1)
+    run.scaler.update()
     run.optimizer.zero_grad()
     if run.reference is not None:
         refresh_reference(run)
@@ -293,15 +301,28 @@ def main(argv: list[str]) -> None:
             return
         run = set_up(config)
     except ValueError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        leave_with(f"error: {error}", 2)
     if config.training.check:
         return
     try:
         learn(run)
-    except Diverged as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(1)
+    except (Diverged, NotSaved) as error:
+        leave_with(str(error), 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        leave_with(f"{error.strerror}: {run.folder.path}; make room, then continue with --resume", 1)
+    except KeyboardInterrupt:
+        leave_with(f"stopped at once; continue from the last checkpoint with --output_dir {run.folder.path} --resume", 130)
+    leave()
+
+
+def leave_with(message: str, code: int) -> None:
+    """End the program with one line, said by one process."""
+    if is_main():
+        print(f"train.py: {message}", file=sys.stderr)
+    leave()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

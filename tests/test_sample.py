@@ -76,9 +76,9 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(mod
 
 
 def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
-    streams = uniform_streams([[1, 2], [3], [1, 2]], 2, 5, seed=0)
+    streams = uniform_streams([[1, 2], [3], [1, 2]], [0, 0, 1], 2, 5, seed=0)
     assert streams.shape == (6, 5) and len({tuple(row) for row in streams.tolist()}) == 6
-    assert (streams[2] == uniform_streams([[3]], 2, 9, seed=0)[0, :5]).all()
+    assert (streams[2] == uniform_streams([[3]], [0], 2, 9, seed=0)[0, :5]).all()
 
 
 @pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 0.9), (2.0, 0, 0.6)])

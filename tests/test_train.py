@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -382,3 +383,25 @@ def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     folder = run_folder(tmp_path / "out", *settings.split(), "--dataset", str(data), "--reward_functions", f"{file}:seven")
     rewards = [m["mean_reward"] for m in read_jsonl(folder / "metrics.jsonl")]
     assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.9
+
+
+def test_float16_scales_the_loss_and_has_the_gradient_of_float32(tmp_path):
+    norms = [
+        [m["grad_norm"] for m in read_jsonl(run_folder(tmp_path / p, "--max_steps", "2", "--precision", p) / "metrics.jsonl")
+         if m["phase"] == "supervised"]
+        for p in ("float32", "float16")
+    ]
+    assert len(norms[0]) == 2 and norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_run(tmp_path):
+    run = start_run(tmp_path, "--precision", "float16")
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-8)
+    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    metrics, _ = train.supervised_training_step(run, next(run.batches))
+    assert not math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
+    assert (run.skipped, run.skipped_in_a_row) == (1, 0) and run.scaler.get_scale() == 2.0**32
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    while run.skipped == run.phase_step - 1:
+        train.supervised_training_step(run, next(run.batches))
+    assert run.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())

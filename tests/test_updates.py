@@ -166,6 +166,7 @@ sys.path[:0] = [{root!r}, {tests!r}]
 import torch.distributed as dist
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
+from dataclasses import replace
 from pathlib import Path
 from conftest import start_run
 from grpo import LOSS_TYPES
@@ -176,17 +177,20 @@ made = []
 for loss_type, terms in jobs:
     run = with_settings(base, loss_type=loss_type, **TERMS[terms])
     experience = off_policy(run)
-    made.append((run, experience, gradient(run, experience)[0]))
-# From here on there are two processes, each with some of the rows: seven of them, and nine.
+    made.append((run, experience, *gradient(run, experience)))
+# From here on there are two processes that share the packs: an odd number of them, or one, or as many as rows.
 dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet", rank=rank, world_size=2)
-for (loss_type, terms), (run, experience, alone) in zip(jobs, made):
-    mine, _ = gradient(run, experience, [torch.arange(7), torch.arange(7, 16)][rank])
-    dist.all_reduce(mine)
-    print(loss_type, terms, float((mine - alone).norm() / alone.norm()), sep=",")
+for (loss_type, terms), (run, experience, alone, losses) in zip(jobs, made):
+    for budget in 8192, 110, 1:
+        run.config = replace(run.config, training=replace(run.config.training, max_tokens_per_forward=budget))
+        mine, parts = gradient(run, experience)
+        dist.all_reduce(mine)
+        off = max(abs(parts[name] - value) for name, value in losses.items())
+        print(loss_type, terms, float((mine - alone).norm() / alone.norm()), off, sep=",")
 """
 
 
-def test_two_processes_that_share_the_rows_have_the_gradient_of_one(tmp_path):
+def test_two_processes_that_share_the_packs_have_the_gradient_and_the_losses_of_one(tmp_path):
     here = Path(__file__).parent
     code = WORKER.format(root=str(here.parent), tests=str(here))
     workers = [
@@ -195,10 +199,10 @@ def test_two_processes_that_share_the_rows_have_the_gradient_of_one(tmp_path):
     ]
     outputs = [worker.communicate(timeout=300)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
-    results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 2 and line.split(",")[0] in LOSS_TYPES]
-    assert len(results) == 3 * len(LOSS_TYPES)
-    for loss_type, terms, difference in results:
-        assert float(difference) < 1e-6, f"{loss_type} {terms}: {difference}"
+    results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 3 and line.split(",")[0] in LOSS_TYPES]
+    assert len(results) == 9 * len(LOSS_TYPES)
+    for loss_type, terms, difference, off in results:
+        assert float(difference) < 1e-6 and float(off) < 1e-5, f"{loss_type} {terms}: {difference} {off}"
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""Nothing is lost: a run goes on where it was after kills, signals, full disks and damaged files."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import QUICK
+from test_train import comparable, run_folder, weights_of
+
+import checkpoint
+import train
+from checkpoint import damage, latest_checkpoint
+from runs import read_jsonl
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import kills
+
+FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run_folder(tmp_path_factory.mktemp("whole") / "run", *FLAGS)
+
+
+def assert_same(left, right):
+    assert comparable(left) == comparable(right)
+    for (name, mine), (_, other) in zip(weights_of(left).items(), weights_of(right).items(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", kills.KINDS)
+def test_a_run_that_is_killed_again_and_again_is_the_same_bit_for_bit(tmp_path, kind):
+    flags = [*kills.QUICK.split(), *kills.KINDS[kind].split(), "--max_steps", "12"]
+    kills.finish(kills.start(tmp_path / "whole", *flags))
+    killed, _ = kills.killed_run(tmp_path / "killed", flags, 3, random.Random(kind))
+    assert killed == 3
+    assert kills.outcome(tmp_path / "whole") == kills.outcome(tmp_path / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, number):
+    endless = ["--max_steps", "1000", "--save_steps", "0", "--num_epochs", "99"]
+    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, *endless]
+    process = subprocess.Popen(
+        [sys.executable, str(kills.ROOT / "train.py"), *flags], cwd=kills.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    while kills.num_steps(tmp_path / "run") < 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "--resume" in output
+    saved = latest_checkpoint(tmp_path / "run")
+    last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"]
+    assert torch.load(saved / "state.pt", weights_only=True)["step"] == last
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
+    slow = tmp_path / "slow.py"                           # the start-up check scores too: quick until the folder is there
+    slow.write_text(
+        "import os, time\ndef wait(completions, **columns):\n"
+        f"    time.sleep(60 * os.path.exists({str(tmp_path / 'run')!r}))\n    return [0.0] * len(completions)\n"
+    )
+    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
+             "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
+    process = subprocess.Popen(
+        [sys.executable, str(kills.ROOT / "train.py"), *flags], cwd=kills.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )
+    while kills.num_steps(tmp_path / "run") < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2)                                         # now it waits in the reward function
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None                         # the step has not ended
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=20)[1]
+    assert process.returncode == 130
+    assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; continue from the last checkpoint")
+    assert damage(latest_checkpoint(tmp_path / "run")) == ""
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "remove"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, whole, harm, capsys):
+    stopped = stop_at(tmp_path, 3)
+    newest = latest_checkpoint(stopped)
+    victim = newest / ("state.pt" if harm == "remove" else "model.safetensors")
+    if harm == "cut":
+        victim.write_bytes(victim.read_bytes()[:-5])
+    elif harm == "flip":
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    else:
+        victim.unlink()
+    capsys.readouterr()
+    train.main(["--output_dir", str(stopped), "--resume"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"checkpoint {newest} is damaged ({victim.name}" in said.replace(str(newest) + "/", "")
+    assert_same(whole, stopped)
+
+
+def test_when_all_checkpoints_are_damaged_it_says_so(tmp_path, capsys):
+    stopped = stop_at(tmp_path, 2)
+    for state in stopped.glob("checkpoints/*/state.pt"):
+        state.write_bytes(b"")
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--output_dir", str(stopped), "--resume"])
+    assert stop.value.code == 2 and "all its checkpoints are damaged" in capsys.readouterr().err
+
+
+def stop_at(tmp_path, step):
+    """A run of FLAGS that Ctrl-C stopped after so many steps."""
+    original = train.log_step
+
+    def press_ctrl_c(run, *rest):
+        original(run, *rest)
+        if run.step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    train.log_step = press_ctrl_c
+    try:
+        return run_folder(tmp_path / "stopped", *FLAGS)
+    finally:
+        train.log_step = original
+
+
+def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whole, monkeypatch, capsys):
+    flush, saves = checkpoint.flush, []
+
+    def no_room(path):
+        saves.append(path)
+        if path.name == "state.pt" and len([p for p in saves if p.name == "state.pt"]) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        flush(path)
+
+    monkeypatch.setattr(checkpoint, "flush", no_room)
+    folder = run_folder(tmp_path / "full", *FLAGS)
+    said = capsys.readouterr().out
+    assert said.count("could not save") == 1 and "No space left on device" in said and "going on without" in said
+    assert_same(whole, folder)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["step-00000001", "step-00000003", "step-00000004"]
+    assert all(damage(path) == "" for path in (folder / "checkpoints").iterdir())
+
+
+def test_checksums_can_be_verified_without_this_project(whole):
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=latest_checkpoint(whole), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("OK") >= 5, done.stdout + done.stderr
+
+
+def test_random_states_come_back():
+    states = checkpoint.random_states()
+    first = torch.rand(3), random.random(), np.random.rand(3)
+    torch.save(states, buffer := __import__("io").BytesIO())
+    buffer.seek(0)
+    checkpoint.set_random_states(torch.load(buffer, weights_only=True))
+    again = torch.rand(3), random.random(), np.random.rand(3)
+    assert torch.equal(first[0], again[0]) and first[1] == again[1] and (first[2] == again[2]).all()
+
+
+def test_a_run_begun_with_other_versions_says_that_it_is_not_bit_for_bit(tmp_path, monkeypatch, capsys):
+    stopped = stop_at(tmp_path, 2)
+    now = checkpoint.versions()
+    monkeypatch.setattr(checkpoint, "versions", lambda: now | {"torch": "9.9"})
+    train.main(["--output_dir", str(stopped), "--resume"])
+    assert "not bit for bit" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,164 @@
+"""Adapters: nothing at first, merged and back without a trace, and what peft itself makes of the file."""
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, PROMPTS, QUICK
+from peft import PeftModel
+from test_train import comparable, run_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import infer
+import train
+from config import ModelConfig
+from logprobs import completion_log_probs
+from model import (
+    AdapterReference, frozen_copy, has_adapter, load_policy, merged_adapter, merged_copy, save_policy, trained,
+    update_reference,
+)
+from runs import read_jsonl
+from sample import sample_completions_for_prompts
+
+IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def saved(request, tmp_path, tokenizer):
+    """The folder of a base model."""
+    torch.manual_seed(0)
+    save_policy(ARCHITECTURES[request.param]().eval(), tokenizer, tmp_path / "base")
+    return tmp_path / "base"
+
+
+def with_noise(model):
+    """An adapter that adds something."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trained(model):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def load(folder, **more):
+    attention = "eager" if "Gemma2" in (folder / "config.json").read_text() else "sdpa"
+    return load_policy(ModelConfig(str(folder), attention, **more))
+
+
+@torch.no_grad()
+def test_a_new_adapter_is_the_base_model_and_merging_leaves_no_trace(saved):
+    base, _ = load(saved)
+    model, _ = load(saved, lora_rank=4)
+    assert has_adapter(model) and 0 < sum(p.numel() for p in trained(model)) < sum(p.numel() for p in base.parameters())
+    expected = base(IDS).logits
+    assert torch.equal(model(IDS).logits, expected)
+    with_noise(model)
+    before, weights = model(IDS).logits, {name: p.clone() for name, p in model.state_dict().items()}
+    assert (before - expected).abs().max() > 0.01
+    with merged_adapter(model):
+        assert (model(IDS).logits - before).abs().max() < 1e-4
+    assert torch.equal(model(IDS).logits, before)
+    assert all(torch.equal(p, weights[name]) for name, p in model.state_dict().items())
+    assert [p.requires_grad for p in model.parameters()].count(True) == len(trained(model)) < len(list(model.parameters()))
+
+
+@torch.no_grad()
+def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, tmp_path):
+    model, tokenizer = load(saved, lora_rank=4, lora_alpha=6.0)
+    expected = with_noise(model)(IDS).logits
+    save_policy(model, tokenizer, tmp_path / "adapter")
+    assert not (tmp_path / "adapter/model.safetensors").exists()
+    attention = model.config._attn_implementation
+    base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation=attention).eval()
+    assert torch.equal(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(IDS).logits, expected)
+    again, _ = load_policy(ModelConfig(str(tmp_path / "adapter"), attention))
+    assert torch.equal(again(IDS).logits, expected) and len(trained(again)) == len(trained(model))
+    save_policy(merged_copy(model), tokenizer, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation=attention)
+    assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
+    assert torch.equal(model(IDS).logits, expected)
+
+
+def test_the_sampler_agrees_with_the_trainer_and_only_the_adapter_has_a_gradient(saved, settings):
+    model, tokenizer = load(saved, lora_rank=4)
+    with_noise(model)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    now = completion_log_probs(model, rollout, **settings.policy)
+    assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
+    now.logp.sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert any(p.grad.abs().max() > 0 for p in trained(model))
+
+
+def test_the_reference_is_the_adapter_as_it_was(saved, settings):
+    model, tokenizer = load(saved, lora_rank=4)
+    base, _ = load(saved)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    reference = frozen_copy(model)
+    assert isinstance(reference, AdapterReference)
+    with_noise(model)
+    with torch.no_grad():
+        bare = completion_log_probs(base, rollout, **settings.policy).logp
+        policy = completion_log_probs(model, rollout, **settings.policy).logp
+        kept = completion_log_probs(reference, rollout, **settings.policy).logp
+        assert torch.allclose(kept, bare, atol=1e-6) and (policy - bare).abs().max() > 0.01
+        assert torch.equal(completion_log_probs(model, rollout, **settings.policy).logp, policy)
+    exact = completion_log_probs(model, rollout, **settings.policy, reference=reference).kl
+    assert torch.allclose(exact, completion_log_probs(model, rollout, **settings.policy, reference=base).kl, atol=1e-5)
+    exact.sum().backward()                                # asking the reference has changed nothing that this needs
+    update_reference(reference, model, 0.0)
+    assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trained(model), strict=True))
+
+
+def test_a_run_with_an_adapter_resumes_is_asked_and_merged(tmp_path, monkeypatch, capsys):
+    flags = (
+        "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty true "
+        "--kl_estimator exact"
+    )
+    whole = run_folder(tmp_path / "whole", *flags.split())
+    assert any(line.get("kl", 0) > 0 for line in read_jsonl(whole / "metrics.jsonl"))
+    folder = tmp_path / "stopped"
+    original = train.log_step
+
+    def stop(run, *rest):
+        original(run, *rest)
+        if run.step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "log_step", stop)
+    with pytest.raises(SystemExit):
+        run_folder(folder, *flags.split())
+    monkeypatch.setattr(train, "log_step", original)
+    train.main(["--output_dir", str(folder), "--resume"])
+    assert comparable(folder) == comparable(whole)
+    final = folder / "final"
+    assert (final / "adapter_model.safetensors").read_bytes() == (whole / "final/adapter_model.safetensors").read_bytes()
+    capsys.readouterr()
+    evaluation = "--evaluate arithmetic --limit 8 --generation_max_length 8".split()
+    infer.main(["--model_path", str(final), *evaluation])
+    asked = capsys.readouterr().out
+    infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
+    infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])
+    assert capsys.readouterr().out == asked and asked.startswith("accuracy")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token_id == 1
+
+
+@pytest.mark.parametrize("flags,message", [
+    ("--lora_rank -1", "--lora_rank=-1"), ("--lora_alpha 0", "--lora_alpha=0.0"),
+])
+def test_wrong_ranks_are_refused(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        train.main([*QUICK, "--use_grpo", "--output_dir", str(tmp_path / "run"), *flags.split()])
+    assert f"train.py: error: {message}" in capsys.readouterr().err
+
+
+def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
+    torch.manual_seed(0)
+    save_policy(ARCHITECTURES["llama"]().eval(), tokenizer, tmp_path / "base")
+    model, _ = load(tmp_path / "base", lora_rank=4)
+    save_policy(model, tokenizer, tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"--lora_rank=8: the adapter in .* has 4"):
+        load_policy(ModelConfig(str(tmp_path / "adapter"), lora_rank=8))
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"is an adapter for .*base, and that is not there"):
+        load_policy(ModelConfig(str(tmp_path / "adapter")))
+    with pytest.raises(ValueError, match="has no adapter"):
+        infer.main(["--model_path", str(tmp_path / "elsewhere"), "--merge_into", str(tmp_path / "merged")])

@@ -1,0 +1,124 @@
+"""Several processes: the same run as one. They are real ones, on the CPU, started by torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import QUICK
+from safetensors.torch import load_file
+
+from checkpoint import latest_checkpoint
+from devices import rounds, share
+from runs import read_jsonl
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+def launch(processes: int, folder: Path, *flags: str, fails: bool = False) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    done = subprocess.run(
+        [*(command if processes > 1 else [sys.executable]), "train.py", *QUICK, "--output_dir", str(folder), *flags],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400,
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-3000:]
+    return done
+
+
+def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5):
+    """The same completions, and metrics and weights up to the order in which sums are taken."""
+    left, right = (read_jsonl(folder / "rollouts.jsonl") for folder in (one, many))
+    assert [r["completion_ids"] for r in left] == [r["completion_ids"] for r in right] and left
+    assert [r["rewards"] for r in left] == [r["rewards"] for r in right]
+    for mine, other in zip(*(read_jsonl(folder / "metrics.jsonl") for folder in (one, many)), strict=True):
+        for name, value in mine.items():
+            if "seconds" in name or "memory" in name or name in ("ratio_deviation", "policy_kl", "policy_loss", "total_loss"):
+                continue                                  # those are 0 but for rounding
+            expected = pytest.approx(value, rel=20 * tolerance, abs=tolerance) if isinstance(value, float) else value
+            assert other[name] == expected, name
+    weights, others = ({p.name: load_file(p) for p in folder.glob("final/*.safetensors")} for folder in (one, many))
+    assert weights.keys() == others.keys() and weights
+    for file, tensors in weights.items():
+        for name, tensor in tensors.items():
+            assert (tensor - others[file][name]).norm() <= tolerance * tensor.norm(), name
+
+
+EVERYTHING = "--use_grpo --use_kl_penalty true --max_steps 3 --log_rollouts_every 1 --learning_rate 1e-4 --save_steps 1"
+
+
+@pytest.mark.parametrize("flags", [
+    EVERYTHING,
+    f"{EVERYTHING} --kl_estimator exact --batch_size 3 --max_tokens_per_forward 100 --dynamic_sampling 1",
+    f"{EVERYTHING} --reference_mode ema --ema_alpha 0.5 --use_value_head --ppo_epochs 2 --minibatch_size 8",
+    f"{EVERYTHING} --lora_rank 4 --cold_start_steps 2 --gradient_checkpointing",
+    f"{EVERYTHING} --batch_size 1 --baseline global_mean --importance_cap 2",
+    "--use_grpo false --max_steps 3",
+], ids=["plain", "uneven", "value head", "lora", "one prompt", "supervised"])
+def test_two_processes_make_the_run_of_one(tmp_path, flags):
+    launch(1, tmp_path / "one", *flags.split())
+    launch(2, tmp_path / "two", *flags.split())
+    if "use_grpo false" in flags:
+        (tmp_path / "one/rollouts.jsonl").write_text(line := json.dumps({"completion_ids": [], "rewards": {}}) + "\n")
+        (tmp_path / "two/rollouts.jsonl").write_text(line)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_copies_of_the_weights_that_are_sharded_each(tmp_path):
+    launch(1, tmp_path / "one", *EVERYTHING.split())
+    launch(4, tmp_path / "four", *EVERYTHING.split(), "--mesh", "replicate=2,fsdp=2")
+    assert_same_run(tmp_path / "one", tmp_path / "four")
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    flags = [*EVERYTHING.split(), "--reference_mode", "ema", "--ema_alpha", "0.5", "--use_value_head"]
+    launch(1, tmp_path / "whole", *flags)
+    launch(2, tmp_path / "changed", *flags)
+    for folder in (tmp_path / "changed/checkpoints").glob("*3"):                 # as if it had stopped after two steps
+        for path in folder.glob("*.pt"):
+            path.unlink()
+    command = [sys.executable, "train.py", "--output_dir", str(tmp_path / "changed"), "--resume"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "not bit for bit" in " ".join(done.stdout.split())
+    assert_same_run(tmp_path / "whole", tmp_path / "changed")
+    assert torch.load(latest_checkpoint(tmp_path / "changed") / "state.pt", weights_only=True)["versions"]["processes"] == 1
+
+
+def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import os\ncalls = []\ndef bad(completions, **columns):\n    calls.append(1)\n"
+        "    if os.environ['RANK'] == '1' and len(calls) > 2:\n        raise ZeroDivisionError('no good')\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    done = launch(2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
+    assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RewardError") >= 1, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--mesh", "fsdp=3"], "--mesh=fsdp=3"), (["--mesh", "tp=2"], "--mesh=tp=2"),
+    (["--reference_offload"], "--reference_offload"),
+])
+def test_what_several_processes_cannot_do_is_one_line(tmp_path, flags, message):
+    done = launch(2, tmp_path / "run", *EVERYTHING.split(), *flags, fails=True)
+    assert done.stderr.count("train.py: error:") == 1 and f"error: {message}" in done.stderr
+
+
+def test_shares_and_rounds_cover_everything_once(monkeypatch):
+    import devices
+
+    for size in 1, 2, 3, 5:
+        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
+        for n in range(12):
+            things, shares, counted = list(range(n)), [], []
+            lengths = set()
+            for rank in range(size):
+                monkeypatch.setattr(devices, "process_number", lambda rank=rank: rank)
+                shares += share(things)
+                mine = list(rounds(things))
+                lengths.add(len(mine))
+                counted += [thing for thing, counts in mine if counts]
+            assert shares == things and sorted(counted) == things and len(lengths) == 1
