@@ -23,6 +23,7 @@ import transformers
 from safetensors import SafetensorError
 from torch.utils._pytree import tree_map
 
+from data import PromptMemory
 from devices import gather, is_main, num_processes, sharded_like, whole
 from model import AdapterReference, save_policy, whole_weights
 
@@ -75,6 +76,7 @@ def state_of(run) -> dict:
         "settings": run.config.as_dict(), "shared_prompt": run.shared_prompt, "versions": versions(),
         "random_states": random_states(), "scaler": run.scaler.state_dict(),
         "value_head": run.value_head.state_dict() if run.value_head is not None else None,
+        "memory": vars(run.memory),
         "reference_adapter": [whole(kept) for kept in run.reference.kept] if adapted(run) else None,
     }
     if run.optimizer is not None:
@@ -146,6 +148,7 @@ def restore_counters(run, checkpoint: Path) -> None:
     set_random_states(state.pop("random_states"))
     for name in COUNTERS:
         setattr(run, name, state[name])
+    run.memory = PromptMemory(**state.pop("memory"))
     if state["versions"] != versions():
         before, now = (", ".join(f"{k} {v}" for k, v in which.items()) for which in (state["versions"], versions()))
         run.folder.say(f"  note   resumed with {now}, begun with {before}: the same run up to rounding, not bit for bit")

@@ -81,19 +81,29 @@ class ModelConfig:
 class DataConfig:
     """Which problems."""
 
-    dataset: str = flag("arithmetic", "arithmetic; a .jsonl, .json, .csv or .parquet file; or a hub id (name:configuration)")
+    dataset: str = flag("arithmetic", "arithmetic, countdown; a .jsonl, .json, .csv or .parquet file; a hub id "
+                        "(name:configuration); tfds:name; kaggle:owner/name/file.csv")
     eval_dataset: str = flag("", "held-out problems; empty: the test split, or for a file eval_limit problems set aside")
+    prompt_column: str = flag("", "which column is the prompt, also of eval_dataset; empty: one of the usual names")
+    answer_column: str = flag("", "the same for the answer")
+    completion_column: str = flag("", "the same for the demonstration")
     limit: int = flag(0, "use at most so many training examples, from the start; 0: all")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: never evaluate")
     bad_lines: Literal["error", "skip"] = flag("error", "what happens to lines of a .jsonl file that are not JSON")
     instruction: str = flag("", "text put before every prompt, such as how to form the answer")
     max_prompt_length: int = flag(512, "longest prompt in tokens")
     long_prompts: Literal["error", "truncate", "drop"] = flag("error", "what happens to longer ones; truncate cuts on the left")
+    prefer_mixed: bool = flag(False, "from the second epoch on, pass over prompts by chance whose completions all earned the same")
 
     def __post_init__(self):
         require(self.limit >= 0, "limit", self.limit, "a number of examples, or 0 for all")
         require(self.eval_limit >= 0, "eval_limit", self.eval_limit, "a number of problems, or 0 to never evaluate")
         require(self.max_prompt_length > 0, "max_prompt_length", self.max_prompt_length, "needs at least one token")
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Which column is what, for load_examples."""
+        return {"prompt": self.prompt_column, "answer": self.answer_column, "completion": self.completion_column}
 
 
 @dataclass(frozen=True)
@@ -361,6 +371,8 @@ class Config:
             lines.append("gspo's ratio is a mean over a completion and hardly moves: clip_low 3e-4, clip_high 4e-4 is usual")
         if grpo.loss_type == "cispo" and grpo.clip_high < 1 and self.updates_per_rollout > 1:
             lines.append(f"cispo caps a token's weight at {1 + grpo.clip_high:g}; clip_high of 4 or so is usual")
+        if self.data.prefer_mixed and self.training.num_epochs <= 1:
+            lines.append("prefer_mixed is inert: in one epoch no prompt comes again; --num_epochs makes more")
         if grpo.loss_type == "dr_grpo" and grpo.normalize_advantages:
             lines.append("dr_grpo is meant for advantages in points; --normalize_advantages false is the paper's")
         return lines

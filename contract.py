@@ -22,7 +22,7 @@ def contract(run) -> list[str]:
     """Lines for the console about a GRPO step of a run."""
     grpo, training = run.config.grpo, run.config.training
     prompts, group_size, limit = training.batch_size, grpo.num_completions_per_prompt, grpo.generation_max_length
-    longest = max(len(encode_prompt(run.tokenizer, example["prompt"])) for example in run.train_set)
+    longest = run.longest_prompt
     tokens = prompts * (longest + group_size * limit if run.shared_prompt else group_size * (longest + limit))
     passes = -(-tokens // training.max_tokens_per_forward)
     work = (

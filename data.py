@@ -1,46 +1,85 @@
 """
-Where prompts come from: built-in arithmetic, files and hubs; how they become tokens; and the order they are used in.
+Where prompts come from: built-in problems, files and hubs; how they become tokens; and the order they are used in.
 
 An example is a dict with "prompt" (a string, or a list of chat messages) and, where known, "answer" (for rewards) and
 "completion" (a demonstration, for supervised training). Other columns are passed on to the reward functions.
 
-Left out on purpose: streaming. A data set is a list in memory, or a memory-mapped file that `datasets` reads.
+Data may be larger than memory: rows are read when they are asked for, of a .jsonl file through the places where its lines
+begin, of most others through files that `datasets` maps into memory. A .json file and built-in problems are held whole.
 """
 
+import hashlib
+import importlib
 import json
+import math
 import random
 import re
 import warnings
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from jinja2 import TemplateError  # transformers renders chat templates with it
 
 READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}        # who of `datasets` reads it, if not we
-PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "messages")
-ANSWER_COLUMNS = ("answer", "solution", "target")
-COMPLETION_COLUMNS = ("completion", "response", "output")
+COLUMNS = {                     # the names that columns are found under, the first one first
+    "prompt": ("prompt", "question", "problem", "instruction", "messages"),
+    "answer": ("answer", "solution", "target"),
+    "completion": ("completion", "response", "output"),
+}
 
 
 def load_examples(
-    source: str, split: str = "train", *, limit: int | None = None, seed: int = 0, bad_lines: str = "error"
-) -> list[dict]:
-    """Read examples from the built-in `arithmetic`, a .jsonl, .json, .csv or .parquet file, or the Hugging Face hub.
+    source: str, split: str = "train", *, limit: int | None = None, seed: int = 0, bad_lines: str = "error",
+    columns: dict[str, str] | None = None,
+) -> Sequence[dict]:
+    """Examples of a built-in task, a .jsonl, .json, .csv or .parquet file, the Hugging Face hub, TFDS or Kaggle.
 
-    source     "arithmetic"; a path; or a hub id such as "openai/gsm8k:main" (configuration after the colon)
+    source     "arithmetic" or "countdown"; a path; a hub id such as "openai/gsm8k:main" (configuration after the colon);
+               "tfds:gsm8k"; "kaggle:owner/name/file.csv"
     split      "train" or "test"; a file is one split, whatever this says
     limit      at most so many examples, from the start
     seed       the order of the built-in problems; which of them are test problems never changes
     bad_lines  a line of a .jsonl file that is not JSON: "error", or "skip" with a warning that counts them
-    raises     ValueError, one line that names the file and, where there is one, the line
+    columns    {"prompt": "question", "answer": ..., "completion": ...}; what is left out or empty is found as COLUMNS says
+    returns    a sequence that holds no rows but reads them, slices of it are lists; every row was looked at once
+    raises     ValueError, one line that names the source and, where there is one, the line
     """
-    if source == "arithmetic":
-        return arithmetic(split, seed)[:limit]
-    is_file = Path(source).suffix in READERS
-    rows = read_file(Path(source), bad_lines) if is_file else read_hub(source, split)
-    if len(rows) == 0:
+    if source in BUILT_IN:
+        return BUILT_IN[source](split, seed)[:limit]
+    rows = read_rows(source, split, bad_lines)
+    count = min(limit or len(rows), len(rows))
+    if count == 0:
         raise ValueError(f"{source}: no examples in it")
-    rows = rows[:limit] if isinstance(rows, list) else list(rows.select(range(min(limit or len(rows), len(rows)))))
-    return [as_example(row, f"{source}: example {number}") for number, row in enumerate(rows, start=1)]
+    for number, row in enumerate(islice(rows, count), start=1):
+        as_example(row, f"{source}: example {number}", columns or {})
+    return View(rows, range(count), partial(as_example, where=source, columns=columns or {}))
+
+
+class View(Sequence):
+    """Some rows of a sequence in some order, each changed by a function whenever it is asked for. Holds their indices alone."""
+
+    def __init__(self, rows: Sequence, indices: Sequence[int], change: Callable):
+        self.rows, self.indices, self.change = rows, indices, change
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index):
+        chosen = self.indices[index]
+        return [self.change(self.rows[i]) for i in chosen] if isinstance(index, slice) else self.change(self.rows[chosen])
+
+    def __iter__(self):
+        return (self.change(self.rows[i]) for i in self.indices)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
+# ---- built-in problems ---------------------------------------------------------------------------------------------
 
 
 def arithmetic(split: str, seed: int) -> list[dict]:
@@ -62,16 +101,62 @@ def column_sums(a: int, b: int) -> str:
     return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
 
 
+def countdown(split: str, seed: int) -> list[dict]:
+    """Make a target of 10 to 99 from three numbers of 1 to 25 with + - * /: 9000 problems to train on, 1000 others to test on.
+
+    A problem has the columns `numbers` and `target`, for the reward function of the same name. It has many answers, so there
+    is no column `answer`. Problems are made from an answer, so that each has one, through whole numbers above 0.
+    """
+    draws, problems = random.Random("which problems there are"), {}
+    while len(problems) < 10_000:
+        numbers = [draws.randint(1, 25) for _ in range(3)]
+        steps, expression, target = random_expression(numbers, draws)
+        if 10 <= target <= 99:                            # the same numbers in another order are the same problem
+            problems.setdefault((*sorted(numbers), target), {
+                "prompt": f"Make {target} from {', '.join(map(str, numbers))} with + - * /, each once.", "numbers": numbers,
+                "target": target, "completion": demonstration(steps, expression),
+            })
+    chosen = list(problems.values())[1000:] if split == "train" else list(problems.values())[:1000]
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+def random_expression(numbers: list[int], draws: random.Random) -> tuple[str, str, int]:
+    """Combine two numbers at a time until one is left: ("3*4=12 12+7=19", "(3*4)+7", 19)."""
+    parts, steps = [(number, str(number)) for number in numbers], []
+    while len(parts) > 1:
+        (a, left), (b, right) = (parts.pop(draws.randrange(len(parts))) for _ in range(2))
+        results = {"+": a + b, "*": a * b} | ({"-": a - b} if a > b else {}) | ({"/": a // b} if a % b == 0 else {})
+        sign = draws.choice(list(results))
+        steps.append(f"{a}{sign}{b}={results[sign]}")
+        parts.append((results[sign], f"({left}{sign}{right})"))
+    ((value, expression),) = parts
+    return " ".join(steps), expression[1:-1], value
+
+
 def demonstration(reasoning: str, answer: str) -> str:
     """The form that the format rewards look for."""
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
+BUILT_IN = {"arithmetic": arithmetic, "countdown": countdown}
+
+
 # ---- files and hubs ------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, bad_lines: str):
-    """Rows of a data file, as a list or a datasets.Dataset."""
+def read_rows(source: str, split: str, bad_lines: str) -> Sequence[dict]:
+    """The rows of whatever is not built in, with the columns that they come with."""
+    hub, colon, name = source.partition(":")
+    if colon and hub == "tfds":
+        return read_tfds(name, split)
+    if colon and hub == "kaggle":
+        return read_file(download_from_kaggle(name), bad_lines)
+    return read_file(Path(source), bad_lines) if Path(source).suffix in READERS else read_hub(source, split)
+
+
+def read_file(path: Path, bad_lines: str) -> Sequence[dict]:
+    """Rows of a data file, as a list, JsonLines or a datasets.Dataset."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.stat().st_size == 0:
@@ -88,7 +173,7 @@ def read_file(path: Path, bad_lines: str):
         return [row if isinstance(row, dict) else {"prompt": row} for row in content]
 
     if path.suffix == ".jsonl":
-        return read_lines(path, bad_lines)
+        return JsonLines(path, bad_lines)
     import datasets  # slow to import, and not needed for the built-in problems
 
     datasets.disable_progress_bars()
@@ -96,36 +181,52 @@ def read_file(path: Path, bad_lines: str):
     try:
         return datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
+        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {in_one_line(error.__cause__ or error)}") from None
 
 
-def read_lines(path: Path, bad_lines: str) -> list[dict]:
-    """The objects of a .jsonl file. `datasets` would not say which line is to blame, and turns "2020-01-01" into a date."""
-    rows, bad = [], []
-    for number, line in enumerate(path.open(encoding="utf-8", errors="replace"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row, problem = json.loads(line), 'not an object such as {"prompt": "...", "answer": "..."}'
-        except ValueError as error:
-            row, problem = None, f"not JSON: {error}"
-        if isinstance(row, dict):
-            rows.append(row)
-            continue
-        if bad_lines == "error":
-            raise ValueError(f"{path}: line {number} is {problem}; mend it, or pass --bad_lines skip")
-        bad.append(number)
-    if bad:
-        total = len(rows) + len(bad)
-        warnings.warn(f"{path}: left out {len(bad)} of {total} lines that are not JSON objects: {bad[:5]}", stacklevel=2)
-    return rows
+class JsonLines(Sequence):
+    """The objects of a .jsonl file, read when they are asked for; in memory is where their lines begin, 8 bytes each.
+
+    `datasets` would not say which line is to blame, and turns "2020-01-01" into a date.
+    """
+
+    def __init__(self, path: Path, bad_lines: str):
+        self.file, self.starts, bad, end = path.open("rb"), array("q"), [], 0
+        for number, line in enumerate(self.file, start=1):
+            start, end = end, end + len(line)
+            if not line.strip():
+                continue
+            try:
+                row, problem = parse(line), 'not an object such as {"prompt": "...", "answer": "..."}'
+            except ValueError as error:
+                row, problem = None, f"not JSON: {error}"
+            if isinstance(row, dict):
+                self.starts.append(start)
+                continue
+            if bad_lines == "error":
+                raise ValueError(f"{path}: line {number} is {problem}; mend it, or pass --bad_lines skip")
+            bad.append(number)
+        if bad:
+            total = len(self.starts) + len(bad)
+            warnings.warn(f"{path}: left out {len(bad)} of {total} lines that are not JSON objects: {bad[:5]}", stacklevel=2)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict:
+        self.file.seek(self.starts[index])
+        return parse(self.file.readline())
 
 
-def read_hub(source: str, split: str):
-    """One split of a data set on the hub, or of a folder that `datasets` understands."""
+def parse(line: bytes):
+    """What a line of a .jsonl file says. Bytes that are not UTF-8 become U+FFFD, so that one of them costs no line."""
+    return json.loads(line.decode("utf-8", errors="replace"))
+
+
+def read_hub(source: str, split: str) -> Sequence[dict]:
+    """One split of a data set on the Hugging Face hub, or of a folder that `datasets` understands."""
     name, _, configuration = source.partition(":")
-    kinds = f"not `arithmetic` and not a file ending in {', '.join(READERS)}"
+    kinds = f"not {', '.join(f'`{task}`' for task in BUILT_IN)} and not a file ending in {', '.join(READERS)}"
     if "/" not in name:
         raise ValueError(f"{source}: {kinds}; ids on the hub look like openai/gsm8k")
     import datasets  # slow to import
@@ -133,20 +234,79 @@ def read_hub(source: str, split: str):
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{source}: {kinds}, and the hub answers: {reason}") from None
+        raise ValueError(f"{source}: {kinds}, and the hub answers: {in_one_line(error)}{without(split)}") from None
 
 
-def as_example(row: dict, where: str) -> dict:
+def read_tfds(name: str, split: str) -> Sequence[dict]:
+    """One split of a data set of TensorFlow Datasets, prepared in its folder on first use. Needs no credentials."""
+    tfds = optional("tensorflow_datasets", f"tfds:{name}", "tensorflow_datasets array_record")
+    try:
+        rows = tfds.data_source(name, split=split)
+    except Exception as error:
+        raise ValueError(f"tfds:{name}: TensorFlow Datasets answers: {in_one_line(error)}{without(split)}") from None
+    return View(rows, range(len(rows)), plain)
+
+
+def plain(value):
+    """A value of TensorFlow Datasets as JSON would have it: text for bytes, numbers and lists for those of numpy."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [plain(part) for part in value]
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+
+
+def download_from_kaggle(name: str) -> Path:
+    """Where kagglehub keeps a file of a data set on Kaggle, fetched on first use. name: owner/name/file.csv"""
+    owner, _, rest = name.partition("/")
+    dataset, _, file = rest.partition("/")
+    if not file or Path(file).suffix not in READERS:
+        raise ValueError(f"kaggle:{name}: write kaggle:owner/name/file, with a file ending in {', '.join(READERS)}")
+    kagglehub = optional("kagglehub", f"kaggle:{name}", "kagglehub")
+    try:
+        return Path(kagglehub.dataset_download(f"{owner}/{dataset}", path=file))
+    except Exception as error:
+        raise ValueError(
+            f"kaggle:{name}: Kaggle answers: {in_one_line(error)}; what is not public needs credentials, in "
+            "~/.kaggle/kaggle.json or as KAGGLE_USERNAME and KAGGLE_KEY"
+        ) from None
+
+
+def optional(package: str, source: str, to_install: str):
+    """A package that only some data needs."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(f"{source}: {error}; pip install {to_install}") from None
+
+
+def in_one_line(error: BaseException) -> str:
+    """What a library said, without the lines below it."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def without(split: str) -> str:
+    """What to do about a test split that is not there."""
+    return "; should it have no test split: --eval_dataset, or --eval_limit 0" if split == "test" else ""
+
+
+def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     """Give a row the names prompt, answer and completion; the other columns stay as they are."""
-    example = dict(row)
-    for name, aliases in ("prompt", PROMPT_COLUMNS), ("answer", ANSWER_COLUMNS), ("completion", COMPLETION_COLUMNS):
-        found = next((alias for alias in aliases if row.get(alias) is not None), None)
-        if found:
-            example[name] = example.pop(found)
-    prompt = example.get("prompt")
-    if prompt is None:
-        raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs one of {', '.join(PROMPT_COLUMNS)}")
+    found = {}
+    for name, usual in COLUMNS.items():
+        asked = columns.get(name)
+        if asked and asked not in row:
+            raise ValueError(f"--{name}_column={asked}: {where} has columns {', '.join(row) or 'none'}")
+        free = (column for column in usual if column not in columns.values() and row.get(column) is not None)
+        found[name] = asked or next(free, None)
+    if found["prompt"] is None:
+        needed = f"one of {', '.join(COLUMNS['prompt'])}, or --prompt_column"
+        raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs {needed}")
+    example = {name: value for name, value in row.items() if name not in found.values()}
+    example |= {name: row[column] for name, column in found.items() if column}
+    prompt = example["prompt"]
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
             raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
@@ -234,13 +394,69 @@ def as_messages(prompt) -> list[dict]:
 # ---- order ---------------------------------------------------------------------------------------------------------
 
 
-class ShuffledBatches:
-    """Endless batches over examples, shuffled anew every epoch. Its whole state is `position`, an int: save it, set it."""
+def prompt_key(prompt) -> str:
+    """The same for prompts that differ in white space or case alone, or in being text or a user's message."""
+    if isinstance(prompt[0], int):
+        return str(prompt)
+    return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())
 
-    def __init__(self, examples: list, batch_size: int, seed: int):
-        self.examples, self.batch_size, self.seed = examples, batch_size, seed
-        self.position = 0                                 # examples handed out so far
-        self.epoch, self.order = -1, []
+
+@dataclass
+class PromptMemory:
+    """What the completions of each prompt have earned in a run, and how much there still is to be learned from it.
+
+    Where siblings earn the same, nothing is learned; so a prompt is worth asking by the spread of its rewards so far. With
+    two more, the lowest and the highest that any completion of the run has earned, it comes out between 0 and 1:
+
+        chance = 4 * variance(rewards of the prompt + [lowest, highest]) / (highest - lowest) ** 2
+
+    For rewards of 0 and 1 that is 4 * p * (1 - p) with p = (successes + 1) / (completions + 2), Laplace's rule of succession:
+    1 for a prompt that is new or half solved, 0.56 after four failures, ever nearer to 0 and never there for one that is
+    always or never solved. variance is the mean squared deviation from the mean.
+
+    All fields are plain numbers, for a checkpoint.
+    """
+
+    lowest: float = math.inf                              # points
+    highest: float = -math.inf
+    earned: dict = field(default_factory=dict)            # digest of a prompt: (completions, points, squared points), sums
+
+    def record(self, prompts: list, rewards: list[list[float]]) -> None:
+        """Take in the rewards (P, G) of prompts, in points; NaN is left out."""
+        for prompt, group in zip(prompts, rewards, strict=True):
+            scored = [points for points in group if not math.isnan(points)]
+            count, total, squares = self.earned.get(digest(prompt), (0, 0.0, 0.0))
+            squares += sum(points**2 for points in scored)
+            self.earned[digest(prompt)] = count + len(scored), total + sum(scored), squares
+            self.lowest, self.highest = min([self.lowest, *scored]), max([self.highest, *scored])
+
+    def chance(self, prompt) -> float:
+        """How worth asking a prompt is, from 0 to 1."""
+        count, total, squares = self.earned.get(digest(prompt), (0, 0.0, 0.0))
+        if count == 0 or self.lowest == self.highest:
+            return 1.0
+        mean = (total + self.lowest + self.highest) / (count + 2)
+        mean_square = (squares + self.lowest**2 + self.highest**2) / (count + 2)
+        return 4 * (mean_square - mean**2) / (self.highest - self.lowest) ** 2
+
+
+def digest(prompt) -> str:
+    """A short name for a prompt."""
+    return hashlib.blake2b(prompt_key(prompt).encode(), digest_size=8).hexdigest()
+
+
+class ShuffledBatches:
+    """Endless batches over examples, shuffled anew every epoch. Its whole state is `position`, an int: save it, set it.
+
+    memory  None: every epoch hands out all examples. A PromptMemory: each is handed out with the chance of its prompt at
+            that moment, else passed over, so that prompts with mixed results come more often. The draw depends on seed and
+            position alone: the same seed and the same rewards give the same order.
+    """
+
+    def __init__(self, examples: Sequence, batch_size: int, seed: int, memory: PromptMemory | None = None):
+        self.examples, self.batch_size, self.seed, self.memory = examples, batch_size, seed, memory
+        self.position = 0                                 # examples handed out or passed over so far
+        self.epoch, self.order = -1, array("q")
 
     def __next__(self) -> list:
         return self.take(self.batch_size)
@@ -248,11 +464,17 @@ class ShuffledBatches:
     def take(self, count: int) -> list:
         """The next so many examples."""
         batch = []
-        for position in range(self.position, self.position + count):
-            epoch, index = divmod(position, len(self.examples))
+        while len(batch) < count:
+            epoch, index = divmod(self.position, len(self.examples))
             if epoch != self.epoch:
-                self.epoch, self.order = epoch, list(range(len(self.examples)))
+                self.epoch, self.order = epoch, array("q", range(len(self.examples)))
                 random.Random(f"{self.seed} {epoch}").shuffle(self.order)
-            batch.append(self.examples[self.order[index]])
-        self.position += count
+            example = self.examples[self.order[index]]
+            if self.memory is None or self.draw() < self.memory.chance(example["prompt"]):
+                batch.append(example)
+            self.position += 1
         return batch
+
+    def draw(self) -> float:
+        """A random number from [0, 1) for this position."""
+        return random.Random(f"{self.seed} at {self.position}").random()

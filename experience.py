@@ -107,6 +107,7 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
     rollout, rewards = join_rollouts(rollouts), torch.cat(rewards)
     assert len(rollout.completions) == len(examples) * grpo.num_completions_per_prompt, f"{len(rollout.completions)=}"
     per_function = {name: torch.cat([points[name] for points in by_function]) for name in by_function[0]}
+    run.memory.record([example["prompt"] for example in examples], rewards.tolist())
     return Groups(examples, rollout, rewards, per_function, shape_rewards(grpo, rollout, rewards))
 
 

@@ -74,10 +74,12 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Ask a model, or measure it.", allow_abbrev=False)
     parser.add_argument("--model_path", default="", help="folder or hub id, such as RUN/final")
     parser.add_argument("--question", help="print the model's answer to this")
-    parser.add_argument("--evaluate", metavar="DATASET", help="print its accuracy on this: arithmetic, a file, or a hub id")
+    parser.add_argument("--evaluate", metavar="DATASET", help="print its accuracy on this: whatever --dataset of train.py takes")
     parser.add_argument("--merge_into", metavar="FOLDER", help="write the model there with its adapter added to its weights")
     parser.add_argument("--split", default="test")
     parser.add_argument("--limit", type=int, default=256, help="problems to evaluate (default %(default)s)")
+    parser.add_argument("--prompt_column", default="", help="as in training")
+    parser.add_argument("--answer_column", default="", help="as in training")
     parser.add_argument("--instruction", default="", help="text put before every prompt, as in training")
     parser.add_argument("--generation_max_length", type=int, default=defaults.generation_max_length, help="new tokens")
     parser.add_argument("--generation_temperature", type=float, default=1.0, help="0 takes the likeliest token")
@@ -103,7 +105,10 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--merge_into={args.merge_into}: {args.model_path or 'the built-in model'} has no adapter")
         save_policy(merged_copy(model), tokenizer, args.merge_into)
         return
-    examples = load_examples(args.evaluate, args.split, limit=args.limit) if args.evaluate else [{"prompt": args.question}]
+    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
+    examples = [{"prompt": args.question}]
+    if args.evaluate:
+        examples = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
     examples = [with_instruction(example, args.instruction) for example in examples]
     keep_freed_memory()
     model, tokenizer = load_policy(source)

@@ -8,7 +8,8 @@ imported, data read, the tokenizer loaded and the prompts measured; the model co
 import inspect
 import math
 import random
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from check import check_setup
 from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
 from contract import contract
-from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
+from data import (
+    READERS, PromptMemory, ShuffledBatches, View, encode_prompt, load_examples, prompt_key, with_instruction,
+)
 from devices import best_device, gathered_weights, keep_freed_memory, num_processes, shard, sharded_like
 from model import (
     AdapterReference, ValueHead, copy_into, frozen_copy, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy,
@@ -48,10 +51,11 @@ class Run:
     model: torch.nn.Module
     tokenizer: object
     reward_functions: list
-    train_set: list
-    eval_set: list
+    train_set: Sequence[dict]
+    eval_set: Sequence[dict]
     phases: list[Phase]
     shared_prompt: bool = True                            # pack siblings behind one prompt; the start-up check decides
+    longest_prompt: int = 0                               # tokens, of the training examples
     phase: int = 0                                        # index into phases
     phase_step: int = 0                                   # optimiser steps taken in this phase
     step: int = 0                                         # optimiser steps taken in all
@@ -60,6 +64,7 @@ class Run:
     kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
     reward_sum: float = 0.0                               # points, over all completions learned from in this run
     reward_count: int = 0                                 # how many those were
+    memory: PromptMemory = field(default_factory=PromptMemory)                   # what each prompt has earned in this run
     saved_state: dict = field(default_factory=dict)       # of the checkpoint to go on from
     batches: ShuffledBatches | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -80,58 +85,68 @@ def load_reward_functions(config: Config) -> list[Callable]:
     return functions
 
 
-def load_data(config: Config) -> tuple[list[dict], list[dict]]:
-    """(training examples, held-out examples). A prompt that is held out is not trained on, should it be in both."""
+def load_data(config: Config) -> tuple[Sequence[dict], list[dict]]:
+    """(training examples, held-out examples). A prompt that is held out is not trained on, should it be in both; nor is one
+    that differs from it in white space or case alone.
+    """
     data = config.data
-    options = dict(seed=config.training.seed, bad_lines=data.bad_lines)
+    options = dict(seed=config.training.seed, bad_lines=data.bad_lines, columns=data.columns)
     train = load_examples(data.dataset, "train", limit=data.limit or None, **options)
+    chosen = range(len(train))
     if data.eval_limit == 0:
         held_out = []
     elif data.eval_dataset:
         held_out = load_examples(data.eval_dataset, "test", limit=data.eval_limit, **options)
     elif Path(data.dataset).suffix in READERS:                                   # one file: set some of it aside
-        order = random.Random(config.training.seed).sample(train, len(train))
+        order = random.Random(config.training.seed).sample(chosen, len(train))
         count = min(data.eval_limit, len(train) // 5)
-        train, held_out = order[count:], order[:count]
+        chosen, held_out = order[count:], [train[i] for i in order[:count]]
     else:
         held_out = load_examples(data.dataset, "test", limit=data.eval_limit, **options)
-    held_out_prompts = {str(example["prompt"]) for example in held_out}
-    train = [example for example in train if str(example["prompt"]) not in held_out_prompts]
-    if not train:
+    held_out_prompts = {prompt_key(example["prompt"]) for example in held_out}
+    overlap = {i for i, example in enumerate(train) if prompt_key(example["prompt"]) in held_out_prompts}
+    chosen = array("q", (i for i in chosen if i not in overlap))
+    if not chosen:
         raise ValueError(f"--dataset={data.dataset}: all its prompts are held out; choose another --eval_dataset")
-    return [with_instruction(e, data.instruction) for e in train], [with_instruction(e, data.instruction) for e in held_out]
+    instruct = partial(with_instruction, instruction=data.instruction)
+    return View(train, chosen, instruct), [instruct(example) for example in held_out]
 
 
-def fit_prompts(examples: list[dict], tokenizer, config: Config, say: Callable) -> list[dict]:
+def fit_prompts(examples: Sequence[dict], tokenizer, config: Config, say: Callable) -> tuple[Sequence[dict], int]:
     """Deal with prompts longer than --max_prompt_length as --long_prompts says, and say how many there were.
 
-    A truncated prompt is kept as token ids, without its beginning.
+    returns  the examples, and how many tokens the longest of their prompts has
     """
-    data = config.data
-    lengths = [len(encode_prompt(tokenizer, example["prompt"])) for example in examples]
-    too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
+    data, limit = config.data, config.data.max_prompt_length
+    lengths = array("q", (len(encode_prompt(tokenizer, example["prompt"])) for example in examples))
+    too_long = [i for i, length in enumerate(lengths) if length > limit]
     if not too_long:
-        return examples
+        return examples, max(lengths, default=0)
     if data.long_prompts == "error":
         raise ValueError(
-            f"--max_prompt_length={data.max_prompt_length}: {len(too_long)} of {len(examples)} prompts are longer, such as "
+            f"--max_prompt_length={limit}: {len(too_long)} of {len(examples)} prompts are longer, such as "
             f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to {max(lengths)}, or pass "
             "--long_prompts truncate or drop"
         )
-    say(f"{len(too_long)} of {len(examples)} prompts have more than {data.max_prompt_length} tokens: {data.long_prompts}")
-    if data.long_prompts == "drop":
-        kept = [example for example, length in zip(examples, lengths, strict=True) if length <= data.max_prompt_length]
-        if not kept:
-            raise ValueError(f"--max_prompt_length={data.max_prompt_length} --long_prompts drop: no prompt is left")
-        return kept
-    shortened = list(examples)
-    for i in too_long:
-        ids = encode_prompt(tokenizer, examples[i]["prompt"])[-data.max_prompt_length :]
-        shortened[i] = examples[i] | {"prompt": ids}
-    return shortened
+    say(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens: {data.long_prompts}")
+    if data.long_prompts == "truncate":
+        return View(examples, range(len(examples)), partial(truncated, tokenizer=tokenizer, limit=limit)), limit
+    kept = array("q", (i for i, length in enumerate(lengths) if length <= limit))
+    if not kept:
+        raise ValueError(f"--max_prompt_length={limit} --long_prompts drop: no prompt is left")
+    return View(examples, kept, dict), max(lengths[i] for i in kept)
 
 
-def validate_demonstrations(config: Config, dataset: list[dict]) -> None:
+def truncated(example: dict, tokenizer, limit: int) -> dict:
+    """The example, a prompt of more than limit tokens replaced by the ids of its BOS, if it has one, and its end."""
+    ids = encode_prompt(tokenizer, example["prompt"])
+    if len(ids) <= limit:
+        return example
+    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    return example | {"prompt": begin + ids[len(ids) - limit + len(begin) :]}
+
+
+def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
     """Supervised steps need something to imitate."""
     training = config.training
     if (training.cold_start_steps or not training.use_grpo) and not all(e.get("completion") for e in dataset):
@@ -139,7 +154,7 @@ def validate_demonstrations(config: Config, dataset: list[dict]) -> None:
         raise ValueError(f"{wish} needs demonstrations, but {config.data.dataset} has no completion column for some examples")
 
 
-def validate_grpo_setup(config: Config, tokenizer, dataset: list[dict]) -> None:
+def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> None:
     """Refuse a GRPO run that cannot work: one line, ValueError. dataset: examples, each with at least a prompt."""
     size = config.grpo.num_completions_per_prompt
     if size < 2:
@@ -148,7 +163,8 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: list[dict]) -> None:
         raise ValueError("GRPO needs a tokenizer with pad_token and eos_token, to batch completions and to end them")
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
-    columns = {name for example in dataset for name in example} - set(RESERVED) | {"completions", "prompts", "completion_ids"}
+    known = {name for example in dataset for name in example}
+    columns = known - set(RESERVED) | {"completions", "prompts", "completion_ids"}
     for name in config.grpo.reward_functions:
         parameters = inspect.signature(load_reward_function(name)).parameters.values()
         needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -156,14 +172,13 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: list[dict]) -> None:
         if missing:
             raise ValueError(
                 f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does not have "
-                f"(columns: {', '.join(sorted(set().union(*dataset)))})"
+                f"(columns: {', '.join(sorted(known))})"
             )
 
 
-def check_positions(config: Config, model, tokenizer, examples: list[dict]) -> None:
-    """Refuse completions that would outgrow the positions that the model knows."""
+def check_positions(config: Config, model, longest: int) -> None:
+    """Refuse completions that would outgrow the positions that the model knows. longest: prompt, in tokens."""
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(len(encode_prompt(tokenizer, example["prompt"])) for example in examples)
     wanted = config.grpo.generation_max_length
     if known and longest + wanted > known:
         raise ValueError(
@@ -211,18 +226,19 @@ def set_up(config: Config) -> Run:
     tokenizer = load_tokenizer(model_config)
     if config.training.use_grpo:
         validate_grpo_setup(config, tokenizer, train_set)
-    train_set, eval_set = (fit_prompts(part, tokenizer, config, folder.say) for part in (train_set, eval_set))
+    train_set, longest = fit_prompts(train_set, tokenizer, config, folder.say)
+    eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, folder.say)
 
     torch.manual_seed(config.training.seed)
     model, tokenizer = load_policy(model_config)
     run = Run(
         config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
-        kl_coef=config.grpo.kl_coef,
+        longest_prompt=longest, kl_coef=config.grpo.kl_coef,
     )
     if config.training.gradient_checkpointing:
         recompute_activations(model)
     shard(model, layers_of(model), mesh)
-    check_positions(config, model, tokenizer, train_set + eval_set)
+    check_positions(config, model, max(longest, longest_held_out))
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
     if config.training.use_grpo:
@@ -308,7 +324,8 @@ def plan(config: Config, num_examples: int) -> list[Phase]:
 def begin_phase(run: Run, phase: Phase) -> None:
     """A new optimiser, schedule and data order and, where they are asked for, reference and value head; or the saved ones."""
     training, grpo = run.config.training, run.config.grpo
-    run.batches = ShuffledBatches(run.train_set, training.batch_size, training.seed + run.phase)
+    memory = run.memory if run.config.data.prefer_mixed else None
+    run.batches = ShuffledBatches(run.train_set, training.batch_size, training.seed + run.phase, memory)
     parameters = [{"params": trained(run.model)}]
     if phase.name == "grpo" and grpo.kl_coef > 0 and run.reference is None:
         run.reference = frozen_copy(run.model)

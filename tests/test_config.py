@@ -90,6 +90,8 @@ MISTAKES = {
     "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
     "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*--bad_lines skip"),
     "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
+    "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*example 1 has columns prompt"),
+    "kaggle's form": (["--dataset", "kaggle:a/b"], "kaggle:a/b: write kaggle:owner/name/file"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"], "=5 needs demonstrations"),
     "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
     "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* are longer.*raise it to 8.*--long_prompts"),
@@ -171,6 +173,7 @@ def test_settings_that_change_nothing_announce_themselves(flags, words):
     (["--use_value_head", "--advantage_scale", "batch"], "advantage_scale is inert"),
     (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
     (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
+    (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed is inert: in one epoch no prompt comes again"),
 ])
 def test_what_is_seldom_meant_is_remarked_on(flags, words):
     assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).remarks())
