@@ -93,7 +93,7 @@ class DataConfig:
     instruction: str = flag("", "text put before every prompt, such as how to form the answer")
     max_prompt_length: int = flag(512, "longest prompt in tokens")
     long_prompts: Literal["error", "truncate", "drop"] = flag("error", "what happens to longer ones; truncate cuts on the left")
-    prefer_mixed: bool = flag(False, "from the second epoch on, pass over prompts by chance whose completions all earned the same")
+    prefer_mixed: bool = flag(False, "after the first epoch pass over, by chance, prompts that always earn the same")
 
     def __post_init__(self):
         require(self.limit >= 0, "limit", self.limit, "a number of examples, or 0 for all")

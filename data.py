@@ -147,11 +147,10 @@ BUILT_IN = {"arithmetic": arithmetic, "countdown": countdown}
 
 def read_rows(source: str, split: str, bad_lines: str) -> Sequence[dict]:
     """The rows of whatever is not built in, with the columns that they come with."""
-    hub, colon, name = source.partition(":")
-    if colon and hub == "tfds":
-        return read_tfds(name, split)
-    if colon and hub == "kaggle":
-        return read_file(download_from_kaggle(name), bad_lines)
+    if source.startswith("tfds:"):
+        return read_tfds(source.removeprefix("tfds:"), split)
+    if source.startswith("kaggle:"):
+        return read_file(download_from_kaggle(source.removeprefix("kaggle:")), bad_lines)
     return read_file(Path(source), bad_lines) if Path(source).suffix in READERS else read_hub(source, split)
 
 

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Ask a model, or measure it.", allow_abbrev=False)
     parser.add_argument("--model_path", default="", help="folder or hub id, such as RUN/final")
     parser.add_argument("--question", help="print the model's answer to this")
-    parser.add_argument("--evaluate", metavar="DATASET", help="print its accuracy on this: whatever --dataset of train.py takes")
+    parser.add_argument("--evaluate", metavar="DATASET", help="print its accuracy on this: what --dataset of train.py takes")
     parser.add_argument("--merge_into", metavar="FOLDER", help="write the model there with its adapter added to its weights")
     parser.add_argument("--split", default="test")
     parser.add_argument("--limit", type=int, default=256, help="problems to evaluate (default %(default)s)")

@@ -265,9 +265,9 @@ def completion_records(examples: list[dict], rollout, rewards=None, per_function
 def accuracy_text(result: dict) -> str:
     """'0.91 [0.87, 0.94] of 256', for people."""
     if "eval_accuracy" not in result:
-        points = {name: value for name, value in result.items() if name.startswith("eval_reward/")}
-        known = [f", {name.partition('/')[2]} {value:.3f}" for name, value in points.items() if value is not None and value == value]
-        return f"unknown: the data set has no answers ({result['eval_problems']} problems{''.join(known)})"
+        points = {n.removeprefix("eval_reward/"): p for n, p in result.items() if n.startswith("eval_reward/")}
+        scored = "".join(f", {n} {p:.3f}" for n, p in points.items() if p is not None and math.isfinite(p))
+        return f"unknown: the data set has no answers ({result['eval_problems']} problems{scored})"
     low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
     return f"{result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
 

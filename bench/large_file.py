@@ -37,7 +37,8 @@ def measure(how: str, path: str) -> None:
 
     started = time.perf_counter()
     if how == "list":
-        examples = [json.loads(line) for line in open(path)]
+        with open(path) as file:
+            examples = [json.loads(line) for line in file]
     else:
         examples, _ = load_data(parse_config(["--dataset", path, "--eval_limit", "0"]))
     ready, batches = time.perf_counter(), ShuffledBatches(examples, 64, seed=0)

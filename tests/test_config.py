@@ -90,7 +90,7 @@ MISTAKES = {
     "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
     "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*--bad_lines skip"),
     "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
-    "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*example 1 has columns prompt"),
+    "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*has columns prompt"),
     "kaggle's form": (["--dataset", "kaggle:a/b"], "kaggle:a/b: write kaggle:owner/name/file"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"], "=5 needs demonstrations"),
     "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
