@@ -238,8 +238,10 @@ def read_hub(source: str, split: str) -> Sequence[dict]:
 
 def read_tfds(name: str, split: str) -> Sequence[dict]:
     """One split of a data set of TensorFlow Datasets, prepared in its folder on first use. Needs no credentials."""
-    tfds = optional("tensorflow_datasets", f"tfds:{name}", "tensorflow_datasets array_record")
+    tfds = optional("tensorflow_datasets", f"tfds:{name}", "tensorflow_datasets array_record importlib_resources")
     try:
+        # It registers its data sets group by group and stops, silently, at a group that lacks a package; so text by name.
+        importlib.import_module("tensorflow_datasets.text")
         rows = tfds.data_source(name, split=split)
     except Exception as error:
         raise ValueError(f"tfds:{name}: TensorFlow Datasets answers: {in_one_line(error)}{without(split)}") from None

@@ -55,6 +55,9 @@ def test_arithmetic_is_right_reproducible_and_split_without_overlap():
         for step in example["completion"].partition("</reasoning>")[0].removeprefix("<reasoning>").split():
             left, right = step.split("=")
             assert sum(map(int, left.split("+"))) == int(right)
+    for example in train:                                 # the last digit of the first sum, behind the result of the last one
+        sums = re.findall(r"=(\d+)", example["completion"])
+        assert int(sums[-1]) * 10 + int(sums[0]) % 10 == int(example["answer"])
     assert train == load_examples("arithmetic", "train", seed=1) != load_examples("arithmetic", "train", seed=2)
     assert load_examples("arithmetic", limit=5, seed=1) == train[:5]
 
@@ -112,8 +115,8 @@ def test_every_file_format_gives_the_same_examples(tmp_path, suffix):
 
 def test_a_json_file_of_prompts_alone(tmp_path):
     path = tmp_path / "prompts.json"
-    path.write_text(json.dumps({"prompts": ["a", "b"]}))
-    assert load_examples(str(path)) == [{"prompt": "a"}, {"prompt": "b"}]
+    path.write_text('{"prompts": ["a", "é漢"]}', encoding="utf-8")
+    assert load_examples(str(path)) == [{"prompt": "a"}, {"prompt": "é漢"}]
 
 
 def test_other_column_names_and_whole_conversations(tmp_path):
@@ -184,13 +187,18 @@ def test_a_column_that_is_not_there_lists_those_that_are(tmp_path, name):
     "name,content,message",
     [
         ("none.jsonl", None, "no such file"),
-        ("empty.jsonl", "", "empty"),
+        ("empty.jsonl", "", "the file is empty"),
         ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
         ("list.jsonl", '{"prompt": "a"}\n[1]\n', "line 2 is not an object"),
         ("columns.jsonl", '{"text": "a", "label": 1}\n', "columns text, label; it needs one of prompt"),
         ("number.jsonl", '{"prompt": 5}\n', "must be text or chat messages"),
         ("blank.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "example 2: the prompt is empty"),
+        ("no_chat.jsonl", '{"prompt": []}\n', "the prompt is empty"),
         ("chat.jsonl", '{"prompt": [{"text": "a"}]}\n', "chat messages must look like"),
+        ("mute.jsonl", '{"prompt": [{"role": "user"}]}\n', "chat messages must look like"),
+        ("strings.jsonl", '{"prompt": ["a"]}\n', "chat messages must look like"),
+        ("null.jsonl", '{"prompt": null}\n', "columns prompt; it needs one of prompt, question"),
+        ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n', "must be text or one"),
         ("completion.jsonl", '{"prompt": "a", "completion": 5}\n', "completion must be text"),
         ("bad.json", "{", "not JSON"),
         ("dict.json", '{"a": 1}', "must hold a list"),
@@ -213,6 +221,28 @@ def test_lines_that_are_not_json_can_be_left_out_and_are_counted(tmp_path):
     path.write_text('{"prompt": "a"}\nnonsense\n\n{"prompt": "b"}\n{"prompt": "c')
     with pytest.warns(UserWarning, match=r"left out 2 of 4 lines.*\[2, 5\]"):
         assert load_examples(str(path), bad_lines="skip") == [{"prompt": "a"}, {"prompt": "b"}]
+    path.write_text('{"prompt": "a"}\n' + "nonsense\n" * 9)
+    with pytest.warns(UserWarning, match=r"left out 9 of 10 lines.*\[2, 3, 4, 5, 6\]"):
+        load_examples(str(path), bad_lines="skip")
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n')          # Latin-1
+    assert load_examples(str(path)) == [{"prompt": "caf\ufffd"}]
+
+
+@pytest.mark.parametrize("answer,number,demonstration", [
+    ("2+2=<<2+2=4>>4, 4+1=<<4+1=5>>5\n####  5 ", "5", "<reasoning>2+2=4, 4+1=5</reasoning><answer>5</answer>"),
+    ("a #### b\n#### 1,234,000", "1234000", "<reasoning>a #### b</reasoning><answer>1234000</answer>"),
+])
+def test_an_answer_in_gsm8ks_form_is_taken_apart(tmp_path, answer, number, demonstration):
+    rows = [{"question": "q", "answer": answer}, {"question": "q", "answer": answer, "completion": "mine"}]
+    examples = load_examples(write_lines(tmp_path / "data.jsonl", rows))
+    assert examples[0] == {"prompt": "q", "answer": number, "completion": demonstration}
+    assert examples[1] == {"prompt": "q", "answer": number, "completion": "mine"}
+
+
+def test_a_column_without_a_value_is_as_good_as_not_there(tmp_path):
+    rows = [{"prompt": None, "question": "q", "answer": None, "target": 3}, {"prompt": "p", "answer": None}]
+    examples = load_examples(write_lines(tmp_path / "data.jsonl", rows))
+    assert examples == [{"prompt": "q", "answer": "3"}, {"prompt": "p", "answer": None}]
 
 
 # ---- hubs ----------------------------------------------------------------------------------------------------------
@@ -282,6 +312,7 @@ def test_tensorflow_datasets_gives_the_same_examples_as_a_file(tmp_path, monkeyp
         return as_tfds(gsm8k_rows() if split == "train" else gsm8k_rows()[:1])
 
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", SimpleNamespace(data_source=data_source))
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets.text", SimpleNamespace())
     examples = load_examples("tfds:gsm8k")
     assert examples == load_examples(write_lines(tmp_path / "rows.jsonl", gsm8k_rows()))
     assert type(examples[0]["level"]) is int and examples[1]["answer"] == "1999" and examples[0]["notes"] == {"by": ["é"]}
@@ -303,7 +334,7 @@ def test_kaggle_gives_the_file_that_its_client_fetched(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("source,package,words", [
-    ("tfds:gsm8k", "tensorflow_datasets", ["pip install tensorflow_datasets array_record"]),
+    ("tfds:gsm8k", "tensorflow_datasets", ["pip install tensorflow_datasets array_record importlib_resources"]),
     ("kaggle:a/b/c.csv", "kagglehub", ["pip install kagglehub"]),
 ])
 def test_a_client_that_is_not_installed_is_one_line_with_what_to_install(source, package, words, monkeypatch):
@@ -324,6 +355,7 @@ def test_what_a_client_cannot_reach_is_one_line(source, package, function, words
         raise error
 
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{function: fail}))
+    monkeypatch.setitem(sys.modules, f"{package}.text", SimpleNamespace())
     with pytest.raises(ValueError) as raised:
         load_examples(source)
     said = str(raised.value)
