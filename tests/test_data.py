@@ -167,7 +167,9 @@ def test_columns_can_be_named(tmp_path):
     row = {"frage": "q", "prompt": "not this", "solution": "because", "gold": 7}
     path = write_lines(tmp_path / "data.jsonl", [row])
     named = load_examples(path, columns={"prompt": "frage", "answer": "gold", "completion": "solution"})
-    assert named == [{"prompt": "q", "answer": "7", "completion": "because"}], "solution is no answer when it is asked for"
+    assert named == [{"prompt": "q", "answer": "7", "completion": "because"}]
+    demonstrated = load_examples(path, columns={"prompt": "frage", "answer": "", "completion": "solution"})
+    assert demonstrated == [{"prompt": "q", "completion": "because", "gold": 7}], "not the answer, which it would be otherwise"
     assert load_examples(path, columns={"answer": "gold"}) == [{"frage": "q", "prompt": "not this", "solution": "because",
                                                                 "answer": "7"}]
     both = load_examples(path, columns={"prompt": "frage", "answer": "solution", "completion": "solution"})
