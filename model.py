@@ -7,6 +7,7 @@ Weights are read and written as safetensors. Left out on purpose: quantised weig
 
 import copy
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -233,8 +234,8 @@ class AdapterReference:
         self.model = model
         self.kept = [parameter.detach().clone() for parameter in trained(model)]
 
-    def parameters(self) -> list[torch.Tensor]:
-        return self.kept
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter(self.kept)
 
     def base_model(self, **inputs):
         """As the model's, with the kept adapter in the place of the trained one. Without gradient."""
