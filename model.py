@@ -297,13 +297,12 @@ def merged_adapter(model: PreTrainedModel):
 
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A model of its own, with the adapter added to its weights for good."""
-    with torch.no_grad(), gathered_weights(model), merged_adapter(model):
-        weights = {
-            name.replace(".base_layer", ""): tensor.detach().cpu().clone()
-            for name, tensor in model.state_dict().items() if ".lora_" not in name
-        }
     with torch.device("meta"):
         merged = AutoModelForCausalLM.from_config(model.config)
+    with torch.no_grad(), gathered_weights(model), merged_adapter(model):
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        found = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
+        weights = {name: found[name].detach().cpu().clone() for name in merged.state_dict()}
     merged.load_state_dict(weights, assign=True)
     merged.tie_weights()
     merged.generation_config = model.generation_config
