@@ -218,9 +218,10 @@ def frozen_copy(model: PreTrainedModel):
         return AdapterReference(model)
     if not hasattr(model, "mesh"):
         return copy.deepcopy(model).eval().requires_grad_(False)
-    reference = AutoModelForCausalLM.from_config(
-        model.config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
-    )
+    with torch.random.fork_rng(devices=[]):               # its first weights are overwritten: the run's random numbers go on
+        reference = AutoModelForCausalLM.from_config(
+            model.config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
+        )
     reference = with_precision(reference.to(model.device).eval(), precision_of(model))
     shard(reference, layers_of(reference), model.mesh)
     copy_into(reference.parameters(), trained(model))
