@@ -7,6 +7,7 @@ Weights are read and written as safetensors. Left out on purpose: quantised weig
 
 import copy
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -217,9 +218,10 @@ def frozen_copy(model: PreTrainedModel):
         return AdapterReference(model)
     if not hasattr(model, "mesh"):
         return copy.deepcopy(model).eval().requires_grad_(False)
-    reference = AutoModelForCausalLM.from_config(
-        model.config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
-    )
+    with torch.random.fork_rng(devices=[]):               # its first weights are overwritten: the run's random numbers go on
+        reference = AutoModelForCausalLM.from_config(
+            model.config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
+        )
     reference = with_precision(reference.to(model.device).eval(), precision_of(model))
     shard(reference, layers_of(reference), model.mesh)
     copy_into(reference.parameters(), trained(model))
@@ -233,8 +235,8 @@ class AdapterReference:
         self.model = model
         self.kept = [parameter.detach().clone() for parameter in trained(model)]
 
-    def parameters(self) -> list[torch.Tensor]:
-        return self.kept
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter(self.kept)
 
     def base_model(self, **inputs):
         """As the model's, with the kept adapter in the place of the trained one. Without gradient."""
@@ -296,13 +298,12 @@ def merged_adapter(model: PreTrainedModel):
 
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A model of its own, with the adapter added to its weights for good."""
-    with torch.no_grad(), gathered_weights(model), merged_adapter(model):
-        weights = {
-            name.replace(".base_layer", ""): tensor.detach().cpu().clone()
-            for name, tensor in model.state_dict().items() if ".lora_" not in name
-        }
     with torch.device("meta"):
         merged = AutoModelForCausalLM.from_config(model.config)
+    with torch.no_grad(), gathered_weights(model), merged_adapter(model):
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        found = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
+        weights = {name: found[name].detach().cpu().clone() for name in merged.state_dict()}
     merged.load_state_dict(weights, assign=True)
     merged.tie_weights()
     merged.generation_config = model.generation_config

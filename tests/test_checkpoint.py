@@ -143,7 +143,7 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whol
 
     def no_room(path):
         saves.append(path)
-        if path.name == "state.pt" and len([p for p in saves if p.name == "state.pt"]) == 2:
+        if path.name == "state.pt" and len([p for p in saves if p.name == "state.pt"]) == 7:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         flush(path)
 
@@ -153,7 +153,7 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whol
     assert said.count("could not save") == 1 and "No space left on device" in said and "going on without" in said
     assert_same(whole, folder)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert kept == ["step-00000001", "step-00000003", "step-00000004"]
+    assert kept == ["step-00000005", "step-00000006", "step-00000008"]
     assert all(damage(path) == "" for path in (folder / "checkpoints").iterdir())
 
 

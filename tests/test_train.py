@@ -305,8 +305,8 @@ def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch
     monkeypatch.setattr(train, "completion_log_probs", spy)
     without = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert sorted(seen) == [4, 5, 6, 7, 12, 13, 14, 15]
-    everything = train.micro_batches
-    monkeypatch.setattr(train, "micro_batches", lambda r, rows, *rest: everything(r, torch.arange(16), *rest))
+    everything = train.passes
+    monkeypatch.setattr(train, "passes", lambda run, rollout, rows: everything(run, rollout, torch.arange(16)))
     with_all = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert len(seen) == 24 and (without - with_all).norm() / with_all.norm() < 1e-5
 
