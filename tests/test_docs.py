@@ -36,7 +36,8 @@ def test_every_train_command_is_accepted(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_exists(page):
     names = {field.name for section in SECTIONS for field in dataclasses.fields(section)}
-    names |= {"question", "evaluate", "merge_into", "seeds", "kills"}            # of infer.py and bench/
+    names |= {"question", "evaluate", "merge_into", "report", "against", "samples", "against_model", "json"}     # of infer.py
+    names |= {"seeds", "kills"}                                                  # of bench/
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     for flag in re.findall(r"--([a-z_]+)", page.read_text()):
         assert flag in names or flag == "help", flag
