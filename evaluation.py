@@ -14,7 +14,6 @@ import numpy as np
 
 from rewards import extract_answer, same_answer
 
-RESAMPLES = 4000                # of the bootstrap
 Z = 1.96                        # standard deviations to either side that hold 95 % of a normal distribution
 
 
@@ -78,22 +77,21 @@ def majority_vote(texts: list[str], truth: str) -> float:
 
 
 def estimate_mean(values: np.ndarray) -> dict:
-    """Mean of P values from 0 to 1 with its 95 % interval: {"mean", "low", "high", "interval": how it was found}.
+    """Mean of P values from 0 to 1 with its 95 % interval: {"mean", "low", "high", "interval": its name}.
 
-    Wilson's where every problem counts 0 or 1, else the bootstrap's, which draws P problems with replacement and takes the
-    middle 95 % of the means (B. Efron, Annals of Statistics 7, 1979).
+    Wilson's, where every problem counts 0 or 1. Where values lie between, they vary less than that, as if there were more
+    problems: Wilson's for the number of them whose zeros and ones would vary as much (C. Franco et al., J. Survey Stat.
+    Methodol. 7, 2019). By simulation it held the truth as often as the bootstrap over problems or more often, down to 90 %
+    where hardly any problem is ever solved.
     """
-    mean = float(values.mean())
-    if np.isin(values, (0, 1)).all():
-        low, high = wilson_interval(float(values.sum()), len(values))
-        return {"mean": mean, "low": low, "high": high, "interval": "Wilson"}
-    generator = np.random.default_rng(0)
-    means = [values[generator.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return {"mean": mean, "low": float(low), "high": float(high), "interval": "bootstrap over problems"}
+    mean, variance = float(values.mean()), float(values.var())
+    binary = np.isin(values, (0, 1)).all()
+    problems = len(values) if binary or variance == 0 else len(values) * mean * (1 - mean) / variance
+    low, high = wilson_interval(mean * problems, problems)
+    return {"mean": mean, "low": low, "high": high, "interval": "Wilson" if binary else "Wilson, effective number of problems"}
 
 
-def wilson_interval(successes: float, n: int, z: float = Z) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, z: float = Z) -> tuple[float, float]:
     """95 % interval of a share. E. B. Wilson, JASA 22 (1927): unlike the textbook's, it is right near 0 and 1."""
     p = successes / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)

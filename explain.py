@@ -34,8 +34,10 @@ def explain(run: Run, supervised_step: Callable, gradient: Callable, update: Cal
     come_to_grpo(run, supervised_step)
     groups = find_group(run)
     if groups is None:
-        run.folder.say(f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. Take another "
-                       "reward function, easier or harder problems, or a policy that is sometimes right (--model_path)")
+        run.folder.say(
+            f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. Take another reward "
+            "function, easier or harder problems, or a policy that is sometimes right (--model_path)"
+        )
         return
     rollout, rows = groups.rollout, torch.arange(groups.points.numel())
     experience, _ = prepare_experience(run, rollout, groups.points)
@@ -50,7 +52,7 @@ def explain(run: Run, supervised_step: Callable, gradient: Callable, update: Cal
     rate = run.scheduler.get_last_lr()[0]
     norm = update(run, losses["total_loss"])
     longest = run.config.training.max_grad_norm
-    run.folder.say(f"5. The update: gradient norm {norm:.4g}, cut to {longest:g} if longer; AdamW with learning rate {rate:.3g}")
+    run.folder.say(f"5. The update: gradient norm {norm:.4g}, cut to {longest:g} if longer; AdamW, learning rate {rate:.3g}")
     if run.skipped_in_a_row:
         run.folder.say("   loss or gradient is not finite: skipped, nothing has changed")
 
@@ -81,11 +83,13 @@ def find_group(run: Run) -> Groups | None:
         groups = sample_groups(run, next(run.batches))
         if not groups.tied.all():
             first = int((~groups.tied).nonzero()[0])
-            run.folder.say(f"{int(groups.tied.sum())} of {len(groups.tied)} groups of batch {number} are tied; this is the first other one")
-            keep = torch.arange(len(groups.tied)) == first                       # (P,)
+            tied, all_groups = int(groups.tied.sum()), len(groups.tied)
+            run.folder.say(f"{tied} of {all_groups} groups of batch {number} are tied; this is the first other one")
+            keep = torch.arange(all_groups) == first                             # (P,)
             return replace(
-                groups, examples=[groups.examples[first]], rollout=select_groups(groups.rollout, keep), points=groups.points[keep],
-                rewards=groups.rewards[keep], per_function={name: points[keep] for name, points in groups.per_function.items()},
+                groups, examples=[groups.examples[first]], rollout=select_groups(groups.rollout, keep),
+                rewards=groups.rewards[keep], points=groups.points[keep],
+                per_function={name: points[keep] for name, points in groups.per_function.items()},
             )
     return None
 
@@ -117,22 +121,22 @@ def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
         for g, (text, mask, logp, done) in enumerate(zip(
             rollout.completions, rollout.completion_mask, rollout.sampling_logp, rollout.finished.tolist(), strict=True))
     ])
-    names = list(groups.per_function)
-    weights = [f"{name} x {weight:g}" for name, weight in zip(names, grpo.weights, strict=True)]
+    weights = [f"{name} x {weight:g}" for name, weight in zip(groups.per_function, grpo.weights, strict=True)]
+    columns = {**dict(zip(weights, groups.per_function.values(), strict=True)), "r": groups.rewards}
+    if not torch.equal(groups.rewards.nan_to_num(), points.nan_to_num()):
+        columns["r, clipped or penalised"] = points
     advantages = experience.advantages.mean(dim=1).tolist()
-    reshaped = not torch.equal(groups.rewards.nan_to_num(), points.nan_to_num())
-    show(run, "2. Points by reward function, their weighted sum r, and the advantage A",
-         ["", *weights, "r", *["r learned from"] * reshaped, "A"], [
-             [str(g), *(points_text(or_none(groups.per_function[name][0, g])) for name in names),
-              points_text(or_none(groups.rewards[0, g])), *[points_text(or_none(points[0, g]))] * reshaped, f"{advantages[g]:+.4f}"]
-             for g in range(points.shape[1])
-         ])
+    show(run, "2. Points by reward function, their weighted sum r, and the advantage A", ["", *columns, "A"], [
+        [str(g), *(points_text(or_none(of_group[0, g])) for of_group in columns.values()), f"{advantage:+.4f}"]
+        for g, advantage in enumerate(advantages)
+    ])
     if run.value_head is not None:
         run.folder.say("   A is the mean over the completion's tokens: the value head gives each its own (GAE)")
         return
     b, s = baseline_and_scale(run, points)
-    run.folder.say(f"   b = {b:.4f} ({grpo.baseline}), s = {s:.4f} ({'standard deviation' if grpo.scale != 'none' else 'not scaled'}): "
-                   f"A = (r - b) / s" + (", and from it the KL penalty" if run.reference is not None and grpo.kl_in == "reward" else ""))
+    what = "not scaled" if grpo.scale == "none" else "standard deviation"
+    penalty = ", less the KL penalty, centred" if run.reference is not None and grpo.kl_in == "reward" else ""
+    run.folder.say(f"   b = {b:.4f} ({grpo.baseline}), s = {s:.4f} ({what}): A = (r - b) / s{penalty}")
 
 
 def baseline_and_scale(run: Run, points: Tensor) -> tuple[float, float]:
@@ -151,7 +155,8 @@ def show_tokens(run: Run, experience: Experience, logp: Tensor, picked: list[tup
     grpo, mask, rollout = run.config.grpo, experience.mask, experience.rollout
     log_ratio = torch.where(mask, logp - experience.old_logp, 0.0)               # (G, T)
     tokens = Tokens(
-        torch.where(mask, logp, 0.0), log_ratio, experience.advantages, mask, grpo.clip_low, grpo.clip_high, grpo.dual_clip or None
+        torch.where(mask, logp, 0.0), log_ratio, experience.advantages, mask, grpo.clip_low, grpo.clip_high,
+        grpo.dual_clip or None,
     )
     loss, held_back = LOSSES[grpo.loss_type][0](tokens)                          # (G, T) each
     head, columns = ["", "token", "old logp", "new logp", "ratio", "A", "clipped", "loss"], []
@@ -161,8 +166,8 @@ def show_tokens(run: Run, experience: Experience, logp: Tensor, picked: list[tup
     advantages = experience.advantages.expand_as(logp)
     show(run, title, head, [
         [str(row), repr(run.tokenizer.decode([rollout.completion_ids[row, t].item()])), f"{experience.old_logp[row, t]:.4f}",
-         f"{logp[row, t]:.4f}", f"{tokens.ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}", "yes" if held_back[row, t] else "no",
-         f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
+         f"{logp[row, t]:.4f}", f"{tokens.ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}",
+         "yes" if held_back[row, t] else "no", f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
         for row, t in picked
     ])
 
@@ -174,11 +179,12 @@ def show_loss(run: Run, losses: dict, counts: dict) -> None:
     weights = {"policy_loss": 1.0, "kl": run.kl_coef, "entropy": -grpo.entropy_coef, "value_loss": grpo.value_coef}
     lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items() if name in losses and weight]
     show(run, "4. The loss", ["term", "value", "weight"], [*lines, ["total_loss", f"{losses['total_loss']:+.6f}", ""]])
+    tokens, completions, limit = counts["num_tokens"], counts["num_sequences"], counts["max_tokens"]
     divided_by = {
-        "token_mean": f"{counts['num_tokens']} tokens", "sequence_mean": f"its completion's length and {counts['num_sequences']} completions",
-        "constant": f"{counts['num_sequences']} completions x {counts['max_tokens']} tokens, the limit",
+        "token_mean": f"{tokens} tokens", "sequence_mean": f"its completion's length and {completions} completions",
+        "constant": f"{completions} completions x {limit} tokens, the limit",
     }[aggregation]
-    run.folder.say(f"   {grpo.loss_type}, {aggregation}: a token's loss is divided by {divided_by}; clip_fraction {losses['clip_fraction']:.3f}")
+    run.folder.say(f"   {grpo.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
     run.folder.say("   on policy every ratio is 1, so the value only averages the advantages: what teaches is its gradient")
 
 

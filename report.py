@@ -133,6 +133,8 @@ def metrics_of(folder: Path, config: dict) -> list[dict]:
         lines = read_jsonl(path)
         completions = {"grpo": config["training"]["batch_size"] * config["grpo"]["num_completions_per_prompt"]}
         for line in lines:
+            if not {"step", "phase"} <= line.keys():
+                raise KeyError
             if line.get("step_seconds") and line.get("completion_tokens"):
                 tokens = line["completion_tokens"] * completions.get(line["phase"], config["training"]["batch_size"])
                 line["tokens_per_second"] = tokens / line["step_seconds"]
@@ -257,7 +259,7 @@ def prompt_text(prompt, tokenizer) -> str:
 
 
 def tokenizer_of(folder: Path, config: dict):
-    """What the run's tokens mean: from its final model, its newest checkpoint, or where the model came from; None if nowhere."""
+    """What the run's tokens mean: from its final model, its newest checkpoint, or the model's folder; None if none is there."""
     source = config.get("model", {}).get("model_path", "")
     for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
         if path.is_dir() or source == "":

@@ -38,8 +38,8 @@ def test_k_doubles_up_to_n(n, ks):
 
 
 @pytest.mark.parametrize("answers,vote", [
-    (["7", "7", "8"], 1.0), (["8", "8", "7"], 0.0), (["7", "7.0", "8", "8 ", "$7"], 1.0), (["7", "8"], 0.5), (["7", "8", "9"], 1 / 3),
-    ([None, None, "7"], 1.0), ([None, None], 0.0), ([], 0.0),
+    (["7", "7", "8"], 1.0), (["8", "8", "7"], 0.0), (["7", "7.0", "8", "8 ", "$7"], 1.0), (["7", "8"], 0.5),
+    (["7", "8", "9"], 1 / 3), ([None, None, "7"], 1.0), ([None, None], 0.0), ([], 0.0),
 ])
 def test_a_majority_votes_by_value_draws_are_shared_and_the_unreadable_abstain(answers, vote):
     texts = ["no answer" if answer is None else f"<answer>{answer}</answer>" for answer in answers]
@@ -92,13 +92,16 @@ def test_completions_of_one_problem_are_no_more_problems():
 
 def test_which_interval_is_taken_is_said():
     assert estimate_mean(np.array([0.0, 1.0, 1.0]))["interval"] == "Wilson"
-    assert estimate_mean(np.array([0.0, 0.5, 1.0]))["interval"] == "bootstrap over problems"
+    assert estimate_mean(np.array([0.0, 0.5, 1.0]))["interval"] == "Wilson, effective number of problems"
     nothing_right = estimate_mean(np.zeros(50))
     assert (nothing_right["low"], nothing_right["high"]) == wilson_interval(0, 50) and nothing_right["high"] > 0.05
     values = np.random.default_rng(1).random(200)
     found, half = estimate_mean(values), 1.96 * values.std() / math.sqrt(200)
-    assert (found["low"], found["high"]) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.006)
-    assert found == estimate_mean(values), "the same numbers give the same interval"
+    assert (found["low"], found["high"]) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.001)
+    resampled = np.random.default_rng(2).choice(values, (4000, 200)).mean(axis=1)                # the bootstrap agrees
+    assert (found["low"], found["high"]) == pytest.approx(tuple(np.quantile(resampled, [0.025, 0.975])), abs=0.004)
+    alike = estimate_mean(np.full(20, 0.5))
+    assert (alike["low"], alike["high"]) == wilson_interval(10, 20), "a few equal values are no certainty"
 
 
 @pytest.mark.parametrize("size,n,gain", [(40, 1, 0.0), (100, 1, 0.1), (100, 8, 0.1)])
@@ -155,7 +158,7 @@ def scripted(monkeypatch):
     monkeypatch.setattr(infer, "sample_completions_for_prompts", sample)
 
 
-ASK = "--evaluate arithmetic --limit 10 --generation_max_length 4".split()
+ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
 
 
 def test_several_samples_are_measured_written_down_and_compared(folder, scripted, capsys, tmp_path, monkeypatch):
@@ -178,9 +181,10 @@ def test_several_samples_are_measured_written_down_and_compared(folder, scripted
     )
     for name, mean in found.items():
         assert f"{name} {mean:.3f} [" in printed
-    assert "of 10 x 4, bootstrap over problems" in printed and result["samples"] == 4 and "differences" not in result
+    assert "of 40 x 4, Wilson, effective number of problems" in printed
+    assert result["samples"] == 4 and "differences" not in result
 
-    monkeypatch.setattr(infer, "load_policy", lambda config: named(ModelConfig(model_path=config.model_path.replace("none", ""))))
+    monkeypatch.setattr(infer, "load_policy", lambda config: named(ModelConfig(config.model_path.replace("none", ""))))
     infer.main(["--model_path", folder, *ASK, "--samples", "4", "--against_model", "none", "--json", str(file)])
     differences = json.loads(file.read_text())["differences"]
     assert differences["pass@4"]["mean"] == pytest.approx(even) and differences["pass@4"]["low"] > 0
@@ -190,7 +194,7 @@ def test_several_samples_are_measured_written_down_and_compared(folder, scripted
 def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
     model, tokenizer = load_policy(ModelConfig(model_path=folder))
     infer.main(["--model_path", folder, *ASK])
-    examples = infer.load_examples("arithmetic", "test", limit=10)
+    examples = infer.load_examples("arithmetic", "test", limit=40)
     result = evaluate(model, tokenizer, examples, settings, seed=0)
     assert 0 < result["eval_accuracy"] < 1
     assert capsys.readouterr().out == f"accuracy {accuracy_text(result)}\n"

@@ -1,5 +1,7 @@
-"""The report: what lands in the page, that nothing from a model can run in it, and, where there is a Chromium, the page at work."""
+"""The report: what lands in the page, that nothing from a model can run in it, and the page at work where Chromium is there."""
 
+import base64
+import hashlib
 import json
 import math
 import shutil
@@ -13,7 +15,8 @@ from config import parse_config
 from report import write_report
 
 HOSTILE = [
-    "</script><script>window.pwned = 1</script>", "<!--<script>", "<img src=x onerror='window.pwned = 2'>", "{{data}} {{script}}",
+    "</script><script>window.pwned = 1</script>", "<!--<script>", "<img src=x onerror='window.pwned = 2'>",
+    "{{data}} {{script}}",
     "\u2028 ]]> \\u003c é 🙂 \x00", "javascript:alert(1)\" onload=\"window.pwned = 3",
 ]
 STOP = 1                        # of the built-in tokenizer
@@ -28,8 +31,9 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
     metrics += [{"step": 1, "phase": "cold_start", "loss": 2.0, "entropy": 1.0, "completion_tokens": 5.0, "step_seconds": 0.5}]
     for step in range(2, steps + 1):
         metrics.append({
-            "step": step, "phase": "grpo", "mean_reward": step / steps, "reward/correctness": 0.5, "tied_groups": 0.25, "entropy": 1 / step,
-            "completion_tokens": 10.0, "step_seconds": 2.0, "kl": None if step == 3 else 0.01, "own_metric": 3,
+            "step": step, "phase": "grpo", "mean_reward": step / steps, "reward/correctness": 0.5, "tied_groups": 0.25,
+            "entropy": 1 / step, "completion_tokens": 10.0, "step_seconds": 2.0, "kl": None if step == 3 else 0.01,
+            "own_metric": 3,
         } | ({"advice": "ties: <b>most</b> groups"} if step == 5 else {}))
     metrics.append({"step": steps, "phase": "eval", "eval_accuracy": 0.8, "eval_accuracy_low": 0.7, "eval_accuracy_high": 0.9})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
@@ -39,12 +43,13 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
                 for g in range(siblings):
                     text = completion or f"answer {p}{g} of step {step}"
                     right = float(p > 0 and g == 0 and p % 2 == 0)
-                    ids = [3 + byte % 90 for byte in text.encode()][:20] + [STOP]
+                    ids = [*[3 + byte % 90 for byte in text.encode()][:20], STOP]
                     file.write(json.dumps({
                         "step": step, "phase": "grpo", "prompt": prompt or f"prompt {p}", "completion": text,
-                        "rewards": {"correctness": right, "length": None if g == 1 else 0.5}, "reward": right + 0.5 * (p > 0 and g == 0),
-                        "advantage": 0.0 if p == 0 else 1.0 if g == 0 else -0.5, "finished": g != 1, "tokens": len(ids), "group": p,
-                        "prompt_ids": [2, 5], "completion_ids": ids, "sampling_logp": [-0.1 * t for t in range(len(ids))],
+                        "rewards": {"correctness": right, "length": None if g == 1 else 0.5},
+                        "reward": right + 0.5 * (p > 0 and g == 0), "advantage": 0.0 if p == 0 else 1.0 if g == 0 else -0.5,
+                        "finished": g != 1, "tokens": len(ids), "group": p, "prompt_ids": [2, 5], "completion_ids": ids,
+                        "sampling_logp": [-0.1 * t for t in range(len(ids))],
                     }) + "\n")
     return folder
 
@@ -121,11 +126,9 @@ def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
 
 def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
     page = Page(write_report(fake_run(tmp_path / "run")))
-    (policy,) = [dict(a)["content"] for tag, a in page.tags if tag == "meta" and dict(a).get("http-equiv") == "Content-Security-Policy"]
+    metas = [dict(attributes) for tag, attributes in page.tags if tag == "meta"]
+    (policy,) = [meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy and len(page.scripts) == 1
-    import base64
-    import hashlib
-
     assert base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode() in policy
     assert not [tag for tag, attributes in page.tags if {"src", "href"} & set(dict(attributes)) and tag != "a"]
     for word in "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch(", "http:", "https:":
@@ -135,9 +138,10 @@ def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
 def test_numbers_that_are_not_finite_are_none(tmp_path):
     folder = fake_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "phase": "grpo", "mean_reward": NaN, "kl": Infinity, "step_seconds": 0, "completion_tokens": null}\n')
+        file.write('{"step": 13, "phase": "grpo", "mean_reward": NaN, "kl": Infinity, "step_seconds": 0, "entropy": null}\n')
     record = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
-    record |= {"step": 13, "reward": None, "advantage": math.nan, "sampling_logp": [-math.inf] * record["tokens"], "token_advantages": [math.nan]}
+    record |= {"step": 13, "reward": None, "advantage": math.nan, "token_advantages": [math.nan]}
+    record["sampling_logp"] = [-math.inf] * record["tokens"]
     with (folder / "rollouts.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
     page = Page(write_report(folder))
@@ -195,12 +199,13 @@ def test_without_a_tokenizer_the_page_has_texts_and_no_pieces(tmp_path):
 
 
 @pytest.mark.parametrize("prompt,shown", [
-    ([{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}], "system: <i>\nuser: q"), ([2, 19, 13], "... <bos>0*"),
+    ([{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}], "system: <i>\nuser: q"),
+    ([2, 19, 13], "... <bos>1+"),
 ])
 def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
     page = Page(write_report(fake_run(tmp_path / "run", prompt=prompt)))
     found = page.data["page"]["runs"][0]["groups"][0]["prompt"]
-    assert found == shown or (isinstance(prompt[0], int) and found.startswith("... <bos>"))
+    assert found == shown
 
 
 @pytest.mark.parametrize("break_it,message", [
@@ -281,11 +286,12 @@ def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     assert groups_shown(page) == [f"step {step}, group 0tied" for step in (2, 6, 10)]
     page.uncheck("#tied")
     page.fill("#search", "OF STEP 6")
-    page.wait_for_function("document.querySelector('#count').textContent.startsWith('4 of 12')")
+    page.wait_for_timeout(400)                            # it looks when the typing has ended
+    assert page.inner_text("#count") == "4 of 12 groups"
     assert groups_shown(page)[1:] == [f"step 6, group {p}" for p in (1, 2, 3)]
     page.fill("#search", "no such words")
-    page.wait_for_function("document.querySelector('#count').textContent.startsWith('0 of 12')")
-    assert groups_shown(page) == []
+    page.wait_for_timeout(400)
+    assert page.inner_text("#count") == "0 of 12 groups" and groups_shown(page) == []
 
 
 def test_only_groups_with_a_wrong_completion(tmp_path, visit):
@@ -302,14 +308,17 @@ def test_only_groups_with_a_wrong_completion(tmp_path, visit):
 def test_completions_show_tokens_points_and_why_they_ended(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
     first, second = (page.locator("#list .group").nth(1).locator(".completion").nth(g) for g in (0, 1))
-    assert "reward +0.5" in first.inner_text() and "advantage +1" in first.inner_text() and "ended with <eos>" in first.inner_text()
+    for words in "reward +0.5", "advantage +1", "ended with <eos>":
+        assert words in first.inner_text()
     assert "cut at the length limit" in second.inner_text() and "length none" in second.inner_text()
     colours = first.locator(".text span").evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
     assert len(colours) == 21 and len(set(colours)) > 15, "the less likely, the stronger"
     page.select_option("#colour", "advantage")
-    colours = [
-        completion.locator(".text span").first.evaluate("span => getComputedStyle(span).backgroundColor") for completion in (first, second)]
-    assert colours[0] != colours[1]
+    better, worse = (
+        completion.locator(".text span").first.evaluate("span => getComputedStyle(span).backgroundColor")
+        for completion in (first, second)
+    )
+    assert better != worse
 
 
 def test_hostile_text_stays_text(tmp_path, visit):
@@ -322,7 +331,8 @@ def test_hostile_text_stays_text(tmp_path, visit):
 
 def test_two_runs_lie_over_each_other(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", steps=40)))
-    strokes = page.locator("#charts .chart").first.locator("path").evaluate_all("paths => paths.map(path => path.getAttribute('stroke'))")
+    lines = page.locator("#charts .chart").first.locator("path")
+    strokes = lines.evaluate_all("paths => paths.map(path => path.getAttribute('stroke'))")
     assert strokes == ["var(--run0)", "var(--run1)"]
     assert groups_shown(page)[1] == "step 10, group 1"
     page.select_option("#run", "1")
