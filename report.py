@@ -196,11 +196,8 @@ def groups_of(folder: Path, config: dict) -> tuple[list[dict], dict[int, list], 
     try:
         for step, of_step in groupby(saved_completions(path, every), key=lambda record: record["step"]):
             records = list(of_step)
-            shown = [as_group(list(of_group), tokenizer) for _, of_group in groupby(records, key=lambda r: r["group"])]
-            for group in shown:                           # where this step's tokens of its completions begin
-                group["first"] = len(tokens.setdefault(step, []))
-                tokens[step] += [tokens_of(record) for record in group.pop("records")]
-            groups += shown
+            tokens[step] = [tokens_of(record) for record in records]
+            groups += groups_of_step(records, tokenizer)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--report: {path} is damaged: {type(error).__name__}: {error}") from None
     ids = {token for of_step in tokens.values() for completion in of_step for token in completion[0]}
@@ -224,21 +221,28 @@ def saved_completions(path: Path, every: int) -> Iterator[dict]:
                 yield json.loads(line)
 
 
-def as_group(records: list[dict], tokenizer) -> dict:
-    """The completions of one prompt, for the page."""
-    names = list(records[0]["rewards"])
-    rewards = torch.tensor([[torch.nan if r["reward"] is None else r["reward"] for r in records]])
-    siblings = len(records) > 1
+def groups_of_step(records: list[dict], tokenizer) -> list[dict]:
+    """A step's completions by prompt; "first": how many come before the group's own."""
+    by_group = [list(of_group) for _, of_group in groupby(records, key=lambda record: record["group"])]
+    rewards = [[torch.nan if r["reward"] is None else r["reward"] for r in of_group] for of_group in by_group]
+    tied = (compute_group_advantages(torch.tensor(rewards)) == 0).all(dim=1).tolist()
+    size = len(by_group[0])
+    return [
+        {
+            "step": group[0]["step"], "group": group[0]["group"], "prompt": prompt_text(group[0]["prompt"], tokenizer),
+            "tied": is_tied, "names": list(group[0]["rewards"]), "first": number * size,
+            "completions": [completion_of(record) for record in group],
+        }
+        for number, (group, is_tied) in enumerate(zip(by_group, tied, strict=True))
+    ]
+
+
+def completion_of(record: dict) -> dict:
+    """What the page shows of a completion besides its tokens."""
     return {
-        "step": records[0]["step"], "group": records[0]["group"], "prompt": prompt_text(records[0]["prompt"], tokenizer),
-        "tied": siblings and bool((compute_group_advantages(rewards) == 0).all()), "names": names, "records": records,
-        "completions": [
-            {
-                "text": r["completion"], "reward": digits(r["reward"], 6), "advantage": digits(r["advantage"], 4),
-                "points": [digits(r["rewards"][name], 6) for name in names], "finished": r["finished"], "tokens": r["tokens"],
-            }
-            for r in records
-        ],
+        "text": record["completion"], "reward": digits(record["reward"], 6), "advantage": digits(record["advantage"], 4),
+        "points": [digits(points, 6) for points in record["rewards"].values()], "finished": record["finished"],
+        "tokens": record["tokens"],
     }
 
 

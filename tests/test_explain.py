@@ -91,13 +91,14 @@ def test_a_group_that_is_not_tied_is_looked_for_and_otherwise_it_says_so(tmp_pat
     printed = explained(tmp_path, capsys, "--explain", body="1.0")
     assert "all groups of 3 batches are tied" in printed and "gradient norm" not in printed
     calls, sample = [], explain.sample_groups
+    lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]])
 
     def tied_at_first(*arguments):
-        calls.append(sample(*arguments))
-        return calls[-1] if len(calls) > 1 else replace(calls[-1], points=torch.ones_like(calls[-1].points))
+        calls.append(replace(sample(*arguments), points=lengths if calls else torch.ones(1, 4)))
+        return calls[-1]
 
     monkeypatch.setattr(explain, "sample_groups", tied_at_first)
-    printed = explained(tmp_path, capsys, "--explain")
+    printed = explained(tmp_path, capsys, "--explain", body="1.0")
     assert len(calls) == 2 and "0 of 1 groups of batch 2 are tied" in printed
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
 
@@ -120,8 +121,7 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
     shutil.rmtree(tmp_path / "out/checkpoints/step-00000004")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     train.main(resume)
-    fourth = read_jsonl(tmp_path / "out/metrics.jsonl")[-1]
-    assert fourth["step"] == 4
+    (fourth,) = [line for line in read_jsonl(tmp_path / "out/metrics.jsonl") if line["step"] == 4 and line["phase"] == "grpo"]
     assert value(capsys.readouterr().out, "gradient norm") == pytest.approx(fourth["grad_norm"], rel=1e-3)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
