@@ -271,6 +271,15 @@ def groups_shown(page):
     return [" ".join(text.split()) for text in page.locator("#list .group > .soft").all_inner_texts()]
 
 
+def count_becomes(page, text):
+    """The search looks when the typing has ended."""
+    for _ in range(100):
+        if page.inner_text("#count") == text:
+            return True
+        page.wait_for_timeout(50)
+    return False
+
+
 def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
     assert page.title() == f"GRPO run {tmp_path / 'run'}"
@@ -286,12 +295,10 @@ def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     assert groups_shown(page) == [f"step {step}, group 0tied" for step in (2, 6, 10)]
     page.uncheck("#tied")
     page.fill("#search", "OF STEP 6")
-    page.wait_for_timeout(400)                            # it looks when the typing has ended
-    assert page.inner_text("#count") == "4 of 12 groups"
+    assert count_becomes(page, "4 of 12 groups")
     assert groups_shown(page)[1:] == [f"step 6, group {p}" for p in (1, 2, 3)]
     page.fill("#search", "no such words")
-    page.wait_for_timeout(400)
-    assert page.inner_text("#count") == "0 of 12 groups" and groups_shown(page) == []
+    assert count_becomes(page, "0 of 12 groups") and groups_shown(page) == []
 
 
 def test_only_groups_with_a_wrong_completion(tmp_path, visit):
