@@ -287,6 +287,7 @@ class TrainingConfig:
     output_dir: str = flag("", "the run folder; empty: outputs/<time>")
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
     check: bool = flag(False, "make the start-up check, print all of it, and stop")
+    explain: bool = flag(False, "take one group through one step, print every number on the way, and stop")
     replay: str = flag("", "a rollouts.jsonl: compute losses on it, with the settings of its run and any flags, and stop")
     seed: int = flag(0, "of weights, data order and sampling")
     num_epochs: float = flag(3, "passes over the training examples; max_policy_kl and dynamic_sampling can make it more")
@@ -339,6 +340,7 @@ class Config:
             not self.training.use_grpo or self.grpo.generation_temperature > 0, "generation_temperature",
             self.grpo.generation_temperature, "siblings would all be equal and nothing could be learned; try 0.8",
         )
+        require(self.training.use_grpo or not self.training.explain, "explain", True, "it is a step of GRPO; add --use_grpo")
         rollout = self.training.batch_size * self.grpo.num_completions_per_prompt
         require(
             not self.grpo.kl_target or self.grpo.kl_horizon >= rollout, "kl_horizon", self.grpo.kl_horizon,
@@ -380,7 +382,7 @@ class Config:
     def as_dict(self) -> dict[str, dict]:
         """The fields by section, as written to config.json. What was asked of this start alone is left out."""
         sections = dataclasses.asdict(self)
-        for name in "resume", "check", "replay":
+        for name in "resume", "check", "explain", "replay":
             del sections["training"][name]
         return sections
 

@@ -53,6 +53,13 @@ class Experience:
     old_values: Tensor | None = None    # points expected before each token
     returns: Tensor | None = None       # points, what values should have been
 
+    def counts(self, rows: Tensor, max_tokens: int) -> dict[str, int]:
+        """Denominators of a loss over some rows, for grpo.aggregate. max_tokens: the generation limit."""
+        mask = self.mask[rows]                            # (b, T)
+        return dict(
+            num_tokens=max(1, int(mask.sum())), num_sequences=max(1, int(mask.any(dim=1).sum())), max_tokens=max_tokens
+        )
+
     def part(self, rows: Tensor, device) -> "Experience":
         """Everything about some rows, on a device. The rollout stays whole: rows are counted in it."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rollout"}

@@ -1,14 +1,19 @@
 """
-Ask a model, or measure it.
+Ask a model, or measure it, or look at a run.
 
     python infer.py --model_path outputs/demo/final --question "47+85=?"
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --limit 256
+    python infer.py --model_path outputs/demo/final --evaluate arithmetic --samples 16 --against_model outputs/sft/final
     python infer.py --model_path outputs/lora/final --merge_into merged
+    python infer.py --report outputs/demo --against outputs/other
 """
 
 import argparse
-import math
+import json
 import sys
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 
 import torch
 
@@ -16,9 +21,10 @@ from check import can_share_prompts
 from config import GRPOConfig, ModelConfig
 from data import load_examples, with_instruction
 from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
+from evaluation import compare, majority_vote, summarise, wilson_interval
 from model import has_adapter, load_policy, merged_copy, save_policy
+from report import write_report
 from rewards import FORM, compute_rewards_for_completions, correctness
-from runs import accuracy_text
 from sample import occurrences, sample_completions_for_prompts
 
 
@@ -33,24 +39,11 @@ def evaluate(
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
-    functions = list(dict.fromkeys([correctness, *reward_functions]))
-    asked = share([{"answer": None} | example for example in examples])
-    earlier = share(occurrences([example["prompt"] for example in examples]))
-
-    def ask():
-        if not asked:
-            return None
-        rollout = sample_completions_for_prompts(
-            model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=1,
-            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier,
-        )
-        _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
-        return scored, int((~rollout.finished).sum())
-
-    with gathered_weights(model):
-        scored, cut = zip(*filter(None, everywhere(ask)), strict=True)
-    truncated = sum(cut)
-    columns = {name: torch.cat([part[name][:, 0] for part in scored]) for name in scored[0]}
+    _, points, truncated = ask_and_score(
+        model, tokenizer, examples, config, seed=seed, num_completions=1, reward_functions=reward_functions, on_error=on_error,
+        batch_size=batch_size, shared_prompt=shared_prompt,
+    )
+    columns = {name: of_function[:, 0] for name, of_function in points.items()}
     correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
     result |= {"eval_problems": len(correct) or len(examples), "eval_truncated": truncated / len(examples)}
@@ -60,12 +53,90 @@ def evaluate(
     return result
 
 
-def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share. E. B. Wilson, JASA 22 (1927): unlike the textbook's, it is right near 0 and 1."""
-    p = successes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def ask_and_score(
+    model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int, reward_functions=(correctness,),
+    on_error: str = "raise", batch_size: int = 64, shared_prompt: bool = True,
+) -> tuple[list[str], dict[str, torch.Tensor], int]:
+    """num_completions of each problem, the rest as for evaluate.
+
+    returns  texts (P * n, those of a problem adjacent), points of each function (P, n), and how many were cut at the limit
+    """
+    functions = list(dict.fromkeys([correctness, *reward_functions]))
+    asked = share([{"answer": None} | example for example in examples])
+    earlier = share(occurrences([example["prompt"] for example in examples]))
+
+    def ask():
+        if not asked:
+            return None
+        rollout = sample_completions_for_prompts(
+            model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=num_completions,
+            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier,
+        )
+        _, points = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
+        return rollout.completions, points, int((~rollout.finished).sum())
+
+    with gathered_weights(model):
+        texts, points, cut = zip(*filter(None, everywhere(ask)), strict=True)
+    return list(chain(*texts)), {name: torch.cat([part[name] for part in points]) for name in points[0]}, sum(cut)
+
+
+def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, samples: int) -> dict:
+    """What evaluation.py finds out about a model on problems with known answers, as --json writes it.
+
+    returns  model_path, truncated (share), estimates (see evaluation.summarise) and problems: for each its prompt, answer,
+             which of the samples are right, and the majority's vote
+    """
+    model, tokenizer = load_policy(source)
+    model.to(best_device())
+    texts, points, cut = ask_and_score(
+        model, tokenizer, examples, config, seed=seed, num_completions=samples,
+        shared_prompt=can_share_prompts(model, tokenizer, examples[0]["prompt"]),
+    )
+    right = points["correctness"].bool().tolist()                                # (P, n)
+    votes = [majority_vote(texts[i * samples : (i + 1) * samples], e["answer"]) for i, e in enumerate(examples)]
+    problems = [
+        {"prompt": e["prompt"], "answer": e["answer"], "right": of_problem, "majority": vote}
+        for e, of_problem, vote in zip(examples, right, votes, strict=True)
+    ]
+    return {
+        "model_path": source.model_path, "truncated": cut / len(texts), "estimates": summarise(problems), "problems": problems
+    }
+
+
+def evaluate_as_asked(args, source: ModelConfig, config) -> None:
+    """--evaluate: print the estimates, and with --json write them and every problem down."""
+    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
+    found = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
+    examples = [example for example in found if example.get("answer") is not None]
+    if not examples:
+        raise ValueError(f"--evaluate={args.evaluate}: no example has an answer to compare with")
+    examples = [with_instruction(example, args.instruction) for example in examples]
+    result = {
+        "dataset": args.evaluate, "split": args.split, "samples": args.samples, "seed": args.seed,
+        **{name: value for name, value in vars(args).items() if name.startswith("generation_")},
+    }
+    result["results"] = [
+        measure(replace(source, model_path=path), examples, config, seed=args.seed, samples=args.samples)
+        for path in [args.model_path, *([args.against_model] if args.against_model else [])]
+    ]
+    for measured in result["results"]:
+        if args.against_model:
+            print(measured["model_path"] or "built-in model")
+        for name, estimate in measured["estimates"].items():
+            print(estimate_text(name, estimate, len(examples), args.samples))
+    if args.against_model:
+        result["differences"] = compare(*(measured["problems"] for measured in result["results"]))
+        print(f"{args.model_path or 'built-in model'} minus {args.against_model}")
+        for name, estimate in result["differences"].items():
+            print(estimate_text(name, estimate, len(examples), args.samples))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def estimate_text(name: str, estimate: dict, problems: int, samples: int) -> str:
+    """'accuracy 0.910 [0.870, 0.940] of 256', for people."""
+    of = f"of {problems}" + (f" x {samples}, {estimate['interval']}" if samples > 1 else "")
+    return f"{name} {estimate['mean']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}] {of}"
 
 
 def main(argv: list[str]) -> None:
@@ -76,6 +147,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--question", help="print the model's answer to this")
     parser.add_argument("--evaluate", metavar="DATASET", help="print its accuracy on this: what --dataset of train.py takes")
     parser.add_argument("--merge_into", metavar="FOLDER", help="write the model there with its adapter added to its weights")
+    parser.add_argument("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
+    parser.add_argument("--against", metavar="RUN", default="", help="another run, to lie beside it in the report")
+    parser.add_argument("--samples", type=int, default=1, help="completions of each problem to evaluate; above 1 also pass@k")
+    parser.add_argument("--against_model", metavar="MODEL", default="", help="evaluate this one too, and the difference")
+    parser.add_argument("--json", metavar="FILE", default="", help="write what was evaluated there")
     parser.add_argument("--split", default="test")
     parser.add_argument("--limit", type=int, default=256, help="problems to evaluate (default %(default)s)")
     parser.add_argument("--prompt_column", default="", help="as in training")
@@ -90,10 +166,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if sum(map(bool, (args.question, args.evaluate, args.merge_into))) != 1:
-        raise ValueError("give --question \"...\", --evaluate DATASET or --merge_into FOLDER, one of them")
-    if args.limit < 1:
-        raise ValueError(f"--limit={args.limit}: at least one problem has to be asked")
+    refuse_contradictions(args)
+    if args.report:
+        print(write_report(Path(args.report), Path(args.against) if args.against else None))
+        return
     config = GRPOConfig(
         generation_max_length=args.generation_max_length, generation_temperature=args.generation_temperature,
         generation_top_p=args.generation_top_p, generation_top_k=args.generation_top_k,
@@ -105,20 +181,14 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--merge_into={args.merge_into}: {args.model_path or 'the built-in model'} has no adapter")
         save_policy(merged_copy(model), tokenizer, args.merge_into)
         return
-    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
-    examples = [{"prompt": args.question}]
-    if args.evaluate:
-        examples = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
-    examples = [with_instruction(example, args.instruction) for example in examples]
     keep_freed_memory()
+    if args.evaluate:
+        evaluate_as_asked(args, source, config)
+        return
+    prompts = [with_instruction({"prompt": args.question}, args.instruction)["prompt"]]
     model, tokenizer = load_policy(source)
     model.to(best_device())
-    shared_prompt = can_share_prompts(model, tokenizer, examples[0]["prompt"])
-    if args.evaluate:
-        result = evaluate(model, tokenizer, examples, config, seed=args.seed, shared_prompt=shared_prompt)
-        print("accuracy " + accuracy_text(result))
-        return
-    prompts = [example["prompt"] for example in examples]
+    shared_prompt = can_share_prompts(model, tokenizer, prompts[0])
     rollout = sample_completions_for_prompts(
         model, tokenizer, prompts, config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt
     )
@@ -127,6 +197,25 @@ def main(argv: list[str]) -> None:
     print(f"reasoning: {form[1].strip()}\nanswer: {form[2].strip()}" if form else text)
     if not rollout.finished[0]:
         print(f"(cut off at --generation_max_length={args.generation_max_length})")
+
+
+def refuse_contradictions(args) -> None:
+    """Raise ValueError, one line, for what the user has to change."""
+    if sum(map(bool, (args.question, args.evaluate, args.merge_into, args.report))) != 1:
+        raise ValueError("give --question \"...\", --evaluate DATASET, --merge_into FOLDER or --report RUN, one of them")
+    if args.limit < 1:
+        raise ValueError(f"--limit={args.limit}: at least one problem has to be asked")
+    if args.samples < 1:
+        raise ValueError(f"--samples={args.samples}: at least one completion of each problem")
+    if args.samples > 1 and args.generation_temperature == 0:
+        raise ValueError(f"--samples={args.samples}: at --generation_temperature=0 all of them would be the same; try 1")
+    for name, asked in ("samples", args.samples > 1), ("against_model", args.against_model), ("json", args.json):
+        if asked and not args.evaluate:
+            raise ValueError(f"--{name}={getattr(args, name)}: belongs to --evaluate DATASET")
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        raise ValueError(f"--json={args.json}: there is no folder {Path(args.json).parent} to write it to")
+    if args.against and not args.report:
+        raise ValueError(f"--against={args.against}: belongs to --report RUN; for two models see --against_model")
 
 
 if __name__ == "__main__":

@@ -304,6 +304,7 @@ def mesh_of(config: Config) -> dict[str, int]:
     if processes > 1:
         for name, asked in (
             ("reference_offload", config.grpo.reference_offload), ("precision", config.model.precision == "float16"),
+            ("explain", config.training.explain),
         ):
             if asked:
                 raise ValueError(f"--{name}: not in several processes; leave it out, or take bfloat16 for a precision")

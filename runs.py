@@ -6,6 +6,7 @@ The run folder: what a run writes down, and what it shows on the console.
     rollouts.jsonl   every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl    the same of steps that were not finite, if there were any
     curves.png       the learning curve
+    report.html      everything above, to look at in a browser
     tensorboard/     the same metrics
     checkpoints/, final/
 """
@@ -208,6 +209,9 @@ class RunFolder:
         self.progress.stop()
         if self.writes:
             self.draw_curves()
+            from report import write_report  # it reads run folders, with this file
+
+            write_report(self.path)
         if self.tracker:
             self.tracker.close()
 
@@ -251,6 +255,8 @@ def completion_records(examples: list[dict], rollout, rewards=None, per_function
                 "reward": or_none(rewards[p, g]),
                 "advantage": or_none(shown.mean()),
             }
+            if advantages.shape[1] > 1:
+                record["token_advantages"] = shown.tolist()
         records.append(record | {
             "finished": bool(rollout.finished[row]),
             "tokens": int(mask.sum()),

@@ -21,6 +21,7 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, 
 from devices import all_sum, clip_gradient, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
 from experience import Experience, Groups, minibatches, passes, prepare_experience, sample_groups
+from explain import explain
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
 from logprobs import LogProbs, completion_log_probs
@@ -124,10 +125,7 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
     kl_in_loss = run.reference is not None and grpo.kl_in == "loss"
     to_all = kl_in_loss or grpo.entropy_coef > 0 or run.value_head is not None   # terms that do not need an advantage
     needed = mask.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
-    counts = dict(
-        num_tokens=max(1, int(mask.sum())), num_sequences=max(1, int(mask.any(dim=1).sum())),
-        max_tokens=grpo.generation_max_length,
-    )
+    counts = experience.counts(rows, grpo.generation_max_length)
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
     losses = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * (run.value_head is not None), 0.0)
     for batch, counted in passes(run, experience.rollout, rows[needed]):
@@ -300,9 +298,11 @@ def main(argv: list[str]) -> None:
             replay(config, add_up_gradient)
             return
         run = set_up(config)
+        if config.training.explain:
+            explain(run, supervised_training_step, add_up_gradient, update)
     except ValueError as error:
         leave_with(f"error: {error}", 2)
-    if config.training.check:
+    if config.training.check or config.training.explain:
         return
     try:
         learn(run)

@@ -44,7 +44,9 @@ def finished(tmp_path_factory):
 
 def test_the_run_folder_holds_what_it_promises(finished):
     names = {path.name for path in finished.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "tensorboard", "checkpoints", "final"}
+    assert names == {
+        "config.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
+    }
     newest, _ = sorted((finished / "checkpoints").iterdir(), reverse=True)
     config = json.loads((finished / "config.json").read_text())
     assert torch.load(newest / "state.pt", weights_only=True)["settings"] == config

@@ -1,0 +1,203 @@
+"""
+One group on its way through one step of GRPO, number by number, for a lecture hall.
+
+    python train.py --use_grpo --explain                             the demonstration, after a short cold start
+    python train.py --use_grpo --explain --model_path RUN/final      any model, data and variant
+    python train.py --output_dir RUN --resume --explain              the next step of a run, from its last checkpoint
+
+Every number comes from the functions that train. What differs from a real step is that its batch is one prompt and its
+update takes all of the group. Nothing is written to disk, and what the step learned is forgotten.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from experience import Experience, Groups, look_back, prepare_experience, sample_groups
+from grpo import LOSSES, Tokens, compute_group_advantages, kl_penalty
+from prepare import Run, begin_phase
+from runs import or_none, points_text
+from sample import select_groups
+
+COLD_STEPS = 100                # supervised steps at most: enough for some answers of the demonstration to be right
+BATCHES = 20                    # how many are searched for a group that is not tied
+TOKENS_SHOWN = 6                # of a completion: those that were least likely
+
+
+def explain(run: Run, supervised_step: Callable, gradient: Callable, update: Callable) -> None:
+    """Print a step. supervised_step, gradient, update: train.py's supervised_training_step, add_up_gradient and update."""
+    come_to_grpo(run, supervised_step)
+    groups = find_group(run)
+    if groups is None:
+        run.folder.say(
+            f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. Take another reward "
+            "function, easier or harder problems, or a policy that is sometimes right (--model_path)"
+        )
+        return
+    rollout, rows = groups.rollout, torch.arange(groups.points.numel())
+    experience, _ = prepare_experience(run, rollout, groups.points)
+    show_completions(run, groups, experience)
+    old, _ = look_back(run, run.model, rollout)                                  # (G, T)
+    likeliest_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()
+    picked = [(row, t) for row in (likeliest_first[0], likeliest_first[-1]) for t in surprising(rollout, row)]
+    show_tokens(run, experience, old, picked, "3. Some tokens before the update: by sampler (old) and trainer (new)")
+
+    losses = gradient(run, experience, rows)
+    show_loss(run, losses, experience.counts(rows, run.config.grpo.generation_max_length))
+    rate = run.scheduler.get_last_lr()[0]
+    norm = update(run, losses["total_loss"])
+    longest = run.config.training.max_grad_norm
+    run.folder.say(f"5. The update: gradient norm {norm:.4g}, cut to {longest:g} if longer; AdamW, learning rate {rate:.3g}")
+    if run.skipped_in_a_row:
+        run.folder.say("   loss or gradient is not finite: skipped, nothing has changed")
+
+    new, _ = look_back(run, run.model, rollout)
+    show_tokens(run, experience, new, picked, "6. The same tokens after it, as a second epoch on this rollout would see them")
+    show_change(run, experience, old, new)
+
+
+def come_to_grpo(run: Run, supervised_step: Callable) -> None:
+    """Begin the GRPO phase, after some of the supervised steps that come before it."""
+    if run.phase == len(run.phases):
+        raise ValueError("--explain: this run is finished; explain its last policy with --model_path RUN/final")
+    phase = run.phases[run.phase]
+    begin_phase(run, phase)
+    if phase.name == "grpo":
+        return
+    steps = min(phase.steps, COLD_STEPS)
+    run.folder.say(f"first {steps} supervised steps of {phase.name}, or nothing would be right")
+    while run.phase_step < steps:
+        supervised_step(run, next(run.batches))
+    run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
+    begin_phase(run, run.phases[run.phase])
+
+
+def find_group(run: Run) -> Groups | None:
+    """The first group that is not tied, sampled as training would; None if there is none in so many batches."""
+    for number in range(1, BATCHES + 1):
+        groups = sample_groups(run, next(run.batches))
+        if not groups.tied.all():
+            first = int((~groups.tied).nonzero()[0])
+            tied, all_groups = int(groups.tied.sum()), len(groups.tied)
+            run.folder.say(f"{tied} of {all_groups} groups of batch {number} are tied; this is the first other one")
+            keep = torch.arange(all_groups) == first                             # (P,)
+            return replace(
+                groups, examples=[groups.examples[first]], rollout=select_groups(groups.rollout, keep),
+                rewards=groups.rewards[keep], points=groups.points[keep],
+                per_function={name: points[keep] for name, points in groups.per_function.items()},
+            )
+    return None
+
+
+def surprising(rollout, row: int) -> list[int]:
+    """Positions of the least likely tokens of a completion, in order."""
+    logp = rollout.sampling_logp[row].masked_fill(~rollout.completion_mask[row], torch.inf)
+    count = min(TOKENS_SHOWN, int(rollout.completion_mask[row].sum()))
+    return sorted(logp.topk(count, largest=False).indices.tolist())
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def show(run: Run, title: str, head: list[str], lines: list[list[str]]) -> None:
+    """A table. Cells are shown as they are: a model's text is no markup."""
+    table = Table(*head, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for line in lines:
+        table.add_row(*map(Text, line))
+    run.folder.console.print(table, soft_wrap=False)
+
+
+def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
+    """The prompt, its completions, their points, and what these are compared with."""
+    grpo, rollout, points = run.config.grpo, groups.rollout, groups.points
+    run.folder.say(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
+    show(run, "1. Completions, sampled one token after the other", ["", "completion", "tokens", "log-probability", "ended"], [
+        [str(g), repr(text), str(int(mask.sum())), f"{float(logp[mask].sum()):.3f} nat", "itself" if done else "at the limit"]
+        for g, (text, mask, logp, done) in enumerate(zip(
+            rollout.completions, rollout.completion_mask, rollout.sampling_logp, rollout.finished.tolist(), strict=True))
+    ])
+    weights = [f"{name} x {weight:g}" for name, weight in zip(groups.per_function, grpo.weights, strict=True)]
+    columns = {**dict(zip(weights, groups.per_function.values(), strict=True)), "r": groups.rewards}
+    if not torch.equal(groups.rewards.nan_to_num(), points.nan_to_num()):
+        columns["r, clipped or penalised"] = points
+    advantages = experience.advantages.mean(dim=1).tolist()
+    show(run, "2. Points by reward function, their weighted sum r, and the advantage A", ["", *columns, "A"], [
+        [str(g), *(points_text(or_none(of_group[0, g])) for of_group in columns.values()), f"{advantage:+.4f}"]
+        for g, advantage in enumerate(advantages)
+    ])
+    if run.value_head is not None:
+        run.folder.say("   A is the mean over the completion's tokens: the value head gives each its own (GAE)")
+        return
+    b, s = baseline_and_scale(run, points)
+    what = "not scaled" if grpo.scale == "none" else "standard deviation"
+    penalty = ", less the KL penalty, centred" if run.reference is not None and grpo.kl_in == "reward" else ""
+    run.folder.say(f"   b = {b:.4f} ({grpo.baseline}), s = {s:.4f} ({what}): A = (r - b) / s{penalty}")
+
+
+def baseline_and_scale(run: Run, points: Tensor) -> tuple[float, float]:
+    """b and s of the completion that is farthest from its baseline, taken from the advantages: (r - b) / 1 and (r - b) / s."""
+    grpo, mean = run.config.grpo, run.reward_sum / max(1, run.reward_count)
+    centred, scaled = (
+        compute_group_advantages(points, baseline=grpo.baseline, scale=scale, epsilon=grpo.advantage_epsilon, global_mean=mean)
+        for scale in ("none", grpo.scale)
+    )
+    g = int(centred.abs().argmax())
+    return float((points - centred).flatten()[g]), float((centred / scaled).flatten()[g])
+
+
+def show_tokens(run: Run, experience: Experience, logp: Tensor, picked: list[tuple[int, int]], title: str) -> None:
+    """What the loss makes of some tokens, when the policy gives them logp (G, T)."""
+    grpo, mask, rollout = run.config.grpo, experience.mask, experience.rollout
+    log_ratio = torch.where(mask, logp - experience.old_logp, 0.0)               # (G, T)
+    tokens = Tokens(
+        torch.where(mask, logp, 0.0), log_ratio, experience.advantages, mask, grpo.clip_low, grpo.clip_high,
+        grpo.dual_clip or None,
+    )
+    loss, held_back = LOSSES[grpo.loss_type][0](tokens)                          # (G, T) each
+    head, columns = ["", "token", "old logp", "new logp", "ratio", "A", "clipped", "loss"], []
+    if experience.reference_logp is not None:
+        head.append("KL to reference")
+        columns.append(kl_penalty(logp, experience.reference_logp, estimator="k3"))
+    advantages = experience.advantages.expand_as(logp)
+    show(run, title, head, [
+        [str(row), repr(run.tokenizer.decode([rollout.completion_ids[row, t].item()])), f"{experience.old_logp[row, t]:.4f}",
+         f"{logp[row, t]:.4f}", f"{tokens.ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}",
+         "yes" if held_back[row, t] else "no", f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
+        for row, t in picked
+    ])
+
+
+def show_loss(run: Run, losses: dict, counts: dict) -> None:
+    """The terms of the loss with their weights, and what is divided by."""
+    grpo = run.config.grpo
+    aggregation = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
+    weights = {"policy_loss": 1.0, "kl": run.kl_coef, "entropy": -grpo.entropy_coef, "value_loss": grpo.value_coef}
+    lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items() if name in losses and weight]
+    show(run, "4. The loss", ["term", "value", "weight"], [*lines, ["total_loss", f"{losses['total_loss']:+.6f}", ""]])
+    tokens, completions, limit = counts["num_tokens"], counts["num_sequences"], counts["max_tokens"]
+    divided_by = {
+        "token_mean": f"{tokens} tokens", "sequence_mean": f"its completion's length and {completions} completions",
+        "constant": f"{completions} completions x {limit} tokens, the limit",
+    }[aggregation]
+    run.folder.say(f"   {grpo.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
+    run.folder.say("   on policy every ratio is 1, so the value only averages the advantages: what teaches is its gradient")
+
+
+def show_change(run: Run, experience: Experience, old: Tensor, new: Tensor) -> None:
+    """Whether the step did what the advantages asked for."""
+    mask = experience.rollout.completion_mask
+    before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
+    advantages = experience.advantages.mean(dim=1)
+    show(run, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
+        [str(g), f"{advantages[g]:+.4f}", f"{before[g]:.4f}", f"{after[g]:.4f}", f"{after[g] - before[g]:+.4f} nat"]
+        for g in range(len(before))
+    ])
+    for sign, what, became in (1, "positive", "likelier"), (-1, "negative", "less likely"):
+        asked = (advantages.sign() == sign).nonzero().flatten()
+        did = int(((after - before)[asked].sign() == sign).sum())
+        run.folder.say(f"   {did} of {len(asked)} completions with {what} advantage became {became}")

@@ -1,0 +1,218 @@
+"""pass@k, majority votes and intervals: against enumeration, formulas and simulation."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+import infer
+from config import ModelConfig
+from evaluation import (
+    compare, estimate_difference, estimate_mean, majority_vote, pass_at_k, summarise, tries, values_by_problem, wilson_interval,
+)
+from infer import evaluate
+from model import load_policy, save_policy
+from runs import accuracy_text
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_that_hold_a_right_one(n):
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        choices = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_is_right_on_average_and_the_obvious_estimate_is_not():
+    n, k, p = 8, 4, 0.2
+    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    truth = 1 - (1 - p) ** k
+    assert sum(chance * pass_at_k(n, c, k) for c, chance in enumerate(chances)) == pytest.approx(truth, abs=1e-12)
+    assert sum(chance * (1 - (1 - c / n) ** k) for c, chance in enumerate(chances)) < truth - 0.02
+
+
+@pytest.mark.parametrize("n,ks", [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_k_doubles_up_to_n(n, ks):
+    assert tries(n) == ks
+
+
+@pytest.mark.parametrize("answers,vote", [
+    (["7", "7", "8"], 1.0), (["8", "8", "7"], 0.0), (["7", "7.0", "8", "8 ", "$7"], 1.0), (["7", "8"], 0.5),
+    (["7", "8", "9"], 1 / 3), ([None, None, "7"], 1.0), ([None, None], 0.0), ([], 0.0),
+])
+def test_a_majority_votes_by_value_draws_are_shared_and_the_unreadable_abstain(answers, vote):
+    texts = ["no answer" if answer is None else f"<answer>{answer}</answer>" for answer in answers]
+    assert majority_vote(texts, "7") == pytest.approx(vote)
+
+
+def test_the_summary_by_hand():
+    problems = [{"right": [True, False, False, False], "majority": 0.5}, {"right": [False] * 4, "majority": 0.0}]
+    found = {name: estimate["mean"] for name, estimate in summarise(problems).items()}
+    assert found == {"accuracy": 0.125, "pass@1": 0.125, "pass@2": 0.25, "pass@4": 0.5, "majority@4": 0.25}
+    assert list(summarise([{"right": [True], "majority": 1.0}])) == ["accuracy"]
+    better = [problems[0], {"right": [True] * 4, "majority": 1.0}]
+    assert {name: d["mean"] for name, d in compare(better, problems).items()} == {
+        "accuracy": 0.5, "pass@1": 0.5, "pass@2": 0.5, "pass@4": 0.5, "majority@4": 0.5
+    }
+
+
+# ---- intervals: how often they hold the truth -----------------------------------------------------------------------
+
+TIMES = 500                     # 95 % of so many is found to within 2 % by two standard deviations
+
+
+def measured(generator, size, n, difficulty=None):
+    """Problems of which some are easy and some hard, each with n completions; the mean chance of success is 0.3."""
+    chances = generator.beta(0.6, 1.4, size) if difficulty is None else difficulty
+    return [{"right": row, "majority": 0.0} for row in (generator.random((size, n)) < chances[:, None]).tolist()]
+
+
+@pytest.mark.parametrize("size,n,name,truth", [
+    (40, 1, "accuracy", 0.3), (100, 4, "accuracy", 0.3), (100, 4, "pass@2", 1 - 1.4 / 2 * 2.4 / 3), (60, 16, "accuracy", 0.3),
+])
+def test_an_interval_holds_the_truth_in_95_of_100_measurements(size, n, name, truth):
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(TIMES):
+        found = estimate_mean(values_by_problem(measured(generator, size, n))[name])
+        held += found["low"] <= truth <= found["high"]
+    assert 0.92 <= held / TIMES <= 0.98, held / TIMES
+
+
+def test_completions_of_one_problem_are_no_more_problems():
+    """Wilson's interval over all completions would be far too short: it takes them for independent."""
+    generator, held = np.random.default_rng(0), 0
+    for _ in range(TIMES):
+        right = np.array([problem["right"] for problem in measured(generator, 60, 16)])
+        low, high = wilson_interval(right.sum(), right.size)
+        held += low <= 0.3 <= high
+    assert held / TIMES < 0.7
+
+
+def test_which_interval_is_taken_is_said():
+    assert estimate_mean(np.array([0.0, 1.0, 1.0]))["interval"] == "Wilson"
+    assert estimate_mean(np.array([0.0, 0.5, 1.0]))["interval"] == "Wilson, effective number of problems"
+    nothing_right = estimate_mean(np.zeros(50))
+    assert (nothing_right["low"], nothing_right["high"]) == wilson_interval(0, 50) and nothing_right["high"] > 0.05
+    values = np.random.default_rng(1).random(200)
+    found, half = estimate_mean(values), 1.96 * values.std() / math.sqrt(200)
+    assert (found["low"], found["high"]) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.001)
+    resampled = np.random.default_rng(2).choice(values, (4000, 200)).mean(axis=1)                # the bootstrap agrees
+    assert (found["low"], found["high"]) == pytest.approx(tuple(np.quantile(resampled, [0.025, 0.975])), abs=0.004)
+    alike = estimate_mean(np.full(20, 0.5))
+    assert (alike["low"], alike["high"]) == wilson_interval(10, 20), "a few equal values are no certainty"
+
+
+@pytest.mark.parametrize("size,n,gain", [(40, 1, 0.0), (100, 1, 0.1), (100, 8, 0.1)])
+def test_a_difference_is_held_in_95_of_100_comparisons_and_pairing_makes_it_shorter(size, n, gain):
+    generator = np.random.default_rng(0)
+    held, shorter = 0, 0
+    for _ in range(TIMES):
+        hard = generator.beta(0.5, 0.5, size) * 0.9       # mostly close to 0 or to 0.9, for both models alike
+        left, right = (values_by_problem(measured(generator, size, n, d))["accuracy"] for d in (hard + gain, hard))
+        found = estimate_difference(left, right)
+        held += found["low"] <= gain <= found["high"]
+        shorter += found["high"] - found["low"] < 2 * 1.96 * math.sqrt((left.var() + right.var()) / size)
+    assert 0.92 <= held / TIMES <= 0.99, held / TIMES
+    assert shorter > 0.95 * TIMES
+
+
+def test_the_interval_of_a_difference_is_that_of_the_formula():
+    """Bonett and Price 2012 from the counts of a two-by-two table: 12 problems the left model alone solves, 5 the right one."""
+    n, left_only, right_only = 80, 12, 5
+    left = np.array([1.0] * left_only + [0.0] * right_only + [1.0] * 30 + [0.0] * (n - 30 - left_only - right_only))
+    right = np.array([0.0] * left_only + [1.0] * right_only + [1.0] * 30 + [0.0] * (n - 30 - left_only - right_only))
+    p12, p21 = (left_only + 1) / (n + 2), (right_only + 1) / (n + 2)
+    half = 1.96 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / (n + 2))
+    found = estimate_difference(left, right)
+    assert found["mean"] == pytest.approx(7 / 80)
+    assert (found["low"], found["high"]) == pytest.approx((p12 - p21 - half, p12 - p21 + half))
+    equal = estimate_difference(left, left)
+    assert equal["mean"] == 0 and equal["low"] < -0.01 and equal["high"] > 0.01, "no difference seen is not no difference"
+
+
+# ---- from the command line ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy") / "model"
+    save_policy(*load_policy(ModelConfig()), path)
+    return str(path)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """The first two completions of every problem with an even answer are right; the model called "other" is always wrong."""
+    real, truth = infer.sample_completions_for_prompts, lambda prompt: eval(prompt.removesuffix("=?"))
+
+    def sample(model, tokenizer, prompts, config, *, num_completions, **options):
+        rollout = real(model, tokenizer, prompts, config, num_completions=num_completions, **options)
+        rollout.completions = [
+            f"<answer>{truth(prompt) if g < 2 and truth(prompt) % 2 == 0 and model.name_or_path != 'other' else 'x'}</answer>"
+            for prompt in prompts for g in range(num_completions)
+        ]
+        return rollout
+
+    monkeypatch.setattr(infer, "sample_completions_for_prompts", sample)
+
+
+ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
+
+
+def test_several_samples_are_measured_written_down_and_compared(folder, scripted, capsys, tmp_path, monkeypatch):
+    load = infer.load_policy
+
+    def named(config):
+        model, tokenizer = load(config)
+        model.name_or_path = "other" if config.model_path == "" else "first"
+        return model, tokenizer
+
+    monkeypatch.setattr(infer, "load_policy", named)
+    file = tmp_path / "result.json"
+    infer.main(["--model_path", folder, *ASK, "--samples", "4", "--json", str(file)])
+    printed, result = capsys.readouterr().out, json.loads(file.read_text())
+    even = np.mean([int(problem["answer"]) % 2 == 0 for problem in result["results"][0]["problems"]])
+    assert 0 < even < 1
+    found = {name: estimate["mean"] for name, estimate in result["results"][0]["estimates"].items()}
+    assert found == pytest.approx(
+        {"accuracy": even / 2, "pass@1": even / 2, "pass@2": even * (1 - 1 / 6), "pass@4": even, "majority@4": even / 2}
+    )
+    for name, mean in found.items():
+        assert f"{name} {mean:.3f} [" in printed
+    assert "of 40 x 4, Wilson, effective number of problems" in printed
+    assert result["samples"] == 4 and "differences" not in result
+
+    monkeypatch.setattr(infer, "load_policy", lambda config: named(ModelConfig(config.model_path.replace("none", ""))))
+    infer.main(["--model_path", folder, *ASK, "--samples", "4", "--against_model", "none", "--json", str(file)])
+    differences = json.loads(file.read_text())["differences"]
+    assert differences["pass@4"]["mean"] == pytest.approx(even) and differences["pass@4"]["low"] > 0
+    assert f"{folder} minus none\naccuracy {even / 2:.3f} [" in capsys.readouterr().out
+
+
+def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
+    model, tokenizer = load_policy(ModelConfig(model_path=folder))
+    infer.main(["--model_path", folder, *ASK])
+    examples = infer.load_examples("arithmetic", "test", limit=40)
+    result = evaluate(model, tokenizer, examples, settings, seed=0)
+    assert 0 < result["eval_accuracy"] < 1
+    assert capsys.readouterr().out == f"accuracy {accuracy_text(result)}\n"
+
+
+@pytest.mark.parametrize("flags,message", [
+    ("--evaluate arithmetic --samples 0", "--samples=0: at least one"),
+    ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: at --generation_temperature=0"),
+    ("--question q --samples 4", "--samples=4: belongs to --evaluate"),
+    ("--question q --against_model m", "--against_model=m: belongs to --evaluate"),
+    ("--question q --json out.json", "--json=out.json: belongs to --evaluate"),
+    ("--evaluate arithmetic --json {tmp}/no/out.json", "there is no folder"),
+    ("--evaluate arithmetic --against run", "--against=run: belongs to --report"),
+    ("--evaluate {tmp}/bare.jsonl", "no example has an answer"),
+])
+def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(infer, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=message) as error:
+        infer.main(flags.replace("{tmp}", str(tmp_path)).split())
+    assert "\n" not in str(error.value)
