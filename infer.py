@@ -14,6 +14,7 @@ import torch
 
 from check import can_share_prompts
 from config import GRPOConfig, ModelConfig
+from conversations import load_environment, refuse_missing_columns, responders
 from data import load_examples, with_instruction
 from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
 from model import has_adapter, load_policy, merged_copy, save_policy
@@ -24,12 +25,13 @@ from sample import occurrences, sample_completions_for_prompts
 
 def evaluate(
     model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
-    batch_size: int = 64, shared_prompt: bool = True,
+    batch_size: int = 64, shared_prompt: bool = True, environment=None,
 ) -> dict:
     """One sampled completion for each problem, scored; each process takes its share.
 
     config   and shared_prompt as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
-             batch_size: completions sampled at once, the others wait until half of these are done
+             batch_size: completions sampled at once, the others wait until half of these are done; environment:
+             who answers the policy, if anybody does
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
@@ -42,9 +44,11 @@ def evaluate(
             return None
         rollout = sample_completions_for_prompts(
             model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=1,
-            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier,
+            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier, respond=responders(environment, asked),
         )
-        _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
+        _, scored = compute_rewards_for_completions(
+            functions, [1.0] * len(functions), rollout, asked, on_error=on_error, turn_points=rollout.turn_points
+        )
         return scored, int((~rollout.finished).sum())
 
     with gathered_weights(model):
@@ -78,6 +82,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--merge_into", metavar="FOLDER", help="write the model there with its adapter added to its weights")
     parser.add_argument("--split", default="test")
     parser.add_argument("--limit", type=int, default=256, help="problems to evaluate (default %(default)s)")
+    parser.add_argument("--environment", default="", help="who answers the model, as in training")
+    parser.add_argument("--max_turns", type=int, default=1, help="of the model in a conversation with it")
     parser.add_argument("--instruction", default="", help="text put before every prompt, as in training")
     parser.add_argument("--generation_max_length", type=int, default=defaults.generation_max_length, help="new tokens")
     parser.add_argument("--generation_temperature", type=float, default=1.0, help="0 takes the likeliest token")
@@ -94,8 +100,10 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--limit={args.limit}: at least one problem has to be asked")
     config = GRPOConfig(
         generation_max_length=args.generation_max_length, generation_temperature=args.generation_temperature,
-        generation_top_p=args.generation_top_p, generation_top_k=args.generation_top_k,
+        generation_top_p=args.generation_top_p, generation_top_k=args.generation_top_k, environment=args.environment,
+        max_turns=args.max_turns,
     )
+    environment = load_environment(args.environment)
     source = ModelConfig(args.model_path, args.attn_implementation, args.precision, trust_remote_code=args.trust_remote_code)
     if args.merge_into:
         model, tokenizer = load_policy(source)
@@ -105,20 +113,27 @@ def main(argv: list[str]) -> None:
         return
     examples = load_examples(args.evaluate, args.split, limit=args.limit) if args.evaluate else [{"prompt": args.question}]
     examples = [with_instruction(example, args.instruction) for example in examples]
+    refuse_missing_columns(args.environment, environment, examples)
     keep_freed_memory()
     model, tokenizer = load_policy(source)
+    tokenizer.tools = getattr(environment, "tools", None)
     model.to(best_device())
     shared_prompt = can_share_prompts(model, tokenizer, examples[0]["prompt"])
     if args.evaluate:
-        result = evaluate(model, tokenizer, examples, config, seed=args.seed, shared_prompt=shared_prompt)
+        result = evaluate(
+            model, tokenizer, examples, config, seed=args.seed, shared_prompt=shared_prompt, environment=environment
+        )
         print("accuracy " + accuracy_text(result))
         return
     prompts = [example["prompt"] for example in examples]
     rollout = sample_completions_for_prompts(
-        model, tokenizer, prompts, config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt
+        model, tokenizer, prompts, config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt,
+        respond=responders(environment, examples),
     )
     text = rollout.completions[0]
-    form = FORM.search(text)
+    if environment:
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
+    form = None if environment else FORM.search(text)
     print(f"reasoning: {form[1].strip()}\nanswer: {form[2].strip()}" if form else text)
     if not rollout.finished[0]:
         print(f"(cut off at --generation_max_length={args.generation_max_length})")

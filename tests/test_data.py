@@ -104,9 +104,9 @@ def test_lines_that_are_not_json_can_be_left_out_and_are_counted(tmp_path):
 
 def test_an_unknown_source_lists_what_there_is(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"not `arithmetic` and not a file ending in .jsonl.*, and the hub answers"):
+    with pytest.raises(ValueError, match=r"not built in .* and not a file ending in .jsonl.*, and the hub answers"):
         load_examples("no/such-thing")
-    with pytest.raises(ValueError, match=r"arithmetik: not `arithmetic`.*look like openai/gsm8k"):
+    with pytest.raises(ValueError, match=r"arithmetik: not built in .arithmetic.*look like openai/gsm8k"):
         load_examples("arithmetik")
 
 
