@@ -87,7 +87,7 @@ class ModelConfig:
 class DataConfig:
     """Which problems."""
 
-    dataset: str = flag("arithmetic", "arithmetic, guess_number; a .jsonl, .json, .csv, .parquet file; a hub id (name:configuration)")
+    dataset: str = flag("arithmetic", "arithmetic, guess_number; a .jsonl, .json, .csv, .parquet file; a hub id (name:config)")
     eval_dataset: str = flag("", "held-out problems; empty: the test split, or for a file eval_limit problems set aside")
     limit: int = flag(0, "use at most so many training examples, from the start; 0: all")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: never evaluate")

@@ -210,18 +210,18 @@ def answer_json_call(text: str, tools: dict[str, Callable]) -> str:
     """The result of {"name": ..., "arguments": {...}}, or what is wrong with it."""
     try:
         call = json.loads(text)
-        name, arguments = call["name"], dict(call["arguments"])
+        name, arguments = str(call["name"]), dict(call["arguments"])
     except Exception as error:
         return f'error: not {{"name": "...", "arguments": {{...}}}} ({type(error).__name__})'
     return run_tool(tools[name], **arguments) if name in tools else f"error: no tool {name}; there is {', '.join(tools)}"
 
 
-def run_tool(tool: Callable, *args, **kwargs) -> str:
+def run_tool(tool: Callable, /, *args, **kwargs) -> str:
     """What a tool answers; the model is told when it raises, and may do better in its next turn."""
     try:
         return str(tool(*args, **kwargs)) or "(nothing)"
     except Exception as error:
-        return f"error: {error or type(error).__name__}"
+        return f"error: {str(error) or type(error).__name__}"
 
 
 OPERATIONS = {
