@@ -284,7 +284,9 @@ def test_turns_and_tokens_are_bounded_whatever_the_environment_does(model, token
     turns = [sum(message["role"] == "assistant" for message in messages) for messages in rollout.completions]
     assert max(turns) == settings.max_turns and rollout.completion_ids.shape[1] <= settings.generation_max_length
     assert all(messages[-1]["role"] == "assistant" for messages in rollout.completions), "what nobody answers is not said"
-    assert asked.count(2 * settings.max_turns) == sum(n == settings.max_turns for n in turns), "asked after the last turn too"
+    assert asked.count(2 * settings.max_turns) == sum(
+        n == settings.max_turns and done for n, done in zip(turns, rollout.finished.tolist())
+    ), "asked after the last turn too"
     assert rollout.finished.any()
 
 
@@ -460,7 +462,7 @@ def test_python_runs_in_the_sandbox_where_there_is_one(monkeypatch):
     assert respond([{"role": "assistant", "content": ask % "1/0"}])["content"] == "error: exit code 1 ZeroDivisionError"
     monkeypatch.setitem(sys.modules, "sandbox", None)
     load_environment.cache_clear()
-    with pytest.raises(ValueError, match="--environment=python: needs sandbox.py"):
+    with pytest.raises(ValueError, match=r"--environment=python: needs sandbox\.py"):
         load_environment("python")
     load_environment.cache_clear()
 
