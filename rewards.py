@@ -119,12 +119,12 @@ def explanation_quality(completions, **columns) -> list[float]:
     return points
 
 
-def environment(completions, turn_points=None, **columns) -> list[float | None]:
-    """What the environment gave for the turns of a conversation, added up; None where there was no environment.
+def environment(completions, turn_points=None, **columns) -> list[float]:
+    """What the environment gave for the turns of a conversation, added up; 0 where there was none.
 
     environment([conversation], turn_points=[[-0.1, -0.1, 1.0]]) == [0.8]
     """
-    return [None] * len(completions) if turn_points is None else [sum(points) for points in turn_points]
+    return [0.0] * len(completions) if turn_points is None else [float(sum(points)) for points in turn_points]
 
 
 # ---- the four rewards of tunix's GSM8K example, for comparison -----------------------------------------------------

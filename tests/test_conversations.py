@@ -123,10 +123,11 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
         assert alone.completions == together.completions[4 * p : 4 * p + 4]
     assert same(talk(model, tokenizer, settings, at_once=4), together)
     monkeypatch.setitem(sample.STEPS_BETWEEN_LOOKS, "cpu", 8)                    # as on a GPU
-    seldom = talk(model, tokenizer, settings)
-    assert same(seldom, together)
-    trained = completion_log_probs(model, seldom, **settings.policy)
-    assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
+    for shared_prompt in True, False:
+        seldom = talk(model, tokenizer, settings, shared_prompt=shared_prompt)
+        assert same(seldom, together)
+        trained = completion_log_probs(model, seldom, **settings.policy)
+        assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
 def test_rollouts_can_be_joined_selected_and_written_down(model, tokenizer, settings):
@@ -362,7 +363,7 @@ def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenize
         expected += [0.0] * ((len(messages) + 1) // 2 - answered)
         assert points == pytest.approx(expected) and len(expected) - answered < 2
         assert float(total.view(-1)[row]) == pytest.approx(2 * sum(expected))
-    assert environment(["a"]) == [None]
+    assert environment(["a"]) == [0.0]
 
 
 def test_points_of_turns_are_rewards_of_their_last_tokens_in_gae():
