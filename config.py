@@ -32,11 +32,11 @@ PROFILES: dict[str, dict[str, Any]] = {
         cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=5,
         save_steps=100, max_tokens_per_forward=2048,      # on a CPU twice as fast as one pass over everything
     ),
-    "guess_number": dict(
-        dataset="guess_number", environment="guess_number", max_turns=5, reward_functions=["environment"],
-        num_completions_per_prompt=8, generation_max_length=64, generation_temperature=1.0, generation_top_k=0,
-        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=200, cold_start_learning_rate=1e-3, batch_size=32,
-        num_epochs=3, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=10, save_steps=100, max_tokens_per_forward=4096,
+    "guess_letter": dict(
+        dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
+        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=100, cold_start_learning_rate=2e-3, batch_size=32,
+        num_epochs=2, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=20, save_steps=100, max_tokens_per_forward=4096,
     ),
     "demo_supervised": dict(
         generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
@@ -87,7 +87,7 @@ class ModelConfig:
 class DataConfig:
     """Which problems."""
 
-    dataset: str = flag("arithmetic", "arithmetic, guess_number; a .jsonl, .json, .csv, .parquet file; a hub id (name:config)")
+    dataset: str = flag("arithmetic", "arithmetic, guess_letter; a .jsonl, .json, .csv, .parquet file; a hub id (name:config)")
     eval_dataset: str = flag("", "held-out problems; empty: the test split, or for a file eval_limit problems set aside")
     limit: int = flag(0, "use at most so many training examples, from the start; 0: all")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: never evaluate")
@@ -114,7 +114,7 @@ class GRPOConfig:
     generation_batch_size: int = flag(0, "completions sampled at once, less memory; others wait until some end; 0: all")
     dynamic_sampling: int = flag(0, "sample up to so many more times a step, to replace groups of equal rewards by new prompts")
 
-    environment: str = flag("", "who answers the policy: calculator, python, guess_number, or path/to/file.py:function")
+    environment: str = flag("", "who answers the policy: calculator, python, guess_letter, or path/to/file.py:function")
     max_turns: int = flag(1, "of the policy in a conversation with the environment; generation_max_length counts all of it")
 
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "names from rewards.py, or path/to/file.py:function")

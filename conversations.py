@@ -25,7 +25,7 @@ from functools import cache, partial
 
 from data import as_messages, encode_reply
 from packing import completion_lengths
-from rewards import RESERVED, as_number, extract_answer, function_from_file
+from rewards import RESERVED, extract_answer, function_from_file
 
 LONGEST_MESSAGE = 4000          # characters of an environment's message; the rest is cut, and the message says so
 LONGEST_EXPRESSION = 200        # characters that the calculator reads
@@ -105,7 +105,8 @@ def as_message_and_points(answer) -> tuple[dict | None, float]:
         raise TypeError(f"it returned {message!s:.60}, not text, a message that is not the assistant's, or None at the end")
     if not message["content"].strip():
         raise ValueError("it returned an empty message; None ends a conversation")
-    return message | {"content": shortened(message["content"])}, float(points)
+    content = message["content"].encode(errors="replace").decode()               # half a surrogate pair cannot be tokenised
+    return message | {"content": shortened(content)}, float(points)
 
 
 def shortened(text: str) -> str:
@@ -213,13 +214,13 @@ def answer_json_call(text: str, tools: dict[str, Callable]) -> str:
         name, arguments = str(call["name"]), dict(call["arguments"])
     except Exception as error:
         return f'error: not {{"name": "...", "arguments": {{...}}}} ({type(error).__name__})'
-    return run_tool(tools[name], **arguments) if name in tools else f"error: no tool {name}; there is {', '.join(tools)}"
+    return run_tool(tools[name], **arguments) if name in tools else f"error: no tool {name:.40}; there is {', '.join(tools)}"
 
 
 def run_tool(tool: Callable, /, *args, **kwargs) -> str:
     """What a tool answers; the model is told when it raises, and may do better in its next turn."""
     try:
-        return str(tool(*args, **kwargs)) or "(nothing)"
+        return str(tool(*args, **kwargs)).strip() or "(nothing)"
     except Exception as error:
         return f"error: {str(error) or type(error).__name__}"
 
@@ -281,18 +282,17 @@ def sandbox() -> Callable:
 # ---- a game ----------------------------------------------------------------------------------------------------------
 
 
-def guess_number(conversation: list[dict], answer: str) -> tuple[str | None, float]:
-    """Whether the number to be found, the column `answer`, is higher or lower than the guess between <answer> tags.
+def guess_letter(conversation: list[dict], answer: str) -> tuple[str | None, float]:
+    """Whether the letter to be found, the column `answer`, is up or down from the guess between <answer> tags.
 
     1 point for finding it, -0.1 for every other guess, -0.2 for a turn without one.
     """
-    guess = extract_answer(conversation[-1]["content"])
-    number = None if guess is None else as_number(guess)
-    if number is None:
-        return "a number", -0.2
-    if number == int(answer):
+    guess = extract_answer(conversation[-1]["content"]) or ""
+    if guess not in list("abcdefghijklmnopqrstuvwxyz"):
+        return "a letter", -0.2
+    if guess == answer:
         return None, 1.0
-    return "higher" if int(answer) > number else "lower", -0.1
+    return "up" if answer > guess else "down", -0.1
 
 
-BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "guess_number": guess_number}
+BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "guess_letter": guess_letter}

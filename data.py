@@ -27,7 +27,7 @@ def load_examples(
 ) -> list[dict]:
     """Read examples: built-in ones, a .jsonl, .json, .csv or .parquet file, or the Hugging Face hub.
 
-    source     "arithmetic" or "guess_number"; a path; or a hub id such as "openai/gsm8k:main" (configuration after the colon)
+    source     "arithmetic" or "guess_letter"; a path; or a hub id such as "openai/gsm8k:main" (configuration after the colon)
     split      "train" or "test"; a file is one split, whatever this says
     limit      at most so many examples, from the start
     seed       the order of the built-in problems; which of them are test problems never changes
@@ -68,35 +68,35 @@ def demonstration(reasoning: str, answer: str) -> str:
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
-def guess_number(split: str, seed: int) -> list[dict]:
-    """Numbers to be found among twenty: 1280 games in 64 ranges to train on, 320 in 16 other ranges to test on.
+def guess_letter(split: str, seed: int) -> list[dict]:
+    """Letters to be found between two others, 8 to 16 in question: games in 108 ranges to train on, in 27 others to test on.
 
     The demonstrations guess at random among what is still possible, in as many turns as it takes.
     """
-    lows = range(80)
-    held_out = random.Random("which ranges are held out").sample(lows, 16)
-    games = [(low, low + n) for low in lows if (low in held_out) == (split == "test") for n in range(20)]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    ranges = [letters[low : low + size] for size in range(8, 17) for low in range(len(letters) - size + 1)]
+    random.Random("which ranges are held out").shuffle(ranges)
+    games = [(possible, letter) for possible in (ranges[27:] if split == "train" else ranges[:27]) for letter in possible]
     random.Random(seed).shuffle(games)
     return [
-        {"prompt": f"{low}-{low + 19}?", "answer": str(number), "completion": guesses(low, low + 19, number)}
-        for low, number in games
+        {"prompt": f"{possible[0]}-{possible[-1]}?", "answer": letter, "completion": guesses(possible, letter)}
+        for possible, letter in games
     ]
 
 
-def guesses(low: int, high: int, number: int) -> list[dict]:
-    """A game of guess_number, as the policy's and the environment's messages."""
-    chance, messages = random.Random(f"{low} {high} {number}"), []
-    while low <= high:
-        guess = chance.randint(low, high)
+def guesses(possible: str, letter: str) -> list[dict]:
+    """A game of guess_letter, as the policy's and the environment's messages."""
+    chance, messages, guess = random.Random(f"{possible} {letter}"), [], ""
+    while guess != letter:
+        guess = chance.choice(possible)
         messages.append({"role": "assistant", "content": f"<answer>{guess}</answer>"})
-        if guess == number:
-            break
-        messages.append({"role": "user", "content": "higher" if number > guess else "lower"})
-        low, high = (guess + 1, high) if number > guess else (low, guess - 1)
+        if guess != letter:
+            messages.append({"role": "user", "content": "up" if letter > guess else "down"})
+        possible = "".join(other for other in possible if (other > guess) == (letter > guess) and other != guess)
     return messages
 
 
-BUILT_IN = {"arithmetic": arithmetic, "guess_number": guess_number}
+BUILT_IN = {"arithmetic": arithmetic, "guess_letter": guess_letter}
 
 
 # ---- files and hubs ------------------------------------------------------------------------------------------------

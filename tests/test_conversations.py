@@ -18,7 +18,7 @@ import train
 from config import GRPOConfig, parse_config
 from conversations import (
     LONGEST_MESSAGE, Conversation, EnvironmentRaised, answer_calls, calculate, columns_for, describe_conversations,
-    guess_number, load_environment, play, responders,
+    guess_letter, load_environment, play, responders,
 )
 from data import encode_completion, encode_demonstration, encode_prompt, encode_reply, load_examples, render
 from experience import shape_rewards, token_advantages
@@ -306,6 +306,8 @@ def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
     conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
     message, _ = conversation.say("hello")
     assert message["content"] == "x" * LONGEST_MESSAGE + f" [{10**6 - LONGEST_MESSAGE} more characters were cut]"
+    conversation.respond = lambda conversation: "half a pair: \ud83d"
+    assert conversation.answer(tokenizer("hello").input_ids) == tokenizer("\nhalf a pair: ?\n", add_special_tokens=False).input_ids
 
 
 @pytest.mark.parametrize("answer,message", [
@@ -418,7 +420,7 @@ def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
     def fails(**arguments):
         raise KeyError
 
-    tools = {"calculate": calculate, "fails": fails, "silent": lambda: ""}
+    tools = {"calculate": calculate, "fails": fails, "silent": lambda: " \n"}
     call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
     assert answer_calls("I need 47+85. " + call % "47+85", tools) == ["132"]
     assert answer_calls(call % "1+1" + "\n" + call % "2+2", tools) == ["2", "4"]
@@ -472,20 +474,20 @@ def test_python_runs_in_the_sandbox_where_there_is_one(monkeypatch):
 
 
 def test_demonstrations_of_the_game_are_games_and_its_ranges_are_held_out(tokenizer, settings):
-    train_set, test_set = (load_examples("guess_number", split) for split in ("train", "test"))
-    assert len(train_set) == 1280 and len(test_set) == 320
+    train_set, test_set = (load_examples("guess_letter", split) for split in ("train", "test"))
+    assert len({e["prompt"] for e in train_set}) == 108 and len({e["prompt"] for e in test_set}) == 27
     assert not {e["prompt"] for e in train_set} & {e["prompt"] for e in test_set}
     for example in train_set[:200]:
-        (respond,) = responders(guess_number, [example])
+        (respond,) = responders(guess_letter, [example])
         turns = [message["content"] for message in example["completion"][::2]]
         conversation = Conversation(tokenizer, example["prompt"], respond, replace(settings, max_turns=20), [1])
         messages, points = play(conversation, turns)
         assert messages == example["completion"] and points == pytest.approx(1 - 0.1 * (len(turns) - 1))
         assert correctness([messages], answer=[example["answer"]]) == [1.0]
-        low, high = map(int, example["prompt"].strip("?").split("-"))
-        assert high - low == 19 and low <= int(example["answer"]) <= high
-    lost = guess_number([{"role": "assistant", "content": "hm"}], answer="3")
-    assert lost == ("a number", -0.2)
+        low, high = example["prompt"].strip("?").split("-")
+        assert 8 <= ord(high) - ord(low) + 1 <= 16 and low <= example["answer"] <= high
+    for nonsense in "hm", "<answer>ab</answer>", "<answer></answer>", "<answer>7</answer>":
+        assert guess_letter([{"role": "assistant", "content": nonsense}], answer="c") == ("a letter", -0.2)
 
 
 def test_an_environment_gets_the_columns_it_asks_for():
@@ -542,15 +544,15 @@ def test_mistakes_are_one_line_before_the_first_step(tmp_path, capsys, flags, me
 
 
 def test_a_profile_may_bring_an_environment_to_which_flags_add():
-    config = parse_config("--use_grpo --profile guess_number --max_turns 7".split())
-    assert config.grpo.environment == "guess_number" and config.grpo.max_turns == 7
+    config = parse_config("--use_grpo --profile guess_letter --max_turns 7".split())
+    assert config.grpo.environment == "guess_letter" and config.grpo.max_turns == 7
     assert config.grpo.environment_weight == 1.0
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 GAME = (
-    "--use_grpo --profile guess_number --cold_start_steps 40 --num_epochs 0.01 --batch_size 4 --num_completions_per_prompt 4 "
+    "--use_grpo --profile guess_letter --cold_start_steps 40 --num_epochs 0.01 --batch_size 4 --num_completions_per_prompt 4 "
     "--save_steps 1 --keep_checkpoints 9 --log_rollouts_every 1 --eval_limit 8 --report_to none --eval_steps 0 "
     "--use_value_head --reward_functions environment correctness --reward_weights 1 0.5"
 ).split()
