@@ -159,10 +159,10 @@ class Drawn:
     def unfinished(self, owners: list[int]) -> list[int]:
         """Which of them go on, after an answer if their turn has ended. The one place where the host waits for the device."""
         count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
-        for owner in [owner for owner in owners if stopped[owner]] if self.talks else []:
+        ended = [owner for owner in owners if self.talks and stopped[owner]]
+        for owner, ids in zip(ended, self.ids[ended].tolist(), strict=True):
             end = count[owner]
-            reply = self.talks[owner].answer(self.ids[owner, :end].tolist())
-            if reply:
+            if reply := self.talks[owner].answer(ids[:end]):
                 self.given[owner, end : end + len(reply)] = torch.tensor(reply, device=self.given.device)
                 self.stopped[owner] = stopped[owner] = False
         return [owner for owner in owners if not stopped[owner] and count[owner] < self.ids.shape[1]]
