@@ -307,7 +307,7 @@ def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
     message, _ = conversation.say("hello")
     assert message["content"] == "x" * LONGEST_MESSAGE + f" [{10**6 - LONGEST_MESSAGE} more characters were cut]"
     conversation.respond = lambda conversation: "half a pair: \ud83d"
-    assert conversation.answer(tokenizer("hello").input_ids) == tokenizer("\nhalf a pair: ?\n", add_special_tokens=False).input_ids
+    assert tokenizer.decode(conversation.answer(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
 
 
 @pytest.mark.parametrize("answer,message", [
