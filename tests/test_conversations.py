@@ -338,8 +338,8 @@ def test_the_environment_cannot_change_what_was_said(model, tokenizer, settings)
         conversation.clear()
         return "x"
 
-    rollout = talk(model, tokenizer, settings, PROMPTS, vandal)
-    assert not any(message["content"] == "changed" for messages in rollout.completions for message in messages)
+    polite = talk(model, tokenizer, settings, PROMPTS, lambda conversation: "x")
+    assert talk(model, tokenizer, settings, PROMPTS, vandal).completions == polite.completions
 
 
 # ---- points ----------------------------------------------------------------------------------------------------------
