@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from config import GRPOConfig
-from data import encode_prompt
+from conversations import Conversation, play, responders
+from data import encode_prompt, encode_reply
 from logprobs import completion_log_probs
 from model import precision_of
 from rewards import compute_rewards_for_completions, name_of
@@ -30,7 +31,7 @@ class Finding:
     fix: str = ""               # what to change when it is not ok
 
 
-def check_setup(model, tokenizer, examples: list[dict], config, reward_functions: list) -> list[Finding]:
+def check_setup(model, tokenizer, examples: list[dict], config, reward_functions: list, environment=None) -> list[Finding]:
     """Look at two examples from all sides. config: GRPOConfig; reward_functions may be empty for supervised training."""
     answered = next((example for example in examples if example.get("answer")), examples[0])
     examples = examples[:2]
@@ -48,8 +49,15 @@ def check_setup(model, tokenizer, examples: list[dict], config, reward_functions
         packing,
         Finding("row 0", None, draw_row(rollout, 0)),
     ]
+
+    def begin():
+        (respond,) = responders(environment, [answered])
+        return Conversation(tokenizer, answered["prompt"], respond, config, stop_token_ids(model, tokenizer))
+
+    if environment:
+        findings.append(check_environment(begin(), gold_turns(answered)))
     if reward_functions:
-        findings += check_rewards(answered, config, reward_functions)
+        findings += check_rewards(answered, config, reward_functions, begin if environment else None)
     return findings
 
 
@@ -136,18 +144,40 @@ def agreement(model, name: str, what: str, left, right, fix: str) -> Finding:
     return Finding(name, difference <= tolerance, f"{what} differ by at most {difference:.1e} nat", fix)
 
 
-def check_rewards(example: dict, config, reward_functions: list) -> list[Finding]:
-    """What the gold, an empty and a wrong completion would earn."""
-    answer = example.get("answer")
-    gold = example.get("completion") or (f"<reasoning>because</reasoning><answer>{answer}</answer>" if answer else None)
-    wrong = gold.replace(answer, f"not {answer}") if gold and answer else "I do not know."
-    texts = {"gold": gold, "empty": "", "wrong": wrong} if gold else {"empty": "", "wrong": wrong}
-    mask = torch.ones(len(texts), 1, dtype=torch.bool)
-    rollout = Rollout(*[torch.zeros(1, 1)] * 2, mask.long(), mask, mask.float(), mask[:, 0], list(texts.values()))
+def gold_turns(example: dict) -> list[str]:
+    """What the policy should say, as far as that is known: the demonstration, or the answer in the usual form."""
+    gold, answer = example.get("completion"), example.get("answer")
+    if isinstance(gold, list):
+        return [message["content"] for message in gold if message["role"] == "assistant"]
+    return [gold or f"<reasoning>because</reasoning><answer>{answer}</answer>"] if gold or answer else []
+
+
+def check_environment(conversation: Conversation, gold: list[str]) -> Finding:
+    """What the environment answers to a first turn."""
+    said = gold[0] if gold else ""
+    message, points = conversation.say(said)
+    if message is None:
+        return Finding("environment", True, f"ends the conversation after {said!r:.60}, with {points:g} points")
+    length = len(encode_reply(conversation.tokenizer, conversation.prompt, message, conversation.stops))
+    answer = f"{message['content']!r:.60} ({length} tokens)"
+    return Finding("environment", True, f"answers {answer} to {said!r:.60}, with {points:g} points")
+
+
+def check_rewards(example: dict, config, reward_functions: list, begin=None) -> list[Finding]:
+    """What the gold, an empty and a wrong completion would earn; begin() begins a conversation, if there is an environment."""
+    gold, answer = gold_turns(example), example.get("answer")
+    wrong = [*gold[:-1], gold[-1].replace(answer, f"not {answer}")] if gold and answer else ["I do not know."]
+    turns = {"gold": gold, "empty": [""], "wrong": wrong} if gold else {"empty": [""], "wrong": wrong}
+    mask = torch.ones(len(turns), 1, dtype=torch.bool)
+    completions, turn_points = [said[-1] for said in turns.values()], None
+    if begin:
+        completions, given = zip(*(play(begin(), said) for said in turns.values()), strict=True)
+        turn_points = torch.tensor(given)[:, None]
+    rollout = Rollout(*[torch.zeros(1, 1)] * 2, mask.long(), mask, mask.float(), mask[:, 0], list(completions))
     total, per_function = compute_rewards_for_completions(
-        reward_functions, config.weights, rollout, [example], on_error=config.reward_errors
+        reward_functions, config.weights, rollout, [example], on_error=config.reward_errors, turn_points=turn_points
     )
-    points = dict(zip(texts, total[0].tolist(), strict=True))
+    points = dict(zip(turns, total[0].tolist(), strict=True))
     by_function = "; ".join(
         f"{name_of(f)} {', '.join(f'{p:g}' for p in per_function[name_of(f)][0].tolist())}" for f in reward_functions
     )

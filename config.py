@@ -32,6 +32,12 @@ PROFILES: dict[str, dict[str, Any]] = {
         cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=5,
         save_steps=100, max_tokens_per_forward=2048,      # on a CPU twice as fast as one pass over everything
     ),
+    "guess_letter": dict(
+        dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
+        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=100, cold_start_learning_rate=2e-3, batch_size=32,
+        num_epochs=2, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=20, save_steps=100, max_tokens_per_forward=4096,
+    ),
     "demo_supervised": dict(
         generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
         batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
@@ -81,7 +87,7 @@ class ModelConfig:
 class DataConfig:
     """Which problems."""
 
-    dataset: str = flag("arithmetic", "arithmetic, countdown; a .jsonl, .json, .csv or .parquet file; a hub id "
+    dataset: str = flag("arithmetic", "arithmetic, countdown, guess_letter; a .jsonl, .json, .csv or .parquet file; a hub id "
                         "(name:configuration); tfds:name; kaggle:owner/name/file.csv")
     eval_dataset: str = flag("", "held-out problems; empty: the test split, or for a file eval_limit problems set aside")
     prompt_column: str = flag("", "which column is the prompt, also of eval_dataset; empty: one of the usual names")
@@ -117,6 +123,9 @@ class GRPOConfig:
     generation_top_k: int = flag(50, "keep so many likeliest tokens; 0: all")
     generation_batch_size: int = flag(0, "completions sampled at once, less memory; others wait until some end; 0: all")
     dynamic_sampling: int = flag(0, "sample up to so many more times a step, to replace groups of equal rewards by new prompts")
+
+    environment: str = flag("", "who answers the policy: calculator, python, guess_letter, or path/to/file.py:function")
+    max_turns: int = flag(1, "of the policy in a conversation with the environment; generation_max_length counts all of it")
 
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "names from rewards.py, or path/to/file.py:function")
     reward_weights: list[float] = flag([], "one for each; empty: 1 each, or 1 0.2 0.1 for the default functions")
@@ -168,6 +177,19 @@ class GRPOConfig:
             self.generation_batch_size == 0 or self.generation_batch_size >= self.num_completions_per_prompt,
             "generation_batch_size", self.generation_batch_size,
             f"a group of {self.num_completions_per_prompt} is sampled together; at least that many, or 0 for all",
+        )
+        require(self.max_turns >= 1, "max_turns", self.max_turns, "the policy has at least one turn")
+        require(
+            self.max_turns == 1 or self.environment, "max_turns", self.max_turns,
+            "nobody answers the policy: name an --environment, or leave it out",
+        )
+        require(
+            self.max_turns > 1 or not self.environment, "environment", self.environment,
+            "with --max_turns=1 nobody hears what it says; choose 2 or more",
+        )
+        require(
+            "environment" not in self.reward_functions or self.environment, "reward_functions", "environment",
+            "nobody gives those points: name an --environment",
         )
         require(self.generation_max_length >= 1, "generation_max_length", self.generation_max_length, "at least one token")
         require(self.generation_temperature >= 0, "generation_temperature", self.generation_temperature, "cannot be negative")
@@ -248,6 +270,11 @@ class GRPOConfig:
         if self.reward_functions == list(DEFAULT_REWARDS):
             return self.reward_weights or list(DEFAULT_REWARDS.values())
         return self.reward_weights or [1.0] * len(self.reward_functions)
+
+    @property
+    def environment_weight(self) -> float:
+        """What the points of the environment count for, 0 where they are no reward."""
+        return dict(zip(self.reward_functions, self.weights, strict=True)).get("environment", 0.0)
 
     @property
     def kl_coef(self) -> float:
@@ -404,15 +431,17 @@ def parse_config(argv: list[str]) -> Config:
     where.add_argument("--resume", action="store_true")
     where.add_argument("--output_dir", default="")
     where.add_argument("--replay", default="")
+    where.add_argument("--profile", default="")
     known = where.parse_known_args(given)[0]
     run = Path(known.output_dir) if known.resume and known.output_dir else Path(known.replay).parent if known.replay else None
     if run and (known.resume or (run / "config.json").exists()):                 # a run's own settings lie below the flags
         without = ["model_path", "output_dir"] if known.replay else []           # its weights are a checkpoint's, or a flag's
         return parse_flags(flags_of_file(str(run / "config.json"), without) + given)
-    first = parse_flags(given)
-    profile = first.training.profile
-    if not profile and not first.model.model_path:
-        profile = "demo" if first.training.use_grpo else "demo_supervised"
+    profile = known.profile
+    if profile not in PROFILES:                           # settings that go with a profile need not make sense without it
+        first = parse_flags(given)
+        if not first.model.model_path:
+            profile = "demo" if first.training.use_grpo else "demo_supervised"
     return parse_flags(as_flags(PROFILES.get(profile, {}) | {"profile": profile}) + given)
 
 

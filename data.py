@@ -2,7 +2,8 @@
 Where prompts come from: built-in problems, files and hubs; how they become tokens; and the order they are used in.
 
 An example is a dict with "prompt" (a string, or a list of chat messages) and, where known, "answer" (for rewards) and
-"completion" (a demonstration, for supervised training). Other columns are passed on to the reward functions.
+"completion" (a demonstration, for supervised training; text, or the messages of a conversation). Other columns are passed on
+to the reward functions.
 
 Data may be larger than memory: rows are read when they are asked for, of a .jsonl file through the places where its lines
 begin, of most others through files that `datasets` maps into memory. A .json file and built-in problems are held whole.
@@ -38,8 +39,8 @@ def load_examples(
 ) -> Sequence[dict]:
     """Examples of a built-in task, a .jsonl, .json, .csv or .parquet file, the Hugging Face hub, TFDS or Kaggle.
 
-    source     "arithmetic" or "countdown"; a path; a hub id such as "openai/gsm8k:main" (configuration after the colon);
-               "tfds:gsm8k"; "kaggle:owner/name/file.csv"
+    source     "arithmetic", "countdown" or "guess_letter"; a path; a hub id such as "openai/gsm8k:main" (configuration after
+               the colon); "tfds:gsm8k"; "kaggle:owner/name/file.csv"
     split      "train" or "test"; a file is one split, whatever this says
     limit      at most so many examples, from the start
     seed       the order of the built-in problems; which of them are test problems never changes
@@ -139,7 +140,35 @@ def demonstration(reasoning: str, answer: str) -> str:
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
-BUILT_IN = {"arithmetic": arithmetic, "countdown": countdown}
+def guess_letter(split: str, seed: int) -> list[dict]:
+    """Letters to be found between two others, 8 to 16 in question: games in 108 ranges to train on, in 27 others to test on.
+
+    The demonstrations guess at random among what is still possible, in as many turns as it takes.
+    """
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    ranges = [letters[low : low + size] for size in range(8, 17) for low in range(len(letters) - size + 1)]
+    random.Random("which ranges are held out").shuffle(ranges)
+    games = [(possible, letter) for possible in (ranges[27:] if split == "train" else ranges[:27]) for letter in possible]
+    random.Random(seed).shuffle(games)
+    return [
+        {"prompt": f"{possible[0]}-{possible[-1]}?", "answer": letter, "completion": guesses(possible, letter)}
+        for possible, letter in games
+    ]
+
+
+def guesses(possible: str, letter: str) -> list[dict]:
+    """A game of guess_letter, as the policy's and the environment's messages."""
+    chance, messages, guess = random.Random(f"{possible} {letter}"), [], ""
+    while guess != letter:
+        guess = chance.choice(possible)
+        messages.append({"role": "assistant", "content": f"<answer>{guess}</answer>"})
+        if guess != letter:
+            messages.append({"role": "user", "content": "up" if letter > guess else "down"})
+        possible = "".join(other for other in possible if (other > guess) == (letter > guess) and other != guess)
+    return messages
+
+
+BUILT_IN = {"arithmetic": arithmetic, "countdown": countdown, "guess_letter": guess_letter}
 
 
 # ---- files and hubs ------------------------------------------------------------------------------------------------
@@ -225,7 +254,7 @@ def parse(line: bytes):
 def read_hub(source: str, split: str) -> Sequence[dict]:
     """One split of a data set on the Hugging Face hub, or of a folder that `datasets` understands."""
     name, _, configuration = source.partition(":")
-    kinds = f"not {', '.join(f'`{task}`' for task in BUILT_IN)} and not a file ending in {', '.join(READERS)}"
+    kinds = f"not built in ({', '.join(BUILT_IN)}) and not a file ending in {', '.join(READERS)}"
     if "/" not in name:
         raise ValueError(f"{source}: {kinds}; ids on the hub look like openai/gsm8k")
     import datasets  # slow to import
@@ -321,8 +350,11 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     completion = example.get("completion")
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         example["completion"] = completion[0].get("content")                     # an assistant's message
-    elif completion is not None and not isinstance(completion, str):
-        raise ValueError(f"{where}: the completion must be text or one chat message, not {completion!r}")
+    elif completion is not None and not isinstance(completion, str) and not takes_turns(completion):
+        raise ValueError(
+            f"{where}: the completion must be text, an assistant's message, or such messages with others between them, "
+            f"not {completion!r}"
+        )
     answer = example.get("answer")
     if isinstance(answer, str) and "####" in answer:                             # GSM8K: the solution, then the answer
         solution, _, final = answer.rpartition("####")
@@ -332,6 +364,17 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     elif answer is not None:
         example["answer"] = str(answer)
     return example
+
+
+def takes_turns(messages) -> bool:
+    """Whether these are chat messages, every second one the assistant's, the first and the last among them."""
+    try:
+        return len(messages) % 2 == 1 and all(
+            isinstance(message["content"], str) and (message["role"] == "assistant") == (number % 2 == 0)
+            for number, message in enumerate(messages)
+        )
+    except (TypeError, KeyError):
+        return False
 
 
 # ---- text to tokens ------------------------------------------------------------------------------------------------
@@ -379,10 +422,59 @@ def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -
     return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
 
 
-def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
-    """A conversation as text. Templates refuse what they do not know, such as Gemma 2's a system message."""
+def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[int]:
+    """Token ids of what an environment says: from behind the stop token of a turn to where the next turn begins.
+
+    prompt  what the conversation began with: without a chat template, text is answered by lines of text, and messages by
+            lines that begin with a role
+    Rendered behind a turn that is made up, with and without the message: templates may show earlier turns in another way
+    later on (Qwen 3 leaves out their thoughts), but what has been sampled stays. A tool's message that the template refuses or
+    leaves out is said by the user.
+    """
+    if not tokenizer.chat_template:
+        said = message["content"]
+        as_text = isinstance(prompt, str) or isinstance(prompt[0], int)
+        text = f"\n{said}\n" if as_text else f"\n{message['role']}: {said}\nassistant: "
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    def after_turn(*messages):
+        before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
+        return render(tokenizer, [*before, *messages], add_generation_prompt=bool(messages)).partition("madeupturn")[2]
+
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+        text = after_turn(message)
+    except ValueError:
+        text = ""
+    if message["content"].strip() not in text or not text:
+        text = after_turn(message | {"role": "user"})
+    end, ids = (tokenizer(part, add_special_tokens=False).input_ids for part in (after_turn(), text))
+    stop = next((i for i, token in enumerate(end) if token in stop_ids), -1)     # the turn has ended with such a token already
+    return ids[stop + 1 :] if ids[: stop + 1] == end[: stop + 1] else ids
+
+
+def encode_demonstration(tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]) -> tuple[list[int], list[bool]]:
+    """Token ids of a demonstration, and which of them the assistant says; completion: text, or messages in turn."""
+    ids, spoken = [], []
+    for message in completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]:
+        own = message["role"] == "assistant"
+        part = (
+            encode_completion(tokenizer, prompt, message["content"], stop_ids) if own
+            else encode_reply(tokenizer, prompt, message, stop_ids)
+        )
+        ids += part
+        spoken += [own] * len(part)
+    return ids, spoken
+
+
+def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    """A conversation as text. Templates refuse what they do not know, such as Gemma 2's a system message.
+
+    The model is told about tools, in the form of its template, if tokenizer.tools has any.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt, tokenize=False
+        )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
 

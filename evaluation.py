@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from rewards import extract_answer, same_answer
+from rewards import extract_answer, same_answer, text_of
 
 Z = 1.96                        # standard deviations to either side that hold 95 % of a normal distribution
 
@@ -56,13 +56,13 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def majority_vote(texts: list[str], truth: str) -> float:
+def majority_vote(completions: list, truth: str) -> float:
     """1 if the answer given most often is right, else 0; where several lead, the share of them that is (a draw by lot).
 
     Completions without a readable answer do not vote; nobody is right where none votes. arXiv:2203.11171.
     """
     votes: list[tuple[str, int]] = []
-    for answer in filter(None, map(extract_answer, texts)):
+    for answer in filter(None, (extract_answer(text_of(completion)) for completion in completions)):
         known = next((i for i, (other, _) in enumerate(votes) if same_answer(other, answer)), None)
         if known is None:
             votes.append((answer, 1))

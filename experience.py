@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from conversations import responders
 from devices import all_sum, everywhere, gathered_weights, num_processes, rounds, share
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
@@ -103,10 +104,10 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
             return None
         rollout = sample_completions_for_prompts(
             run.model, run.tokenizer, [example["prompt"] for example in mine], grpo, seed=seed,
-            shared_prompt=run.shared_prompt, occurrence=earlier,
+            shared_prompt=run.shared_prompt, occurrence=earlier, respond=responders(run.environment, mine),
         )
         return rollout, *compute_rewards_for_completions(
-            run.reward_functions, grpo.weights, rollout, mine, on_error=grpo.reward_errors
+            run.reward_functions, grpo.weights, rollout, mine, on_error=grpo.reward_errors, turn_points=rollout.turn_points
         )
 
     with gathered_weights(run.model):
@@ -153,7 +154,9 @@ def prepare_experience(run, rollout: Rollout, points: Tensor) -> tuple[Experienc
     if run.value_head is None:
         advantages = group_advantages(run, points, penalty.sum(dim=1).view_as(points)).view(-1, 1)
     else:
-        advantages, returns = token_advantages(grpo, points.reshape(-1, 1), penalty, values, mask)
+        advantages, returns = token_advantages(
+            grpo, points.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points
+        )
     old_logp = rollout.sampling_logp if weights is None else logp
     return Experience(rollout, mask, advantages, old_logp, weights, reference_logp, values, returns), metrics
 
@@ -178,13 +181,19 @@ def group_advantages(run, points: Tensor, penalty: Tensor) -> Tensor:
     return (advantages + compute_group_advantages(-penalty, scale="none")).float()
 
 
-def token_advantages(grpo, points: Tensor, penalty: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def token_advantages(
+    grpo, points: Tensor, penalty: Tensor, values: Tensor, mask: Tensor, turn_points: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """points (B, 1), penalty, values, mask (B, T) -> advantages, returns (B, T).
 
-    A completion's points come with its last token, penalties with each. A completion that was cut ends like any other.
+    A completion's points come with its last token, penalties with each. Of those points the environment's, turn_points (B, T),
+    come with the last token of their turn, if they count among the rewards. A completion that was cut ends like any other.
     """
     last = torch.arange(mask.shape[1]) == completion_lengths(mask)[:, None] - 1  # (B, T)
-    rewards = torch.where(last, points.float(), 0.0) - penalty
+    early = torch.zeros(mask.shape)                       # (B, T) points
+    if turn_points is not None:
+        early = torch.where(mask, turn_points * grpo.environment_weight, 0.0)
+    rewards = torch.where(last, points.float() - early.sum(dim=1, keepdim=True), 0.0) + early - penalty
     advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=grpo.gae_gamma, lam=grpo.gae_lambda)
     if grpo.normalize_advantages and mask.sum() > 1:
         # Centred as well as scaled: here the baseline is the value, and early on what it misses is the same everywhere.

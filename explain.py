@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from conversations import as_text
 from experience import Experience, Groups, look_back, prepare_experience, sample_groups
 from grpo import LOSSES, Tokens, compute_group_advantages, kl_penalty
 from prepare import Run, begin_phase
@@ -117,8 +118,9 @@ def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
     grpo, rollout, points = run.config.grpo, groups.rollout, groups.points
     run.folder.say(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
     show(run, "1. Completions, sampled one token after the other", ["", "completion", "tokens", "log-probability", "ended"], [
-        [str(g), repr(text), str(int(mask.sum())), f"{float(logp[mask].sum()):.3f} nat", "itself" if done else "at the limit"]
-        for g, (text, mask, logp, done) in enumerate(zip(
+        [str(g), repr(as_text(completion)), str(int(mask.sum())), f"{float(logp[mask].sum()):.3f} nat",
+         "itself" if done else "at the limit"]
+        for g, (completion, mask, logp, done) in enumerate(zip(
             rollout.completions, rollout.completion_mask, rollout.sampling_logp, rollout.finished.tolist(), strict=True))
     ])
     weights = [f"{name} x {weight:g}" for name, weight in zip(groups.per_function, grpo.weights, strict=True)]

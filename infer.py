@@ -19,6 +19,7 @@ import torch
 
 from check import can_share_prompts
 from config import GRPOConfig, ModelConfig
+from conversations import as_text, load_environment, refuse_missing_columns, responders
 from data import load_examples, with_instruction
 from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
 from evaluation import compare, majority_vote, summarise, wilson_interval
@@ -30,18 +31,19 @@ from sample import occurrences, sample_completions_for_prompts
 
 def evaluate(
     model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
-    batch_size: int = 64, shared_prompt: bool = True,
+    batch_size: int = 64, shared_prompt: bool = True, environment=None,
 ) -> dict:
     """One sampled completion for each problem, scored; each process takes its share.
 
     config   and shared_prompt as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
-             batch_size: completions sampled at once, the others wait until half of these are done
+             batch_size: completions sampled at once, the others wait until half of these are done; environment:
+             who answers the policy, if anybody does
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
     _, points, truncated = ask_and_score(
         model, tokenizer, examples, config, seed=seed, num_completions=1, reward_functions=reward_functions, on_error=on_error,
-        batch_size=batch_size, shared_prompt=shared_prompt,
+        batch_size=batch_size, shared_prompt=shared_prompt, environment=environment,
     )
     columns = {name: of_function[:, 0] for name, of_function in points.items()}
     correct = columns["correctness"][~columns["correctness"].isnan()]
@@ -55,11 +57,12 @@ def evaluate(
 
 def ask_and_score(
     model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int, reward_functions=(correctness,),
-    on_error: str = "raise", batch_size: int = 64, shared_prompt: bool = True,
-) -> tuple[list[str], dict[str, torch.Tensor], int]:
+    on_error: str = "raise", batch_size: int = 64, shared_prompt: bool = True, environment=None,
+) -> tuple[list, dict[str, torch.Tensor], int]:
     """num_completions of each problem, the rest as for evaluate.
 
-    returns  texts (P * n, those of a problem adjacent), points of each function (P, n), and how many were cut at the limit
+    returns  completions (P * n, those of a problem adjacent: texts, or conversations), points of each function (P, n), and
+             how many were cut at the limit
     """
     functions = list(dict.fromkeys([correctness, *reward_functions]))
     asked = share([{"answer": None} | example for example in examples])
@@ -70,9 +73,11 @@ def ask_and_score(
             return None
         rollout = sample_completions_for_prompts(
             model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=num_completions,
-            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier,
+            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier, respond=responders(environment, asked),
         )
-        _, points = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
+        _, points = compute_rewards_for_completions(
+            functions, [1.0] * len(functions), rollout, asked, on_error=on_error, turn_points=rollout.turn_points
+        )
         return rollout.completions, points, int((~rollout.finished).sum())
 
     with gathered_weights(model):
@@ -80,17 +85,18 @@ def ask_and_score(
     return list(chain(*texts)), {name: torch.cat([part[name] for part in points]) for name in points[0]}, sum(cut)
 
 
-def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, samples: int) -> dict:
+def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, samples: int, environment=None) -> dict:
     """What evaluation.py finds out about a model on problems with known answers, as --json writes it.
 
     returns  model_path, truncated (share), estimates (see evaluation.summarise) and problems: for each its prompt, answer,
              which of the samples are right, and the majority's vote
     """
     model, tokenizer = load_policy(source)
+    tokenizer.tools = getattr(environment, "tools", None)
     model.to(best_device())
     texts, points, cut = ask_and_score(
         model, tokenizer, examples, config, seed=seed, num_completions=samples,
-        shared_prompt=can_share_prompts(model, tokenizer, examples[0]["prompt"]),
+        shared_prompt=can_share_prompts(model, tokenizer, examples[0]["prompt"]), environment=environment,
     )
     right = points["correctness"].bool().tolist()                                # (P, n)
     votes = [majority_vote(texts[i * samples : (i + 1) * samples], e["answer"]) for i, e in enumerate(examples)]
@@ -103,7 +109,7 @@ def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, sam
     }
 
 
-def evaluate_as_asked(args, source: ModelConfig, config) -> None:
+def evaluate_as_asked(args, source: ModelConfig, config, environment) -> None:
     """--evaluate: print the estimates, and with --json write them and every problem down."""
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
     found = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
@@ -111,12 +117,16 @@ def evaluate_as_asked(args, source: ModelConfig, config) -> None:
     if not examples:
         raise ValueError(f"--evaluate={args.evaluate}: no example has an answer to compare with")
     examples = [with_instruction(example, args.instruction) for example in examples]
+    refuse_missing_columns(args.environment, environment, examples)
     result = {
         "dataset": args.evaluate, "split": args.split, "samples": args.samples, "seed": args.seed,
+        "environment": args.environment, "max_turns": args.max_turns,
         **{name: value for name, value in vars(args).items() if name.startswith("generation_")},
     }
     result["results"] = [
-        measure(replace(source, model_path=path), examples, config, seed=args.seed, samples=args.samples)
+        measure(
+            replace(source, model_path=path), examples, config, seed=args.seed, samples=args.samples, environment=environment
+        )
         for path in [args.model_path, *([args.against_model] if args.against_model else [])]
     ]
     for measured in result["results"]:
@@ -156,6 +166,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--limit", type=int, default=256, help="problems to evaluate (default %(default)s)")
     parser.add_argument("--prompt_column", default="", help="as in training")
     parser.add_argument("--answer_column", default="", help="as in training")
+    parser.add_argument("--environment", default="", help="who answers the model, as in training")
+    parser.add_argument("--max_turns", type=int, default=1, help="of the model in a conversation with it")
     parser.add_argument("--instruction", default="", help="text put before every prompt, as in training")
     parser.add_argument("--generation_max_length", type=int, default=defaults.generation_max_length, help="new tokens")
     parser.add_argument("--generation_temperature", type=float, default=1.0, help="0 takes the likeliest token")
@@ -172,8 +184,10 @@ def main(argv: list[str]) -> None:
         return
     config = GRPOConfig(
         generation_max_length=args.generation_max_length, generation_temperature=args.generation_temperature,
-        generation_top_p=args.generation_top_p, generation_top_k=args.generation_top_k,
+        generation_top_p=args.generation_top_p, generation_top_k=args.generation_top_k, environment=args.environment,
+        max_turns=args.max_turns,
     )
+    environment = load_environment(args.environment)
     source = ModelConfig(args.model_path, args.attn_implementation, args.precision, trust_remote_code=args.trust_remote_code)
     if args.merge_into:
         model, tokenizer = load_policy(source)
@@ -182,18 +196,24 @@ def main(argv: list[str]) -> None:
         save_policy(merged_copy(model), tokenizer, args.merge_into)
         return
     keep_freed_memory()
+    keep_freed_memory()
     if args.evaluate:
-        evaluate_as_asked(args, source, config)
+        evaluate_as_asked(args, source, config, environment)
         return
-    prompts = [with_instruction({"prompt": args.question}, args.instruction)["prompt"]]
+    example = with_instruction({"prompt": args.question}, args.instruction)
+    refuse_missing_columns(args.environment, environment, [example])
     model, tokenizer = load_policy(source)
+    tokenizer.tools = getattr(environment, "tools", None)
     model.to(best_device())
-    shared_prompt = can_share_prompts(model, tokenizer, prompts[0])
+    shared_prompt = can_share_prompts(model, tokenizer, example["prompt"])
     rollout = sample_completions_for_prompts(
-        model, tokenizer, prompts, config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt
+        model, tokenizer, [example["prompt"]], config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt,
+        respond=responders(environment, [example]),
     )
     text = rollout.completions[0]
-    form = FORM.search(text)
+    if environment:
+        text = as_text(text)
+    form = None if environment else FORM.search(text)
     print(f"reasoning: {form[1].strip()}\nanswer: {form[2].strip()}" if form else text)
     if not rollout.finished[0]:
         print(f"(cut off at --generation_max_length={args.generation_max_length})")

@@ -20,6 +20,7 @@ from check import check_setup
 from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
 from contract import contract
+from conversations import EnvironmentRaised, load_environment, refuse_missing_columns
 from data import (
     READERS, PromptMemory, ShuffledBatches, View, encode_prompt, load_examples, prompt_key, with_instruction,
 )
@@ -72,6 +73,7 @@ class Run:
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
     reference: torch.nn.Module | AdapterReference | None = None                  # frozen; None where nothing asks for it
     value_head: torch.nn.Module | None = None             # likewise
+    environment: Callable | None = None                   # who answers the policy, where it has several turns
 
 
 def load_reward_functions(config: Config) -> list[Callable]:
@@ -174,6 +176,7 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> N
                 f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does not have "
                 f"(columns: {', '.join(sorted(known))})"
             )
+    refuse_missing_columns(config.grpo.environment, load_environment(config.grpo.environment), dataset)
 
 
 def check_positions(config: Config, model, longest: int) -> None:
@@ -187,16 +190,18 @@ def check_positions(config: Config, model, longest: int) -> None:
         )
 
 
-def start_up_check(model, tokenizer, examples: list[dict], config: Config, functions: list, say: Callable) -> bool:
+def start_up_check(model, tokenizer, examples: list[dict], config: Config, functions: list, environment, say: Callable) -> bool:
     """Run the check of check.py; print what is worth knowing, all of it with --check. Refuse if a promise is broken.
 
     returns  whether siblings can be packed behind one prompt
     """
     try:
         with gathered_weights(model):
-            findings = check_setup(model, tokenizer, examples, config.grpo, functions)
+            findings = check_setup(model, tokenizer, examples, config.grpo, functions, environment)
     except RewardError as error:
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
+    except EnvironmentRaised as error:
+        raise ValueError(f"--environment: {error}") from error
     for finding in findings:
         if config.training.check or (finding.ok is not True and finding.name != "row 0"):
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
@@ -218,29 +223,30 @@ def set_up(config: Config) -> Run:
         raise ValueError("--attn_implementation=flex_attention: torch has no backward pass of it on a CPU; take sdpa")
     mesh = mesh_of(config)
     folder = RunFolder(config)
-    functions = load_reward_functions(config)
+    functions, environment = load_reward_functions(config), load_environment(config.grpo.environment)
     train_set, eval_set = load_data(config)
     validate_demonstrations(config, train_set)
     checkpoint = latest_checkpoint(folder.path, folder.say) if config.training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
+    tokenizer.tools = getattr(environment, "tools", None)                        # for its chat template, in data.render
     if config.training.use_grpo:
         validate_grpo_setup(config, tokenizer, train_set)
     train_set, longest = fit_prompts(train_set, tokenizer, config, folder.say)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, folder.say)
 
     torch.manual_seed(config.training.seed)
-    model, tokenizer = load_policy(model_config)
+    model, _ = load_policy(model_config)
     run = Run(
         config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
-        longest_prompt=longest, kl_coef=config.grpo.kl_coef,
+        longest_prompt=longest, kl_coef=config.grpo.kl_coef, environment=environment,
     )
     if config.training.gradient_checkpointing:
         recompute_activations(model)
     shard(model, layers_of(model), mesh)
     check_positions(config, model, max(longest, longest_held_out))
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
-    run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, folder.say)
+    run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, environment, folder.say)
     if config.training.use_grpo:
         for line in contract(run):
             folder.say(line)

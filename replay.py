@@ -130,11 +130,14 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
 
     num_prompts = len({record["group"] for record in records})
     prompts = [record["prompt_ids"] for record in records[:: len(records) // num_prompts]]
-    ids = [record["completion_ids"] for record in records]
+    logp = [record["sampling_logp"] for record in records]                       # None: the policy did not choose this token
+    given = [[torch.nan if p is None else p for p in record["turn_points"]] for record in records if "turn_points" in record]
     rollout = Rollout(
-        *left_pad(prompts, pad_id), pad(ids, torch.long), pad([[True] * len(row) for row in ids], torch.bool),
-        pad([record["sampling_logp"] for record in records], torch.float32),
+        *left_pad(prompts, pad_id), pad([record["completion_ids"] for record in records], torch.long),
+        pad([[p is not None for p in row] for row in logp], torch.bool),
+        pad([[p or 0.0 for p in row] for row in logp], torch.float32),
         torch.tensor([record["finished"] for record in records]), [record["completion"] for record in records],
+        pad(given, torch.float32) if given else None,
     )
     points = {
         name: torch.tensor([[torch.nan if r["rewards"][name] is None else r["rewards"][name] for r in records]]).double()

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from config import PROFILES, SECTIONS, Config, ModelConfig
+from conversations import as_text
 from grpo import compute_group_advantages
 from model import load_tokenizer
 from runs import or_none, read_jsonl
@@ -240,14 +241,18 @@ def groups_of_step(records: list[dict], tokenizer) -> list[dict]:
 def completion_of(record: dict) -> dict:
     """What the page shows of a completion besides its tokens."""
     return {
-        "text": record["completion"], "reward": digits(record["reward"], 6), "advantage": digits(record["advantage"], 4),
+        "text": as_text(record["completion"]), "reward": digits(record["reward"], 6),
+        "advantage": digits(record["advantage"], 4),
         "points": [digits(points, 6) for points in record["rewards"].values()], "finished": record["finished"],
         "tokens": record["tokens"],
     }
 
 
 def tokens_of(record: dict) -> list:
-    """[ids, log-probabilities in nats to three decimals, advantages of tokens from a value head or None]."""
+    """[ids, log-probabilities in nats to three decimals, advantages of tokens from a value head or None].
+
+    Both are None at a token that the policy did not choose, which an environment said.
+    """
     logp = [None if (known := or_none(value)) is None else round(known, 3) for value in record["sampling_logp"]]
     advantages = record.get("token_advantages")
     return [record["completion_ids"], logp, advantages and [digits(value, 3) for value in advantages]]
@@ -255,10 +260,8 @@ def tokens_of(record: dict) -> list:
 
 def prompt_text(prompt, tokenizer) -> str:
     """A prompt as people read it: text, chat messages, or token ids of one that was cut."""
-    if isinstance(prompt, str):
-        return prompt
-    if prompt and isinstance(prompt[0], dict):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    if isinstance(prompt, str) or isinstance(prompt[0], dict):
+        return as_text(prompt)
     return f"... {tokenizer.decode(prompt)}" if tokenizer else f"... {len(prompt)} tokens"
 
 

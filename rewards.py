@@ -4,9 +4,9 @@ Reward functions: text in, points out. Pure, so that any of them can be copied o
     def some_reward(completions, prompts=None, completion_ids=None, **columns) -> list[float | None]
 
 Every argument is a list with one entry per completion; columns are those of the data set (answer, ...), repeated for the
-siblings of a group. A completion is a string, or a list of chat messages whose last one counts. None means "could not
-score". A model may print anything, so the functions here answer 0 and never raise, and two unreadable answers are
-not equal answers.
+siblings of a group. A completion is a string, or a list of chat messages whose last one counts: the policy's, or those of a
+whole conversation, the policy's and the environment's in turn. None means "could not score". A model may print anything, so the
+functions here answer 0 and never raise, and two unreadable answers are not equal answers.
 
 The expected form is <reasoning>...</reasoning><answer>...</answer>.
 """
@@ -31,7 +31,7 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 FORM = re.compile(r"<reasoning>(.*?)</reasoning>\s*<answer>(.*?)</answer>", re.DOTALL)
 
 
-RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")  # no data column reaches a function as these
+RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids", "turn_points")      # no data gets these names
 
 
 class RewardError(RuntimeError):
@@ -166,6 +166,14 @@ def evaluate_expression(text: str) -> tuple[Fraction | None, list[int]]:
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
+def environment(completions, turn_points=None, **columns) -> list[float]:
+    """What the environment gave for the turns of a conversation, added up; 0 where there was none.
+
+    environment([conversation], turn_points=[[-0.1, -0.1, 1.0]]) == [0.8]
+    """
+    return [0.0] * len(completions) if turn_points is None else [float(sum(points)) for points in turn_points]
+
+
 # ---- the four rewards of tunix's GSM8K example, for comparison -----------------------------------------------------
 # Kept to the letter, with what is questionable about them: 5 of the 9.5 points are for form, a wrong number scores
 # below silence, being near counts, and check_numbers reads neither a minus sign nor "1,234".
@@ -229,7 +237,7 @@ def read_float(text: str) -> float | None:
 BUILT_IN = {
     f.__name__: f
     for f in (
-        correctness, reasoning_coherence, explanation_quality, countdown,
+        correctness, reasoning_coherence, explanation_quality, countdown, environment,
         match_format_exactly, match_format_approximately, check_answer, check_numbers,
     )
 }
@@ -241,37 +249,44 @@ BUILT_IN = {
 @cache
 def load_reward_function(name: str) -> Callable:
     """A built-in reward function by name, or `path/to/file.py:function`. Raises ValueError in one line."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    path, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise ValueError(f"--reward_functions {name}: unknown; use path/to/file.py:function or one of {', '.join(BUILT_IN)}")
-    if not Path(path).is_file():
-        raise ValueError(f"--reward_functions {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
-    try:
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"--reward_functions {name}: importing {path} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"--reward_functions {name}: {path} has no function {attribute}")
-    if name_of(function) in BUILT_IN:
+    function = BUILT_IN.get(name) or function_from_file("reward_functions", name, BUILT_IN)
+    if name not in BUILT_IN and name_of(function) in BUILT_IN:
         raise ValueError(f"--reward_functions {name}: there is a built-in reward function {name_of(function)}; rename yours")
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values()):
         raise ValueError(f"--reward_functions {name}: it must accept columns it does not use: add **columns to its parameters")
     return function
 
 
+def function_from_file(flag: str, name: str, built_in) -> Callable:
+    """The function that `path/to/file.py:function` names, for a flag which might have named one of the built-in ones."""
+    path, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise ValueError(f"--{flag} {name}: unknown; use path/to/file.py:function or one of {', '.join(built_in)}")
+    if not Path(path).is_file():
+        raise ValueError(f"--{flag} {name}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"file {path}", path)
+    try:
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"--{flag} {name}: importing {path} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"--{flag} {name}: {path} has no function {attribute}")
+    return function
+
+
 def compute_rewards_for_completions(
-    reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict], *, on_error: str = "raise"
+    reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict], *, on_error: str = "raise",
+    turn_points: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score every completion with every function and add up: total = sum of weight * points.
 
     rollout   has completions (B texts) and completion_ids, completion_mask (B, T); examples: P dicts, B = P * G.
               A function gets [{"role": "assistant", "content": text}] where the prompt is a conversation, else the text
     on_error  "raise" stops with the function's name and what was asked of it, "none" counts its completions as unscored
+    turn_points  (B, T), a Rollout's, where there is an environment: functions get a list of points for each completion, one a
+              turn. A conversation with NaN among them is unscored: its environment raised
     returns   total (P, G) in points, and the points of each function (P, G) before weighting. NaN where a function
               could not score. A total is NaN if a function scored only some siblings and not this one, for then they
               cannot be compared; a function that scored none of a group was not meant for it and is left out.
@@ -286,8 +301,14 @@ def compute_rewards_for_completions(
         completion_ids=[ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)],
         **{name: [example.get(name) for example in per_row] for name in sorted(columns)},
     )
+    mask, failed = rollout.completion_mask, torch.zeros(len(per_row), dtype=torch.bool)
+    if turn_points is not None:
+        ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)            # (B, T), of turns
+        arguments["turn_points"] = [points[end].tolist() for points, end in zip(turn_points, ends, strict=True)]
+        failed = turn_points.isnan().any(dim=1)                                  # (B,)
     per_function = {
-        name_of(function): call_reward_function(function, arguments, on_error).view(len(examples), group_size)
+        name_of(function): call_reward_function(function, arguments, on_error)
+        .masked_fill(failed, torch.nan).view(len(examples), group_size)
         for function in reward_functions
     }
     return weighted_sum(per_function, weights), per_function
@@ -302,10 +323,10 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tenso
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
 
 
-def as_asked(text: str, prompt) -> str | list[dict]:
-    """A completion in the form of its prompt, as TRL's reward functions expect it: text, or an assistant's message."""
-    is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
-    return [{"role": "assistant", "content": text}] if is_chat else text
+def as_asked(completion: str | list[dict], prompt) -> str | list[dict]:
+    """A completion in the form of its prompt, as TRL's reward functions expect it: text, or messages."""
+    as_text = isinstance(completion, str) and not (isinstance(prompt, list) and isinstance(prompt[0], dict))
+    return completion if as_text or isinstance(completion, list) else [{"role": "assistant", "content": completion}]
 
 
 def call_reward_function(function: Callable, arguments: dict, on_error: str) -> Tensor:

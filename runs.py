@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from config import PROFILES, Config
 from devices import all_sum, gather, is_main, num_processes
+from packing import completion_lengths
 
 UNITS = {                       # the console line: metric, label, format
     "loss": "loss {:.3f} nat",
@@ -30,6 +31,7 @@ UNITS = {                       # the console line: metric, label, format
     "reward/correctness": "correct {:.0%}",
     "tied_groups": "tied {:.0%}",
     "completion_tokens": "len {:.0f} tok",
+    "turns": "{:.1f} turns",
     "truncated": "cut {:.0%}",
     "unscored": "unscored {:.0%}",
     "skipped": "skipped {} not finite",
@@ -247,6 +249,7 @@ def completion_records(examples: list[dict], rollout, rewards=None, per_function
     records = []
     for row, text in enumerate(rollout.completions):
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
+        length = int(completion_lengths(mask[None]))      # with what an environment said in between
         record = {"prompt": examples[p]["prompt"], "completion": text}
         if rewards is not None:
             shown = advantages[row][mask] if advantages.shape[1] > 1 else advantages[row]
@@ -256,15 +259,19 @@ def completion_records(examples: list[dict], rollout, rewards=None, per_function
                 "advantage": or_none(shown.mean()),
             }
             if advantages.shape[1] > 1:
-                record["token_advantages"] = shown.tolist()
+                of_tokens = zip(advantages[row, :length].tolist(), mask[:length].tolist(), strict=True)
+                record["token_advantages"] = [advantage if own else None for advantage, own in of_tokens]
         records.append(record | {
             "finished": bool(rollout.finished[row]),
             "tokens": int(mask.sum()),
             "group": p,
             "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
-            "completion_ids": rollout.completion_ids[row][mask].tolist(),
-            "sampling_logp": rollout.sampling_logp[row][mask].tolist(),
-        })
+            "completion_ids": rollout.completion_ids[row, :length].tolist(),
+            "sampling_logp": [
+                logp if own else None                     # the policy did not choose this token
+                for logp, own in zip(rollout.sampling_logp[row, :length].tolist(), mask[:length].tolist(), strict=True)
+            ],
+        } | ({} if rollout.turn_points is None else {"turn_points": [or_none(p) for p in rollout.turn_points[row, :length]]}))
     return records
 
 

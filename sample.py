@@ -10,9 +10,9 @@ each with the completion that owns it. Completion number B does not exist: what 
 """
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cache import PackedCache, PlainCache
-from data import encode_completion, encode_prompt
+from conversations import Conversation
+from data import encode_demonstration, encode_prompt
 from logprobs import restrict_logits
 from model import merged_adapter
 from packing import Places
 
 FIRST_STEPS = 32                # the cache begins with room for so many
-STEPS_BETWEEN_LOOKS = 8         # on a GPU, where to look whether completions have ended means to wait for the device
+STEPS_BETWEEN_LOOKS = defaultdict(lambda: 8, cpu=1)      # by device: to look which completions have ended means to wait
 
 
 @dataclass
@@ -36,15 +37,16 @@ class Rollout:
     prompt_ids: Tensor          # (P, Tp) left-padded
     prompt_mask: Tensor         # (P, Tp) bool
     completion_ids: Tensor      # (B, T) right-padded
-    completion_mask: Tensor     # (B, T) bool, True on tokens the policy chose, up to and including the stop token
+    completion_mask: Tensor     # (B, T) bool, True on tokens the policy chose, stop tokens included; not on an environment's
     sampling_logp: Tensor       # (B, T) nats under the distribution that was drawn from; 0 where completion_mask is False
-    finished: Tensor            # (B,) bool, False where the length limit came before a stop token
-    completions: list[str]      # B texts, without the stop token
+    finished: Tensor            # (B,) bool, False where the length limit came before a stop token, or before an answer
+    completions: list           # B texts, without the stop token; of conversations, lists of the messages after the prompt
+    turn_points: Tensor | None = None       # (B, T) an environment's points at the last token of each turn; NaN: it raised
 
 
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None, shared_prompt: bool = True,
-    at_once: int | None = None, occurrence: list[int] | None = None,
+    at_once: int | None = None, occurrence: list[int] | None = None, respond: list | None = None,
 ) -> Rollout:
     """Draw a group of completions for each prompt.
 
@@ -57,6 +59,7 @@ def sample_completions_for_prompts(
     shared_prompt    False for models whose layers carry state, as in completion_log_probs
     at_once          completions at once, if not the config's
     occurrence       what occurrences() says of the prompts, if these are part of a larger batch
+    respond          for each prompt a function of its conversation, which says what comes next (conversations.py)
     """
     group_size = num_completions or config.num_completions_per_prompt
     greedy = config.generation_temperature == 0
@@ -70,7 +73,14 @@ def sample_completions_for_prompts(
     prompt_ids, prompt_mask = left_pad(encoded, tokenizer.pad_token_id)
     earlier = occurrences(prompts) if occurrence is None else occurrence
     uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
-    drawn = Drawn(uniforms, stop_token_ids(model, tokenizer), tokenizer.pad_token_id, policy, device)
+    stops = stop_token_ids(model, tokenizer)
+    talks = respond and [
+        Conversation(tokenizer, prompt, answer, config, stops)
+        for prompt, answer in zip(prompts, respond, strict=True) for _ in range(group_size)
+    ]
+    drawn = Drawn(uniforms, stops, tokenizer.pad_token_id, policy, device, talks)
+    # What has gone through a recurrent layer cannot be taken back, so there a turn has to be answered at once.
+    steps_between_looks = 1 if talks and not shared_prompt else STEPS_BETWEEN_LOOKS[device.type]
     groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
     prompt_lengths = torch.tensor([len(ids) for ids in encoded] + [0], device=device)
 
@@ -87,14 +97,15 @@ def sample_completions_for_prompts(
             counts = drawn.count[alive]                   # room for as many steps again, but no more than can be needed
             steps = min(max(FIRST_STEPS, int(counts.max())), config.generation_max_length - int(counts.min()))
             owners = cache.arrange(alive, [owner // group_size for owner in alive], drawn.nobody, steps)      # (R, Q)
-            prompt = torch.where(owners == drawn.nobody, -1, owners // group_size)
             enough = len(alive) // 2                      # then it is worth while to close ranks, or to begin prompts
             while cache.steps_left and len(alive) > enough:
-                for _ in range(min(cache.steps_left, 1 if device.type == "cpu" else STEPS_BETWEEN_LOOKS)):
-                    count = drawn.count[owners]
-                    places = Places(prompt, owners + 1, (prompt_lengths[prompt] + count - 1).clamp(min=0))
-                    logits = cache.forward(drawn.ids[owners, count - 1], places)                              # (R * Q, V)
-                    drawn.take(owners.flatten(), logits)
+                for _ in range(min(cache.steps_left, steps_between_looks)):
+                    # What is forwarded while a turn waits for its answer is nobody's: the cache must not keep it.
+                    whose = owners.masked_fill(drawn.stopped[owners], drawn.nobody)                           # (R, Q)
+                    prompt, count = torch.where(whose == drawn.nobody, -1, whose // group_size), drawn.count[whose]
+                    places = Places(prompt, whose + 1, (prompt_lengths[prompt] + count - 1).clamp(min=0))
+                    logits = cache.forward(drawn.ids[whose, count - 1], places)                               # (R * Q, V)
+                    drawn.take(whose.flatten(), logits)
                 alive = drawn.unfinished(alive)
     return drawn.as_rollout(prompt_ids, prompt_mask, tokenizer)
 
@@ -122,29 +133,52 @@ def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn,
 class Drawn:
     """What has been drawn so far, and how to draw more. Tensors have an entry more than there are completions, for nobody."""
 
-    def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device):
+    def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device, talks: list | None = None):
         self.nobody, limit = uniforms.shape
         self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, 1), (0, 0)))).to(device)          # (B + 1, T)
         self.ids = torch.full((self.nobody + 1, limit), pad_id, device=device)
+        self.given = torch.full_like(self.ids, -1)        # tokens that are not drawn: what environments said
         self.logp = torch.zeros(self.nobody + 1, limit, device=device)
         self.count = torch.zeros(self.nobody + 1, dtype=torch.long, device=device)               # tokens so far
         self.stopped = torch.zeros(self.nobody + 1, dtype=torch.bool, device=device)
         self.stops, self.policy, self.pad_id = torch.tensor(stops, dtype=torch.long, device=device), policy, pad_id
+        self.talks = talks                                # B conversations with environments, or None
 
     def take(self, owners: Tensor, logits: Tensor) -> None:
-        """Draw a token for each owner: owners (n,), logits (n, V). Completions that are done get nothing any more."""
+        """Draw a token for each owner, or take the given one: owners (n,), logits (n, V). What is done gets no more."""
         done = self.stopped[owners] | (self.count[owners] >= self.ids.shape[1])
         owners = owners.masked_fill(done, self.nobody)
         at = self.count[owners].masked_fill(owners == self.nobody, 0)
         tokens, logp = draw(restrict_logits(logits, **self.policy), self.uniforms[owners, at])
-        self.ids[owners, at], self.logp[owners, at] = tokens, logp
+        given = self.given[owners, at]
+        own = given < 0
+        self.ids[owners, at], self.logp[owners, at] = torch.where(own, tokens, given), torch.where(own, logp, 0.0)
         self.count[owners] = at + 1
-        self.stopped[owners] = torch.isin(tokens, self.stops)
+        self.stopped[owners] = own & torch.isin(tokens, self.stops)
 
     def unfinished(self, owners: list[int]) -> list[int]:
-        """Which of them go on. The one place where the host waits for the device."""
-        going = (~self.stopped & (self.count < self.ids.shape[1])).tolist()
-        return [owner for owner in owners if going[owner]]
+        """Which of them go on, after an answer if their turn has ended. The one place where the host waits for the device."""
+        count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
+        ended = [owner for owner in owners if self.talks and stopped[owner]]
+        for owner, ids in zip(ended, self.ids[ended].tolist(), strict=True):
+            end = count[owner]
+            if reply := self.talks[owner].answer(ids[:end]):
+                self.given[owner, end : end + len(reply)] = torch.tensor(reply, device=self.given.device)
+                self.stopped[owner] = stopped[owner] = False
+        return [owner for owner in owners if not stopped[owner] and count[owner] < self.ids.shape[1]]
+
+    def as_conversations(self, rollout: Rollout) -> Rollout:
+        """With messages, points, and without what environments said in the mask."""
+        rows = list(zip(self.talks, rollout.completion_mask.sum(dim=1).tolist(), strict=True))
+        points = torch.zeros(rollout.completion_mask.shape)
+        for row, (talk, _) in enumerate(rows):
+            points[row, list(talk.points)] = torch.tensor(list(talk.points.values()))
+        return replace(
+            rollout, turn_points=points,
+            completion_mask=rollout.completion_mask & (self.given[:-1, : points.shape[1]].cpu() < 0),
+            finished=rollout.finished & ~torch.tensor([talk.outgrown for talk in self.talks]),
+            completions=[talk.completion(rollout.completion_ids[row, :n].tolist()) for row, (talk, n) in enumerate(rows)],
+        )
 
     def as_rollout(self, prompt_ids: Tensor, prompt_mask: Tensor, tokenizer) -> Rollout:
         lengths, stopped = self.count[:-1].cpu(), self.stopped[:-1].cpu()
@@ -152,6 +186,8 @@ class Drawn:
         width = mask.shape[1]
         ids, logp = self.ids[:-1, :width].cpu().masked_fill(~mask, self.pad_id), self.logp[:-1, :width].cpu()
         assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
+        if self.talks:
+            return self.as_conversations(Rollout(prompt_ids, prompt_mask, ids, mask, logp, stopped, []))
         texts = [row[: n - done] for row, n, done in zip(ids.tolist(), lengths.tolist(), stopped.tolist(), strict=True)]
         return Rollout(
             prompt_ids, prompt_mask, ids, mask, logp, stopped, tokenizer.batch_decode(texts, skip_special_tokens=True)
@@ -163,7 +199,8 @@ def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
     rows = keep.repeat_interleave(len(rollout.completions) // len(rollout.prompt_ids))           # (B,)
     by_row = rollout.completion_ids, rollout.completion_mask, rollout.sampling_logp, rollout.finished
     texts = [text for text, kept in zip(rollout.completions, rows.tolist(), strict=True) if kept]
-    return Rollout(rollout.prompt_ids[keep], rollout.prompt_mask[keep], *(tensor[rows] for tensor in by_row), texts)
+    points = None if rollout.turn_points is None else rollout.turn_points[rows]
+    return Rollout(rollout.prompt_ids[keep], rollout.prompt_mask[keep], *(tensor[rows] for tensor in by_row), texts, points)
 
 
 def join_rollouts(rollouts: list[Rollout]) -> Rollout:
@@ -178,6 +215,7 @@ def join_rollouts(rollouts: list[Rollout]) -> Rollout:
         join("prompt_ids", left=True), join("prompt_mask", left=True), join("completion_ids"), join("completion_mask"),
         join("sampling_logp"), torch.cat([rollout.finished for rollout in rollouts]),
         [text for rollout in rollouts for text in rollout.completions],
+        None if rollouts[0].turn_points is None else join("turn_points"),
     )
 
 
@@ -240,9 +278,11 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout
     stops = stop_token_ids(model, tokenizer)
     texts = [example["completion"] for example in examples]
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    ids = [encode_completion(tokenizer, example["prompt"], example["completion"], stops) for example in examples]
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], batch_first=True)
-    completion_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
+    rows = [encode_demonstration(tokenizer, example["prompt"], example["completion"], stops) for example in examples]
+    completion_ids, mask = (
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(part) for part in parts], batch_first=True)
+        for parts in zip(*rows, strict=True)
+    )
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, sampling_logp=torch.zeros(mask.shape),
         finished=torch.ones(len(texts), dtype=torch.bool), completions=texts,

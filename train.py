@@ -18,6 +18,7 @@ import torch
 
 from checkpoint import NotSaved, save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
+from conversations import describe_conversations
 from devices import all_sum, clip_gradient, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
 from experience import Experience, Groups, minibatches, passes, prepare_experience, sample_groups
@@ -109,7 +110,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
             run.kl_coef, metrics["kl"], target=grpo.kl_target, num_samples=num_rows, horizon=grpo.kl_horizon
         )
     finished = time.perf_counter()
-    metrics |= describe_groups(groups, experience) | {
+    metrics |= describe_groups(groups, experience) | describe_conversations(rollout) | {
         "sampling_seconds": sampled - started, "training_seconds": finished - sampled, "step_seconds": finished - started
     }
     return metrics, completion_records(groups.examples, rollout, groups.rewards, groups.per_function, experience.advantages)
@@ -247,7 +248,7 @@ def log_evaluation(run: Run) -> float:
     training, grpo = run.config.training, run.config.grpo
     result = evaluate(
         run.model, run.tokenizer, run.eval_set, grpo, seed=training.seed << 32, reward_functions=run.reward_functions,
-        on_error=grpo.reward_errors, shared_prompt=run.shared_prompt,
+        on_error=grpo.reward_errors, shared_prompt=run.shared_prompt, environment=run.environment,
         batch_size=grpo.generation_batch_size or training.batch_size * grpo.num_completions_per_prompt,        # as in a step
     )
     run.folder.log(run.step, "eval", result)

@@ -1,0 +1,645 @@
+"""Conversations: what is sampled stays, what an environment says is seen and not learned, and whoever misbehaves is named."""
+
+import json
+import math
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import PROMPTS, QUICK
+
+import infer
+import sample
+import train
+from config import GRPOConfig, parse_config
+from conversations import (
+    LONGEST_MESSAGE, Conversation, EnvironmentRaised, answer_calls, calculate, columns_for, describe_conversations,
+    guess_letter, load_environment, play, responders,
+)
+from data import encode_completion, encode_demonstration, encode_prompt, encode_reply, load_examples, render
+from experience import shape_rewards, token_advantages
+from grpo import policy_loss
+from logprobs import completion_log_probs
+from model import byte_tokenizer
+from packing import completion_lengths, micro_batches
+from replay import rollout_of
+from rewards import compute_rewards_for_completions, correctness, environment
+from runs import completion_records, read_jsonl
+from sample import demonstrations_as_rollout, join_rollouts, sample_completions_for_prompts, select_groups
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
+
+
+def talkative(conversation, **columns):
+    """Answers everything, of different length, and leaves now and then."""
+    text = conversation[-1]["content"]
+    if len(text) % 7 == 6:
+        return None, 5.0
+    role = "tool" if len(text) % 2 else "user"
+    return {"role": role, "content": f"{len(conversation)} {text[::-1][:5]}!"}, 0.25 * len(conversation)
+
+
+@pytest.fixture
+def settings():
+    return GRPOConfig(
+        generation_max_length=60, environment="calculator", max_turns=4, generation_top_k=0, generation_top_p=1.0,
+        generation_temperature=1.0,
+    )
+
+
+def talk(model, tokenizer, config, prompts=None, respond=talkative, **options):
+    """A rollout of conversations. A third of the vocabulary ends a turn, so that turns are short."""
+    model.generation_config.eos_token_id = list(range(1, 90))
+    prompts = PROMPTS + CHATS if prompts is None else prompts
+    answers = [respond] * len(prompts)
+    return sample_completions_for_prompts(model, tokenizer, prompts, config, seed=3, respond=answers, **options)
+
+
+# ---- the numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokenizer, settings):
+    _, model = architecture
+    for config in settings, replace(settings, generation_temperature=0.8, generation_top_k=50, generation_top_p=0.9):
+        for shared_prompt in True, False:
+            rollout = talk(model, tokenizer, config, shared_prompt=shared_prompt)
+            holes = torch.arange(rollout.completion_mask.shape[1]) < completion_lengths(rollout.completion_mask)[:, None]
+            holes &= ~rollout.completion_mask
+            assert describe_conversations(rollout)["turns"] > 1.5 and holes.sum() > 50, "there is something to get wrong"
+            assert not rollout.sampling_logp[holes].any()
+            trained = completion_log_probs(model, rollout, **config.policy)
+            assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
+            assert not trained.logp[holes].any() and not trained.entropy[holes].any()
+
+
+def test_the_models_own_logits_with_the_environments_words_in_the_context(model, tokenizer, settings):
+    rollout = talk(model, tokenizer, settings)
+    with torch.no_grad():
+        for row in range(0, len(rollout.completions), 3):
+            prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
+            mask = rollout.completion_mask[row, : int(completion_lengths(rollout.completion_mask[row][None]))]
+            ids = rollout.completion_ids[row, : len(mask)]
+            logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            torch.testing.assert_close(rollout.sampling_logp[row, : len(mask)][mask], own[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture, tokenizer, settings):
+    _, model = architecture
+    rollout = talk(model, tokenizer, settings)
+    everything = torch.arange(len(rollout.completions))
+
+    def gradient(batches, shared_prompt):
+        model.zero_grad()
+        advantages = torch.randn(len(everything), generator=torch.Generator().manual_seed(0))
+        for rows in batches:
+            new = completion_log_probs(model, rollout, rows, **settings.policy, shared_prompt=shared_prompt)
+            mask = rollout.completion_mask[rows]
+            num_tokens = int(rollout.completion_mask.sum())
+            loss, _ = policy_loss(new.logp, rollout.sampling_logp[rows], advantages[rows], mask, num_tokens=num_tokens)
+            loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    plain = gradient([everything], False)
+    for batches in [everything], micro_batches(rollout, everything, 200):
+        assert (gradient(batches, True) - plain).norm() < 1e-5 * plain.norm()
+
+
+def same(one, other):
+    """Whether two rollouts are the same conversations."""
+    return one.completions == other.completions and one.turn_points.sum() == pytest.approx(float(other.turn_points.sum()))
+
+
+def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldom(model, tokenizer, settings, monkeypatch):
+    together = talk(model, tokenizer, settings)
+    assert len({len(messages) for messages in together.completions}) > 2
+    for p, prompt in enumerate(PROMPTS[:3]):
+        alone = talk(model, tokenizer, settings, [prompt])
+        assert alone.completions == together.completions[4 * p : 4 * p + 4]
+    assert same(talk(model, tokenizer, settings, at_once=4), together)
+    monkeypatch.setitem(sample.STEPS_BETWEEN_LOOKS, "cpu", 8)                    # as on a GPU
+    for shared_prompt in True, False:
+        seldom = talk(model, tokenizer, settings, shared_prompt=shared_prompt)
+        assert same(seldom, together)
+        trained = completion_log_probs(model, seldom, **settings.policy)
+        assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
+
+
+def test_rollouts_can_be_joined_selected_and_written_down(model, tokenizer, settings):
+    rollout = talk(model, tokenizer, settings)
+    keep = torch.tensor([True, False] * 3)
+    halves = join_rollouts([select_groups(rollout, keep), select_groups(rollout, ~keep)])
+    order = [row for p in (0, 2, 4, 1, 3, 5) for row in range(4 * p, 4 * p + 4)]
+    assert halves.completions == [rollout.completions[row] for row in order]
+    assert torch.equal(halves.turn_points, rollout.turn_points[order])
+    assert torch.equal(halves.completion_mask, rollout.completion_mask[order])
+
+    examples = [{"prompt": prompt} for prompt in PROMPTS + CHATS]
+    rewards = {"environment": torch.arange(24.0).view(6, 4)}
+    records = completion_records(examples, rollout, rewards["environment"], rewards, torch.zeros(24, 1))
+    again, per_function = rollout_of(json.loads(json.dumps(records)), tokenizer.pad_token_id)
+    assert torch.equal(again.completion_mask, rollout.completion_mask[:, : again.completion_mask.shape[1]])
+    width = again.completion_mask.shape[1]
+    inside = torch.arange(width) < completion_lengths(again.completion_mask)[:, None]
+    assert torch.equal(again.completion_ids[inside], rollout.completion_ids[:, :width][inside])
+    assert torch.equal(again.sampling_logp, rollout.sampling_logp[:, :width])
+    assert torch.equal(again.turn_points, rollout.turn_points[:, :width])
+    assert again.completions == rollout.completions
+    assert torch.equal(per_function["environment"], rewards["environment"].double())
+    assert [record["tokens"] for record in records] == rollout.completion_mask.sum(1).tolist(), "the policy's"
+
+
+# ---- tokens in, tokens out -------------------------------------------------------------------------------------------
+
+ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+TEMPLATES = {
+    "chatml": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
+    "thoughts": (                                         # Qwen 3: earlier thoughts are left out, a tool speaks as user
+        "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set at.last = loop.index0 %}"
+        "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+        "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+        "{% elif m.role == 'assistant' and loop.index0 < at.last %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}" + ALTERNATE + "<start_of_turn>"
+        "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
+    "llama": (
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|eot_id|>"),
+    "mistral": (                                          # a tool's message is left out; the last turn gets the instruction
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}", "<eos>"),
+}
+
+
+def chat_tokenizer(name):
+    tokenizer = byte_tokenizer()
+    if name != "plain":
+        tokenizer.chat_template, end = TEMPLATES[name]
+        tokenizer.add_tokens([end, "<|im_start|>"], special_tokens=True)
+        tokenizer.eos_token = end
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "plain"])
+def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
+    tokenizer = chat_tokenizer(name)
+    stops = [tokenizer.eos_token_id]
+    said = ["<think>hm</think>one", "two", "madeupturn"]
+    answers = ["and?", {"role": "tool", "content": "4 \n2"}, "madeupturn?"]
+    heard = iter(answers)
+    settings = replace(settings, generation_max_length=1000)
+    conversation = Conversation(tokenizer, "1+1=?", lambda messages: next(heard), settings, stops)
+    prompt = encode_prompt(tokenizer, "1+1=?")
+    ids, prompts, turns = [], [], []
+    for text in said:
+        prompts.append([*prompt, *ids])
+        turns.append([*tokenizer(text, add_special_tokens=False).input_ids, stops[0]])
+        ids += turns[-1]
+        ids += conversation.answer(ids)
+    prompts.append([*prompt, *ids])
+    for earlier, turn, later in zip(prompts, turns, prompts[1:]):
+        assert later[: len(earlier) + len(turn)] == earlier + turn
+    text = tokenizer.decode(ids)
+    assert text.count("and?") == text.count("4 \n2") == text.count("madeupturn?") == 1 and "hm" in text
+    assert [m["content"] for m in conversation.messages[1::2]] == said
+
+    # Where a template shows every turn as it was, this is what it makes of the whole conversation.
+    messages = [{"role": "user", "content": "1+1=?"}]
+    for turn, answer in zip(said, answers):
+        answer = {"role": "user", "content": answer} if isinstance(answer, str) else answer
+        if answer["role"] == "tool" and name in ("gemma", "mistral"):
+            answer = answer | {"role": "user"}
+        messages += [{"role": "assistant", "content": turn}, answer]
+    if name == "plain":
+        assert text == "<think>hm</think>one<eos>\nand?\ntwo<eos>\n4 \n2\nmadeupturn<eos>\nmadeupturn?\n"
+    elif name == "thoughts":
+        whole = render(tokenizer, messages, add_generation_prompt=True)
+        assert "hm" not in whole and tokenizer.decode(prompts[-1]).replace("<think>hm</think>", "") == whole
+    else:
+        whole = render(tokenizer, messages, add_generation_prompt=True)
+        assert tokenizer(whole, add_special_tokens=False).input_ids == prompts[-1]
+
+
+def test_without_a_template_messages_are_answered_in_lines_with_roles(tokenizer):
+    reply = encode_reply(tokenizer, CHATS[0], {"role": "tool", "content": "7"}, [1])
+    assert tokenizer.decode(reply) == "\ntool: 7\nassistant: "
+    assert tokenizer.decode(encode_prompt(tokenizer, CHATS[0])).endswith("\nassistant: ")
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_one_turn_more_only_appends(model, settings, name):
+    tokenizer = chat_tokenizer(name)
+    model.resize_token_embeddings(len(tokenizer))
+    config = replace(settings, generation_max_length=200)
+    shorter = talk(model, tokenizer, replace(config, max_turns=2))
+    longer = talk(model, tokenizer, replace(config, max_turns=3))
+    grew = 0
+    for row in range(len(shorter.completions)):
+        length = int(completion_lengths(shorter.completion_mask[row][None]))
+        for field in "completion_ids", "completion_mask", "turn_points":
+            assert torch.equal(getattr(shorter, field)[row, :length], getattr(longer, field)[row, :length])
+        torch.testing.assert_close(
+            shorter.sampling_logp[row, :length], longer.sampling_logp[row, :length], atol=1e-4, rtol=1e-4
+        )
+        assert longer.completions[row][: len(shorter.completions[row])] == shorter.completions[row]
+        grew += len(longer.completions[row]) > len(shorter.completions[row])
+    assert grew > 3
+
+
+def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speaks(model, tokenizer):
+    completion = [
+        {"role": "assistant", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}
+    ]
+    ids, spoken = encode_demonstration(tokenizer, "p", completion, [1])
+    assert tokenizer.decode(ids) == "ab<eos>\nc\nd<eos>" and spoken == [True] * 3 + [False] * 3 + [True] * 2
+    rollout = demonstrations_as_rollout(
+        model, tokenizer, [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
+    )
+    assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
+    assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "p", "ab", [1])
+
+
+# ---- the end of a conversation ---------------------------------------------------------------------------------------
+
+
+def test_turns_and_tokens_are_bounded_whatever_the_environment_does(model, tokenizer, settings):
+    asked = []
+
+    def endless(conversation):
+        asked.append(len(conversation))
+        return "more"
+
+    rollout = talk(model, tokenizer, settings, PROMPTS, endless)
+    turns = [sum(message["role"] == "assistant" for message in messages) for messages in rollout.completions]
+    assert max(turns) == settings.max_turns and rollout.completion_ids.shape[1] <= settings.generation_max_length
+    assert all(messages[-1]["role"] == "assistant" for messages in rollout.completions), "what nobody answers is not said"
+    assert asked.count(2 * settings.max_turns) == sum(
+        n == settings.max_turns and done for n, done in zip(turns, rollout.finished.tolist())
+    ), "asked after the last turn too"
+    assert rollout.finished.any()
+
+
+def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(model, tokenizer, settings):
+    def long_winded(conversation):
+        return "x" * 50
+
+    rollout = talk(model, tokenizer, settings, PROMPTS, long_winded)
+    assert int(completion_lengths(rollout.completion_mask).max()) <= 60
+    for messages, finished in zip(rollout.completions, rollout.finished.tolist()):
+        assert len(messages) in (1, 3) and messages[-1]["role"] == "assistant" and not finished
+    assert not talk(model, tokenizer, settings, PROMPTS, lambda conversation: "x" * 100).finished.any()
+
+
+def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
+    conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
+    message, _ = conversation.say("hello")
+    assert message["content"] == "x" * LONGEST_MESSAGE + f" [{10**6 - LONGEST_MESSAGE} more characters were cut]"
+    conversation.respond = lambda conversation: "half a pair: \ud83d"
+    assert tokenizer.decode(conversation.answer(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
+
+
+@pytest.mark.parametrize("answer,message", [
+    (lambda: 1 / 0, "ZeroDivisionError: division by zero"), (lambda: "", "empty message; None ends"),
+    (lambda: " \n", "empty message"), (lambda: 7, "returned 7, not text"), (lambda: {"content": "x"}, "not text, a message"),
+    (lambda: {"role": "assistant", "content": "x"}, "not the assistant's"), (lambda: ("x", math.nan), "gave nan points"),
+    (lambda: ("x", "y"), "TypeError"), (lambda: ("x", 1, 2), "TypeError"),
+])
+def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(model, tokenizer, settings, answer, message):
+    def broken(conversation):
+        return answer() if len(conversation) > 3 and len(conversation[-1]["content"]) % 2 else "go on"
+
+    with pytest.raises(EnvironmentRaised, match=message) as error:
+        talk(model, tokenizer, settings, PROMPTS, broken)
+    assert "environment calculator" in str(error.value) and "\n" not in str(error.value)
+    lenient = replace(settings, reward_errors="none", reward_functions=["correctness"])
+    rollout = talk(model, tokenizer, lenient, PROMPTS, broken)
+    failed = rollout.turn_points.isnan().any(dim=1)
+    assert 0 < failed.sum() < len(failed)
+    examples = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS]
+    total, _ = compute_rewards_for_completions([correctness], [1.0], rollout, examples, turn_points=rollout.turn_points)
+    assert torch.equal(total.flatten().isnan(), failed)
+
+
+def test_the_environment_cannot_change_what_was_said(model, tokenizer, settings):
+    def vandal(conversation):
+        conversation[-1]["content"] = "changed"
+        conversation.clear()
+        return "x"
+
+    polite = talk(model, tokenizer, settings, PROMPTS, lambda conversation: "x")
+    assert talk(model, tokenizer, settings, PROMPTS, vandal).completions == polite.completions
+
+
+# ---- points ----------------------------------------------------------------------------------------------------------
+
+
+def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenizer, settings):
+    seen = {}
+
+    def spy(completions, turn_points, **columns):
+        seen.update(completions=completions, turn_points=turn_points)
+        return [0.0] * len(completions)
+
+    rollout = talk(model, tokenizer, settings)
+    examples = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS + CHATS]
+    total, _ = compute_rewards_for_completions(
+        [environment, spy], [2.0, 1.0], rollout, examples, turn_points=rollout.turn_points
+    )
+    assert seen["completions"] == rollout.completions
+    for row, (messages, points) in enumerate(zip(rollout.completions, seen["turn_points"])):
+        prompt = CHATS[row // 4 - 4] if row >= 16 else ["the prompt"]
+        answered = int(rollout.turn_points[row].count_nonzero())                 # all turns, or all but a last one that was cut
+        expected = [talkative([*prompt, *messages[: 2 * turn + 1]])[1] for turn in range(answered)]
+        expected += [0.0] * ((len(messages) + 1) // 2 - answered)
+        assert points == pytest.approx(expected) and len(expected) - answered < 2
+        assert float(total.view(-1)[row]) == pytest.approx(2 * sum(expected))
+    assert environment(["a"]) == [0.0]
+
+
+def test_points_of_turns_are_rewards_of_their_last_tokens_in_gae():
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 0, 0, 0, 0]]).bool()
+    turn_points = torch.zeros(2, 8)
+    turn_points[0, 1], turn_points[0, 5], turn_points[1, 2] = 0.5, -1.0, 0.25
+    config = GRPOConfig(
+        reward_functions=["environment", "correctness"], reward_weights=[2.0, 1.0], environment="calculator", max_turns=3,
+        normalize_advantages=False, gae_gamma=1.0, gae_lambda=1.0,
+    )
+    total = torch.tensor([[2 * -0.5 + 3.0], [2 * 0.25]])  # correctness gave 3 and 0
+    nothing = torch.zeros(2, 8)
+    advantages, _ = token_advantages(config, total, nothing, nothing, mask, turn_points)
+    expected = torch.tensor([[2.0, 2.0, 0, 0, 1.0, 1.0, 0, 3.0], [0.5, 0.5, 0.5, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(advantages, expected)
+    unused = replace(config, reward_functions=["correctness"], reward_weights=[1.0])
+    advantages, _ = token_advantages(unused, total, nothing, nothing, mask, turn_points)
+    torch.testing.assert_close(advantages, total.expand(2, 8) * mask)
+
+
+def test_overlong_counts_everything_and_lengths_count_the_policys_tokens(model, tokenizer, settings):
+    rollout = talk(model, tokenizer, settings)
+    described = describe_conversations(rollout)
+    own = [sum(len(m["content"]) for m in messages if m["role"] != "assistant") for messages in rollout.completions]
+    assert described["environment_tokens"] > sum(own) / len(own), "with what stands around the messages"
+    points = shape_rewards(replace(settings, overlong="penalise", overlong_buffer=10), rollout, torch.zeros(6, 4))
+    lengths = completion_lengths(rollout.completion_mask)
+    assert torch.equal(points.flatten() < 0, lengths > 50) and (lengths > 50).any()
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expression,result", [
+    ("47+85", "132"), (" (3+4)*12 ", "84"), ("2**10", "1024"), ("7/2", "3.5"), ("6/2", "3"), ("-7//2", "-4"), ("1e3", "1000"),
+    ("0.1+0.2", "0.3"), ("10%4", "2"),
+])
+def test_the_calculator_computes(expression, result):
+    assert calculate(expression) == result
+
+
+@pytest.mark.parametrize("expression", [
+    "", "1/0", "9**9**9", "2**-99999", "__import__('os').system('true')", "a+1", "'x'*3", "[1]*9", "True+1", "1 if 1 else 2",
+    "(-8)**0.5",     "1+" * 200 + "1", "(" * 150, "1\0", "1j", "10.0**400", "lambda: 1", "9**999**1.5",
+])
+def test_what_is_no_arithmetic_is_told_to_the_model_and_harms_nobody(expression):
+    (answer,) = answer_calls(f"calculate({expression})", {"calculate": calculate})
+    assert answer.startswith("error: ") and len(answer) < 200 and "\n" not in answer
+
+
+def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
+    def fails(**arguments):
+        raise KeyError
+
+    tools = {"calculate": calculate, "fails": fails, "silent": lambda: " \n"}
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
+    assert answer_calls("I need 47+85. " + call % "47+85", tools) == ["132"]
+    assert answer_calls(call % "1+1" + "\n" + call % "2+2", tools) == ["2", "4"]
+    assert answer_calls((call % "1+1").removesuffix("\n</tool_call>"), tools) == ["2"], "the end was its stop token"
+    assert answer_calls("so: calculate(3*(4+5))", tools) == ["27"]
+    for text in "the answer is 132", "calculated(1+1)", "calculate(1+1) is 2":
+        assert answer_calls(text, tools) == []
+    for text, problem in {
+        "<tool_call>{broken</tool_call>": "not {", "<tool_call>[1]</tool_call>": "not {", "<tool_call></tool_call>": "not {",
+        '<tool_call>{"name": "search", "arguments": {}}</tool_call>': "no tool search; there is calculate, fails",
+        '<tool_call>{"name": [], "arguments": {}}</tool_call>': "error", '<tool_call>{"name": "fails"}</tool_call>': "not {",
+        '<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>': "unexpected keyword",
+        '<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>': "KeyError", "fails(1)": "takes 0 positional",
+    }.items():
+        (answer,) = answer_calls(text, tools)
+        assert answer.startswith("error: ") and problem in answer, answer
+    assert answer_calls("silent" + "<tool_call>" + '{"name": "silent", "arguments": {}}', tools) == ["(nothing)"]
+    respond = load_environment("calculator")
+    assert respond([{"role": "assistant", "content": "calculate(1+1)"}]) == {"role": "tool", "content": "2"}
+    assert respond([{"role": "assistant", "content": "it is 2"}]) is None
+
+
+def test_a_chat_template_is_told_about_the_tools():
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = "{% if tools %}TOOLS {{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+    assert "calculate" not in tokenizer.decode(encode_prompt(tokenizer, "p"))
+    before = encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id])
+    tokenizer.tools = load_environment("calculator").tools
+    text = tokenizer.decode(encode_prompt(tokenizer, "p"))
+    assert '"name": "calculate"' in text and "Compute an arithmetic expression." in text and '"expression"' in text
+    assert encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id]) == before
+
+
+def test_python_runs_in_the_sandbox_where_there_is_one(monkeypatch):
+    results = {"print(6*7)": SimpleNamespace(ok=True, stdout="42\n", stderr="", reason=""),
+               "1/0": SimpleNamespace(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
+    monkeypatch.setitem(sys.modules, "sandbox", SimpleNamespace(run_python=results.get))
+    load_environment.cache_clear()
+    respond = load_environment("python")
+    ask = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
+    assert respond([{"role": "assistant", "content": ask % "print(6*7)"}])["content"] == "42"
+    assert respond([{"role": "assistant", "content": ask % "1/0"}])["content"] == "error: exit code 1 ZeroDivisionError"
+    monkeypatch.setitem(sys.modules, "sandbox", None)
+    load_environment.cache_clear()
+    with pytest.raises(ValueError, match=r"--environment=python: needs sandbox\.py"):
+        load_environment("python")
+    load_environment.cache_clear()
+
+
+# ---- environments ----------------------------------------------------------------------------------------------------
+
+
+def test_demonstrations_of_the_game_are_games_and_its_ranges_are_held_out(tokenizer, settings):
+    train_set, test_set = (load_examples("guess_letter", split) for split in ("train", "test"))
+    assert len({e["prompt"] for e in train_set}) == 108 and len({e["prompt"] for e in test_set}) == 27
+    assert not {e["prompt"] for e in train_set} & {e["prompt"] for e in test_set}
+    for example in train_set[:200]:
+        (respond,) = responders(guess_letter, [example])
+        turns = [message["content"] for message in example["completion"][::2]]
+        conversation = Conversation(tokenizer, example["prompt"], respond, replace(settings, max_turns=20), [1])
+        messages, points = play(conversation, turns)
+        assert messages == example["completion"] and points == pytest.approx(1 - 0.1 * (len(turns) - 1))
+        assert correctness([messages], answer=[example["answer"]]) == [1.0]
+        low, high = example["prompt"].strip("?").split("-")
+        assert 8 <= ord(high) - ord(low) + 1 <= 16 and low <= example["answer"] <= high
+    for nonsense in "hm", "<answer>ab</answer>", "<answer></answer>", "<answer>7</answer>":
+        assert guess_letter([{"role": "assistant", "content": nonsense}], answer="c") == ("a letter", -0.2)
+
+
+def test_an_environment_gets_the_columns_it_asks_for():
+    examples = [{"prompt": "p", "completion": "c", "topic": "t", "answer": "3"}, {"prompt": "q", "answer": "4"}]
+    (first, second) = responders(lambda conversation, topic: (conversation, topic), examples)
+    assert first("x") == ("x", "t") and second("x") == ("x", None)
+    (first, _) = responders(lambda conversation, **columns: columns, examples)
+    assert first([]) == {"topic": "t", "answer": "3"}, "never the demonstration"
+    assert columns_for(lambda conversation, level, topic=1: None, examples) == ({"level", "topic"}, {"level"})
+    assert responders(None, examples) is None
+
+
+def test_the_customers_of_the_example(tokenizer, settings):
+    respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
+    rows = load_examples(f"{EXAMPLES}/customers.jsonl")
+    assert len((EXAMPLES / "customer_service.py").read_text().splitlines()) < 60
+    helmet = next(row for row in rows if row["topic"] == "returning a helmet")
+
+    def outcome(*turns):
+        (customer,) = responders(respond, [helmet])
+        return play(Conversation(tokenizer, helmet["prompt"], customer, settings, [1]), list(turns))
+
+    messages, points = outcome("Hello! Within 30 days, with the receipt.")
+    assert len(messages) == 1 and points == pytest.approx(1.05)
+    messages, points = outcome("Yes.", "Within 30 days.", "With the receipt.")
+    assert [m["content"] for m in messages[1::2]] == [
+        "How many days do I have? It is about returning a helmet.",
+        "Thank you, but that is only half of it. And what do I have to bring?",
+    ]
+    assert points == pytest.approx(0.8)
+    assert outcome("No.", "No.", "No.", "No.")[1] == pytest.approx(-0.1 - 0.1 - 0.3)
+
+
+@pytest.mark.parametrize("flags,message", [
+    ("--max_turns 3", "--max_turns=3: nobody answers"),
+    ("--environment calculator", "--environment=calculator: with --max_turns=1 nobody hears"),
+    ("--environment calculator --max_turns 0", "--max_turns=0"),
+    ("--reward_functions environment", "--reward_functions=environment: nobody gives those points"),
+    ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
+    ("--environment {dir}/mine.py:nothing --max_turns 2", "has no function nothing"),
+    ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),
+    ("--environment {dir}/mine.py:needy --max_turns 2", "--environment=.*needs the column level"),
+    ("--environment {dir}/mine.py:broken --max_turns 2", "raised ZeroDivisionError"),
+])
+def test_mistakes_are_one_line_before_the_first_step(tmp_path, capsys, flags, message):
+    (tmp_path / "mine.py").write_text(
+        "def bare():\n    pass\ndef needy(conversation, level):\n    pass\ndef broken(conversation):\n    return 1 / 0\n"
+    )
+    with pytest.raises(SystemExit) as stop:
+        train.main([*QUICK, "--use_grpo", "--output_dir", str(tmp_path / "run"), *flags.format(dir=tmp_path).split()])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.strip().splitlines()) == 1
+    assert re.search(message, error), error
+
+
+def test_a_profile_may_bring_an_environment_to_which_flags_add():
+    config = parse_config("--use_grpo --profile guess_letter --max_turns 7".split())
+    assert config.grpo.environment == "guess_letter" and config.grpo.max_turns == 7
+    assert config.grpo.environment_weight == 1.0
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+GAME = (
+    "--use_grpo --profile guess_letter --cold_start_steps 40 --num_epochs 0.01 --batch_size 4 --num_completions_per_prompt 4 "
+    "--save_steps 1 --keep_checkpoints 9 --log_rollouts_every 1 --eval_limit 8 --report_to none --eval_steps 0 "
+    "--use_value_head --reward_functions environment correctness --reward_weights 1 0.5"
+).split()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "out"
+    train.main([*GAME, "--output_dir", str(folder)])
+    return folder
+
+
+def test_a_run_of_conversations_writes_them_down(finished):
+    lines = [line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"]
+    records = [record for record in read_jsonl(finished / "rollouts.jsonl") if record["step"] == lines[-1]["step"]]
+    turns = [sum(m["role"] == "assistant" for m in record["completion"]) for record in records]
+    assert lines[-1]["turns"] == pytest.approx(sum(turns) / len(turns)) and max(turns) > 1
+    own = [sum(logp is not None for logp in record["sampling_logp"]) for record in records]
+    assert own == [record["tokens"] for record in records]
+    assert lines[-1]["completion_tokens"] == pytest.approx(sum(own) / len(own))
+    given = sum(len(record["sampling_logp"]) for record in records) - sum(own)
+    assert lines[-1]["environment_tokens"] == pytest.approx(given / len(records)) and given > 0
+    for record in records:
+        assert record["rewards"]["environment"] == pytest.approx(sum(record["turn_points"]), abs=1e-5)
+
+
+def test_the_report_of_conversations_shows_who_said_what(finished):
+    page = (finished / "report.html").read_text()
+    blocks = dict(re.findall(r'<script type="application/json" id="(.*?)">(.*?)</script>', page))
+    (run,) = json.loads(blocks["page"])["runs"]
+    given = 0
+    for group in run["groups"]:
+        tokens = json.loads(blocks[f"tokens-0-{group['step']}"])[group["first"] :]
+        for completion, (ids, logp, advantages) in zip(group["completions"], tokens):
+            assert completion["text"].startswith("assistant: ") and completion["text"].count("\nuser: ") <= 3
+            assert [value is None for value in advantages] == [value is None for value in logp] and len(ids) == len(logp)
+            given += sum(value is None for value in logp)
+    assert given > 0
+
+
+def test_a_step_of_conversations_is_explained(finished, capsys):
+    train.main(["--use_grpo", "--profile", "guess_letter", "--explain", "--model_path", str(finished / "final"),
+                "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
+                "--report_to", "none"])
+    printed = capsys.readouterr().out
+    assert "assistant: " in printed and "7. log-probability of each completion" in printed and " nan" not in printed
+
+
+def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
+    file = tmp_path / "result.json"
+    ask = ["--evaluate", "guess_letter", "--limit", "24", "--json", str(file)]
+    measured = {}
+    for turns in 1, 4:
+        talk_to = ["--environment", "guess_letter", "--max_turns", str(turns)] if turns > 1 else []
+        infer.main(["--model_path", str(finished / "final"), *ask, *talk_to, "--samples", "4", "--generation_max_length", "96"])
+        (result,) = json.loads(file.read_text())["results"]
+        measured[turns] = result["estimates"]["accuracy"]["mean"]
+        assert 0 <= result["estimates"]["majority@4"]["mean"] <= 1
+    assert measured[4] > measured[1], "more turns, more often right"
+    with pytest.raises(ValueError, match=r"--environment=.*needs the column level"):
+        (tmp_path / "mine.py").write_text("def needy(conversation, level):\n    pass\n")
+        infer.main([*ask, "--environment", f"{tmp_path}/mine.py:needy", "--max_turns", "2"])
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(finished, tmp_path):
+    folder = tmp_path / "stopped"
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in "config.json", "metrics.jsonl", "rollouts.jsonl":
+        shutil.copy(finished / name, folder / name)
+    middle = sorted((finished / "checkpoints").iterdir())[-3]
+    shutil.copytree(middle, folder / "checkpoints" / middle.name)
+    train.main(["--output_dir", str(folder), "--resume"])
+    for name in "metrics.jsonl", "rollouts.jsonl":
+        before, after = (
+            [{k: v for k, v in line.items() if "seconds" not in k and "memory" not in k} for line in read_jsonl(path / name)]
+            for path in (finished, folder)
+        )
+        assert before == after
+
+
+def test_a_step_replayed_has_its_numbers(finished, capsys):
+    logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"}
+    last = max(logged)
+    capsys.readouterr()
+    weights = finished / f"checkpoints/step-{last - 1:08d}"
+    train.main(["--replay", str(finished / "rollouts.jsonl"), "--model_path", str(weights)])
+    (line,) = [line for line in map(json.loads, capsys.readouterr().out.splitlines()) if line["step"] == last]
+    for name in "policy_loss", "total_loss", "value_loss", "entropy", "grad_norm", "mean_reward":
+        assert line[name] == pytest.approx(logged[last][name], rel=1e-5, abs=1e-6), name
