@@ -5,15 +5,17 @@ tokenizer and these rewards. It runs before every training and refuses to start 
     python train.py --use_grpo --check ...          prints all of it and stops
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from config import GRPOConfig
 from data import encode_prompt
+from lint import as_rollout, completions_of, flags_of
 from logprobs import completion_log_probs
 from model import computes_in_bfloat16
-from rewards import compute_rewards_for_completions, name_of
+from rewards import compute_rewards_for_completions
 from sample import Rollout, left_pad, positions_of, sample_completions_for_prompts, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; float32 forward passes of different shape agree to about 1e-5
@@ -147,26 +149,17 @@ def agreement(model, name: str, what: str, left, right, fix: str) -> Finding:
 
 
 def check_rewards(example: dict, config, reward_functions: list) -> list[Finding]:
-    """What the gold, an empty and a wrong completion would earn."""
-    answer = example.get("answer")
-    gold = example.get("completion") or (f"<reasoning>because</reasoning><answer>{answer}</answer>" if answer else None)
-    wrong = gold.replace(answer, f"not {answer}") if gold and answer else "I do not know."
-    texts = {"gold": gold, "empty": "", "wrong": wrong} if gold else {"empty": "", "wrong": wrong}
-    mask = torch.ones(len(texts), 1, dtype=torch.bool)
-    rollout = Rollout(*[torch.zeros(1, 1)] * 2, mask.long(), mask, mask.float(), mask[:, 0], list(texts.values()))
+    """What completions of every kind that lint.py knows would earn, for one example."""
+    texts = completions_of(example)
     total, per_function = compute_rewards_for_completions(
-        reward_functions, config.weights, rollout, [example], on_error=config.reward_errors
+        reward_functions, config.weights, as_rollout(list(texts.values())), [example], on_error=config.reward_errors,
+        clips=config.reward_clips, timeout=config.reward_timeout,
     )
-    points = dict(zip(texts, total[0].tolist(), strict=True))
-    by_function = "; ".join(
-        f"{name_of(f)} {', '.join(f'{p:g}' for p in per_function[name_of(f)][0].tolist())}" for f in reward_functions
-    )
-    found = ", ".join(f"{name} {value:.2f}" for name, value in points.items()) + f" points ({by_function})"
-    scored = not total.isnan().all()
-    findings = [Finding("rewards", scored, found, "no reward function can score this data: does it have answers?")]
-    if gold and points["gold"] <= max(points["empty"], points["wrong"]):
-        findings.append(Finding("rewards", None, "the gold completion does not earn most: is that what you want?"))
-    return findings
+    points = {kind: value for kind, value in zip(texts, total[0].tolist(), strict=True) if not math.isnan(value)}
+    by_function = "; ".join(f"{name} {', '.join(f'{p:g}' for p in row[0].tolist())}" for name, row in per_function.items())
+    found = ", ".join(f"{kind} {value:.2f}" for kind, value in points.items()) + f" points ({by_function})"
+    findings = [Finding("rewards", bool(points), found, "no reward function can score this data: does it have answers?")]
+    return findings + [Finding("rewards", None, f"the total {flag}: is that what you want?") for flag in flags_of(points) if points]
 
 
 def draw_row(rollout: Rollout, row: int) -> str:

@@ -21,11 +21,11 @@ from sample import sample_completions_for_prompts
 
 def evaluate(
     model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
-    batch_size: int = 64, shared_prompt: bool = True,
+    reward_timeout: float = 0.0, batch_size: int = 64, shared_prompt: bool = True,
 ) -> dict:
     """One sampled completion for each problem, scored.
 
-    config   and shared_prompt as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
+    config   and shared_prompt as for sample_completions_for_prompts; on_error and reward_timeout as for compute_rewards_for_completions;
              batch_size: completions sampled at once, the others wait until half of these are done
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
@@ -37,7 +37,9 @@ def evaluate(
     )
     truncated = int((~rollout.finished).sum())
     asked = [{"answer": None} | example for example in examples]
-    _, scored = compute_rewards_for_completions(functions, [1.0] * len(functions), rollout, asked, on_error=on_error)
+    _, scored = compute_rewards_for_completions(
+        functions, [1.0] * len(functions), rollout, asked, on_error=on_error, timeout=reward_timeout
+    )
     columns = {name: values[:, 0] for name, values in scored.items()}
     correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}

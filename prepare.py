@@ -5,7 +5,6 @@ The order is that of cost: what can be refused without reading anything is refus
 imported, data read, the tokenizer loaded and the prompts measured; the model comes last, and the start-up check after it.
 """
 
-import inspect
 import math
 import random
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from contract import contract
 from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
 from devices import best_device, keep_freed_memory
 from model import ValueHead, frozen_copy, load_policy, load_tokenizer, recompute_activations
-from rewards import RESERVED, RewardError, load_reward_function, name_of
+from rewards import RewardError, load_reward_function, missing_columns, name_of
 from runs import RunFolder
 
 
@@ -144,15 +143,12 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: list[dict]) -> None:
         raise ValueError("GRPO needs a tokenizer with pad_token and eos_token, to batch completions and to end them")
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
-    columns = {name for example in dataset for name in example} - set(RESERVED) | {"completions", "prompts", "completion_ids"}
+    columns = {name for example in dataset for name in example}
     for name in config.grpo.reward_functions:
-        parameters = inspect.signature(load_reward_function(name)).parameters.values()
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        missing = [column for column in needed if column not in columns]
-        if missing:
+        if missing := missing_columns(load_reward_function(name), columns):
             raise ValueError(
                 f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does not have "
-                f"(columns: {', '.join(sorted(set().union(*dataset)))})"
+                f"(columns: {', '.join(sorted(columns))})"
             )
 
 

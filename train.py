@@ -104,6 +104,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
             run.kl_coef, metrics["kl"], target=grpo.kl_target, num_samples=num_rows, horizon=grpo.kl_horizon
         )
     finished = time.perf_counter()
+    if groups.failures:
+        run.folder.keep("reward_errors.jsonl", run.step, "grpo", groups.failures)
     metrics |= describe_groups(groups, experience) | {
         "sampling_seconds": sampled - started, "training_seconds": finished - sampled, "step_seconds": finished - started
     }
@@ -241,7 +243,7 @@ def log_evaluation(run: Run) -> float:
     training, grpo = run.config.training, run.config.grpo
     result = evaluate(
         run.model, run.tokenizer, run.eval_set, grpo, seed=training.seed << 32, reward_functions=run.reward_functions,
-        on_error=grpo.reward_errors, shared_prompt=run.shared_prompt,
+        on_error=grpo.reward_errors, reward_timeout=grpo.reward_timeout, shared_prompt=run.shared_prompt,
         batch_size=grpo.generation_batch_size or training.batch_size * grpo.num_completions_per_prompt,        # as in a step
     )
     run.folder.log(run.step, "eval", result)
@@ -274,6 +276,7 @@ def describe_groups(groups: Groups, experience: Experience) -> dict:
         "tied_groups": float(groups.tied.float().mean()),
         "replaced_groups": groups.replaced,
         "unscored": float(rewards.isnan().float().mean()),
+        "reward_errors": len(groups.failures),
         "completion_tokens": float(mask.sum()) / len(mask),
         "truncated": float((~groups.rollout.finished).float().mean()),
     } | {f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()}
