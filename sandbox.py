@@ -131,7 +131,9 @@ def why_not(way: str, modules: list[str]) -> str:
         try:
             if way == "namespaces":
                 enter_empty_root()
-            supervise(way, modules, "", 5.0, 512)
+            tried = supervise(way, modules, "import fractions", 5.0, 512)
+            if not tried["ok"]:                                    # the library is in a folder that only root may enter
+                raise OSError(f"{tried['reason']}: {tried['stderr'].strip().rpartition(chr(10))[2]}")
         except OSError as error:
             os.write(theirs, str(error).encode())
         os._exit(0)
@@ -197,7 +199,7 @@ def supervise(way: str, modules: list[str], code: str, timeout_s: float, memory_
     for end in out_end, err_end, ready_end:
         os.close(end)
     try:
-        return watch(pid, out, err, ready, timeout_s)
+        return watch(pid, out, err, ready, timeout_s, 128 if way == "bubblewrap" else 255)
     finally:
         for end in out, err, ready:
             os.close(end)
@@ -205,8 +207,8 @@ def supervise(way: str, modules: list[str], code: str, timeout_s: float, memory_
             subprocess.run(["rm", "-rf", scratch], check=False)    # deeper than Python's recursion goes
 
 
-def watch(pid: int, out: int, err: int, ready: int, timeout_s: float) -> dict:
-    """Collect what a program prints until it ends, or until it is killed."""
+def watch(pid: int, out: int, err: int, ready: int, timeout_s: float, highest: int) -> dict:
+    """Collect what a program prints until it ends, or until it is killed. An exit code above highest is a signal's number more."""
     deadline, texts = time.monotonic() + timeout_s, {out: b"", err: b""}
     ended, poll, reason = os.pidfd_open(pid), select.poll(), "time"
     for end in ended, out, err:
@@ -231,6 +233,7 @@ def watch(pid: int, out: int, err: int, ready: int, timeout_s: float) -> dict:
     if not os.read(ready, 1) and reason != "time":
         raise OSError(stderr.strip() or "it ended before it began")
     code = os.waitstatus_to_exitcode(status)
+    code = highest - code if code > highest else code
     if reason == "" and code:
         killed = code == -signal.SIGKILL and used.ru_utime + used.ru_stime > timeout_s - 0.1
         memory = stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
@@ -274,10 +277,10 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def enter_empty_root() -> None:
-    """A root of nothing but visible_paths and an empty folder, read-only. An ordinary user becomes root of a namespace first."""
+    """A root of nothing but visible_paths and an empty folder, read-only. Who may not mount becomes nobody, who may, first."""
     uid, gid, root = os.getuid(), os.getgid(), "/proc"             # is always there, and should not be seen anyway
-    check(libc.unshare(0x00020000 | (0x10000000 if uid else 0)))   # CLONE_NEWNS, CLONE_NEWUSER
-    if uid:
+    if libc.unshare(0x00020000) < 0:                               # CLONE_NEWNS
+        check(libc.unshare(0x00020000 | 0x10000000))               # CLONE_NEWUSER
         for name, text in ("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1"):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
@@ -366,8 +369,8 @@ def enter_bubblewrap(modules: list[str]) -> None:
     scratch = ["--size", str(SCRATCH_MB << 20), "--tmpfs", "/scratch", "--chdir", "/scratch"]
     command = [sys.executable, "-I", *([] if modules else ["-S"]), "/sandbox.py", "inside"]
     os.execv(program, [
-        program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", *shown, *scratch, "--ro-bind", __file__,
-        "/sandbox.py", "--remount-ro", "/", *command,
+        program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--die-with-parent", "--cap-drop", "ALL",
+        *shown, *scratch, "--ro-bind", __file__, "/sandbox.py", "--remount-ro", "/", *command,
     ])
 
 

@@ -82,7 +82,7 @@ def test_at_least_one_way_is_tested():
         ("print('x' * 10**6)", False, "x" * OUTPUT_BYTES, "output"),
         ("import ctypes; ctypes.string_at(0)", False, "", "SIGSEGV"),
         ("open('a', 'w').write('b'); print(open('a').read())", True, "b\n", ""),
-        ("import os; print(os.listdir('.'), dict(os.environ), os.getcwd() != '/')", True, "[] {} True\n", ""),
+        ("import os; print(os.listdir('.'), {*os.environ} - {'LC_CTYPE', 'PWD'}, os.getcwd() != '/')", True, "[] set() True\n", ""),
         ("import json, re, decimal, asyncio; print(asyncio.run(asyncio.sleep(0, 5)))", True, "5\n", ""),
         ("import threading; t = threading.Thread(target=print, args=(7,)); t.start(); t.join()", True, "7\n", ""),
         ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
@@ -90,7 +90,7 @@ def test_at_least_one_way_is_tested():
     ],
 )
 def test_a_program_runs_and_what_became_of_it_is_said(way, code, ok, stdout, reason):
-    result = run_python(code, timeout_s=1, way=way)
+    result = run_python(code, timeout_s=1 if reason == "time" else 10, way=way)
     assert (result.ok, result.stdout, result.reason) == (ok, stdout, reason), result
 
 
@@ -113,9 +113,14 @@ def test_where_nothing_can_be_contained_nothing_is_run():
 
 def test_a_server_that_dies_costs_one_program(way):
     run_python("", way=way)
-    sandbox.idle[way, ()][-1].kill()
-    assert run_python("print(1)", way=way).reason == "the sandbox was killed"
-    assert run_python("print(1)", way=way).ok
+    sandbox.idle[way, ()][-1].kill()                               # its child still answers one request
+    reasons = [run_python("print(1)", way=way).reason for _ in range(3)]
+    assert sorted(reasons) == ["", "", "the sandbox was killed"] and reasons[2] == ""
+
+
+def test_nothing_is_left_for_the_next_program(way):
+    assert run_python("open('left', 'w').write('x')", way=way).ok
+    assert run_python("import os; print(os.listdir('.'))", way=way).stdout == "[]\n"
 
 
 # ---- hostile programs ----------------------------------------------------------------------------------------------
@@ -164,8 +169,8 @@ HOSTILE = {
     "signals ignored": "for s in range(1, 65):\n    with contextlib.suppress(OSError, ValueError): signal.signal(s, signal.SIG_IGN)\n"
                        "while True: pass",
     "signals blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
-    "kill the parent": "for s in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):\n    with escape(): os.kill(PARENT or 999999, s)",
-    "kill everybody": "with escape(): os.kill(-1, signal.SIGKILL)",
+    "kill the parent": "for s in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):\n    with escape():\n        os.kill(PARENT or 999999, s)\n        assert PARENT > 1",
+    "kill everybody": "os.kill(-1, signal.SIGKILL)",               # says that it worked; we would not be here to see it
     "kill the group": "os.killpg(0, signal.SIGKILL)",
     "stop itself": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(600)",
     "trace the parent": "with escape():\n    assert libc.ptrace(16, PARENT or 1, 0, 0) == 0",
@@ -190,8 +195,7 @@ HOSTILE = {
     "symbolic link": "os.symlink(VICTIM + '/file', 'x'); found(open('x').read())",
     "hard link": "os.link(VICTIM + '/file', 'x'); found(open('x').read())",
     "passwords": "with escape(): open('/etc/shadow').read()",
-    "home": "with escape(): os.listdir(HOME)",
-    "another scratch folder": "with escape(): os.listdir('/tmp/..' if os.path.exists('/tmp') else '/nowhere')",
+    "home": "with escape():\n    assert {*os.listdir(HOME)} - {*sys.prefix.split('/')}",
     "tcp": "with escape(): socket.create_connection((\"1.1.1.1\", 80), timeout=1)",
     "listen": "with escape(): socket.create_server(('127.0.0.1', 0))",
     "udp": "with escape(): socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('1.1.1.1', 53))",
@@ -243,15 +247,15 @@ def test_what_does_not_end_is_ended(name):
 
 LOOK_AROUND = """
 import ctypes
-libc, page, near = ctypes.CDLL(None), 4096, sorted(map(id, [object(), 'x' * 9999, {}, [], libc, bytearray(10**4)]))
-looked, sought = 0, ("finds-" + "me").encode()
+libc, page, near = ctypes.CDLL(None), 4096, sorted(map(id, [object(), 'x' * 9999, {}, [], ctypes, bytearray(10**4)]))
+looked = found = 0
 for base in near:
     for address in range((base - (8 << 20)) // page * page, base + (8 << 20), page):
         if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(page), ctypes.create_string_buffer(1)) == 0:
+            parts = ctypes.string_at(address, page).split(b'finds-')
+            found += sum(part.startswith(b'me') for part in parts[1:])
             looked += 1
-            if sought in ctypes.string_at(address, page):
-                print("FOUND")
-print(looked > 100)
+print(looked > 100, found > 0)
 """
 
 
@@ -259,8 +263,8 @@ def test_no_program_finds_the_text_of_an_earlier_one_in_its_memory(way):
     earlier = "x = 1  # " + "finds-" + "me" * 1
     for _ in range(3):
         run_python(earlier * 50, way=way)
-    assert run_python(LOOK_AROUND, way=way).stdout == "True\n"
-    assert "FOUND" in run_python(f"y = '{'finds-' + 'me'}'\n{LOOK_AROUND}", way=way).stdout, "its own text is there"
+    assert run_python(LOOK_AROUND, way=way).stdout == "True False\n"
+    assert run_python(f"y = '{'finds-' + 'me'}'\n{LOOK_AROUND}", way=way).stdout == "True True\n", "but its own"
 
 
 # ---- programs that want points for nothing -------------------------------------------------------------------------
