@@ -25,8 +25,9 @@ def evaluate(
 ) -> dict:
     """One sampled completion for each problem, scored.
 
-    config   and shared_prompt as for sample_completions_for_prompts; on_error and reward_timeout as for compute_rewards_for_completions;
-             batch_size: completions sampled at once, the others wait until half of these are done
+    config   and shared_prompt as for sample_completions_for_prompts; on_error and reward_timeout as for
+             compute_rewards_for_completions; batch_size: completions sampled at once, the others wait until half of these
+             are done
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """

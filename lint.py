@@ -1,5 +1,5 @@
 """
-The linter of reward functions: what each of them gives to gold, wrong, empty and cheating completions, and what is odd about it.
+The linter of reward functions: what each of them gives to gold, wrong, empty and cheating completions, and what is odd in it.
 
     python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl --limit 20
 
@@ -101,13 +101,11 @@ def flags_of(points: dict[str, float]) -> list[str]:
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
         return [f"gives {points['empty']:g} to everything: nothing can be learned from it here"]
     flags = []
-    for kind, value in points.items():
-        if "gold" in points and value > points["gold"] + 1e-9:
-            flags.append(f"gives more to {kind} than to gold, {value:.2f} > {points['gold']:.2f}")
-    names = {"empty": "silence", "form": "an empty form", "spam": "listing several answers"}
-    for kind, name in names.items():
-        if {kind, "wrong"} <= points.keys() and points[kind] > points["wrong"] + 1e-9:
-            flags.append(f"gives more for {name} than for a wrong answer, {points[kind]:.2f} > {points['wrong']:.2f}")
+    for lower, kinds in ("gold", list(KINDS)), ("wrong", ["empty", "form", "spam"]):
+        limit = points.get(lower, math.inf) + 1e-9
+        above = [f"{kind} ({points[kind]:.2f})" for kind in kinds if points.get(kind, -math.inf) > limit]
+        if above:
+            flags.append(f"gives more to {', '.join(above)} than to {lower} ({points[lower]:.2f})")
     return flags
 
 

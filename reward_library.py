@@ -11,6 +11,7 @@ gives to right, wrong, empty and cheating completions.
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -120,38 +121,40 @@ def explanation_quality(completions, **columns) -> list[float]:
 
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
-    """1 point if the tagged answer names the right choice, else 0; None where the data set has no answer.
+    """1 point if the tagged answer names the right choice, else 0; None where the column `answer` names no choice.
 
-    "B", "(b)", "B." and "B) four" name choice B. With the column `choices` (a list of texts) the answer may be a number that
-    counts them from 0, and the text of a choice names it as well.
+    "B", "(b)", "B." and "B) four" name choice B. With the column `choices` (a list of texts) the data's answer may also be a
+    number that counts them from 0, or such a text, and a completion may give the text.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     """
 
-    def points(text: str, truth: str, texts: list[str]) -> float:
+    def points(text: str, truth: str, texts: list[str]) -> float | None:
+        right = next((i for i, text in enumerate(texts) if truth in (str(i), text)), "ABCDEFGHIJ".find(truth.upper() or "?"))
+        if right < 0:
+            return None
         given = extract_answer(text) or ""
-        letter = chr(ord("A") + int(truth)) if truth.isdecimal() and int(truth) < len(texts) else truth.strip().upper()
         named = re.fullmatch(r"\(?([A-Z])(?:[).:]+.*)?", given, re.DOTALL | re.IGNORECASE)
         if named:
-            return float(named[1].upper() == letter)
-        index = ord(letter) - ord("A") if len(letter) == 1 else -1
-        return float(0 <= index < len(texts) and same_answer(given, texts[index]))
+            return float(ord(named[1].upper()) - ord("A") == right)
+        return float(right < len(texts) and same_answer(given, texts[right]))
 
     choices = choices or [None] * len(completions)
     return [
-        None if truth is None else points(text_of(completion), str(truth), texts or [])
+        None if truth is None else points(text_of(completion), str(truth).strip(), texts or [])
         for completion, truth, texts in zip(completions, answer, choices, strict=True)
     ]
 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
-    """1 point if all of the tagged answer matches the regular expression in the column `pattern`, else 0; None without one.
+    """1 point if all of the tagged answer matches the regular expression in the column `pattern`, else 0; None without.
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     """
+    answers = [extract_answer(text_of(completion)) or "" for completion in completions]
     return [
-        None if wanted is None else float(re.fullmatch(wanted, extract_answer(text_of(completion)) or "", re.DOTALL) is not None)
-        for completion, wanted in zip(completions, pattern, strict=True)
+        None if wanted is None else float(re.fullmatch(wanted, answer, re.DOTALL) is not None)
+        for answer, wanted in zip(answers, pattern, strict=True)
     ]
 
 
@@ -205,8 +208,8 @@ def xml_tags(completions, tags=None, **columns) -> list[float]:
                 found, behind = found + 1, end
         return found / len(names)
 
-    default = ["reasoning", "answer"]
-    return [points(text_of(c), names or default) for c, names in zip(completions, tags or [None] * len(completions), strict=True)]
+    tags = [names or ["reasoning", "answer"] for names in tags or [None] * len(completions)]
+    return [points(text_of(completion), names) for completion, names in zip(completions, tags, strict=True)]
 
 
 # ---- what a text is like: heuristics, each of which a policy can please without being any good ------------------------
@@ -233,7 +236,7 @@ def diversity(completions, prompts=None, **columns) -> list[float | None]:
     diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
     """
     words = [text_of(completion).casefold().split() for completion in completions]
-    pairs = [set(zip(text, text[1:], strict=False)) or set(text) for text in words]
+    pairs = [set(itertools.pairwise(text)) or set(text) for text in words]
     groups = defaultdict(list)
     for row, prompt in enumerate(prompts or [""] * len(completions)):
         groups[str(prompt)].append(row)

@@ -135,7 +135,8 @@ def judge(
 def as_question(question: str, prompt, text: str, top: float) -> str:
     """What the judge reads."""
     said = "\n".join(f"{message['role']}: {message['content']}" for message in messages_of(prompt))
-    return f"{question}\n\n<prompt>\n{said}\n</prompt>\n\n<reply>\n{text}\n</reply>\n\nAnswer with one number from 0 to {top:g}."
+    shown = f"<prompt>\n{said}\n</prompt>\n\n<reply>\n{text}\n</reply>"
+    return f"{question}\n\n{shown}\n\nAnswer with one number from 0 to {top:g}."
 
 
 def read_mark(reply: str, top: float) -> float:

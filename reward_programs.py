@@ -99,7 +99,8 @@ def share_passed(program: str, tests: list[tuple[str, list[str], str]]) -> float
             answered.append((f"{imports}\n{judgement}", asked.stdout))
     if not answered:
         return 0.0
-    return run_python(JUDGE.format(tests=answered), timeout_s=SECONDS_PER_TEST).stdout.count("passed\n") / len(tests)
+    judged = run_python(JUDGE.format(tests=answered), timeout_s=SECONDS_PER_TEST)
+    return judged.stdout.count("passed\n") / len(tests)
 
 
 def take_apart(test: str) -> tuple[str, list[str], str] | None:
@@ -153,7 +154,8 @@ from math_verify import parse, verify
 logging.disable()
 for given, truth in {pairs!r}:
     try:
-        equal = verify(parse(truth, parsing_timeout={seconds}), parse(given, parsing_timeout={seconds}), timeout_seconds={seconds})
+        truth, given = (parse(text, parsing_timeout={seconds}) for text in (truth, given))
+        equal = verify(truth, given, timeout_seconds={seconds})
     except Exception:
         equal = False
     print(int(equal), flush=True)
@@ -161,8 +163,8 @@ for given, truth in {pairs!r}:
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
-    """1 point if the answer equals the column `answer` as mathematics, by the package math-verify, else 0; None where the data
-    set has no answer. What correctness finds equal is equal; an answer that takes more than a few seconds to compare is wrong.
+    """1 point if the answer equals the column `answer` as mathematics, by the package math-verify, else 0; None where the
+    data has no answer. What correctness finds equal is equal; an answer that takes more than a few seconds to compare is not.
 
     The answer is the tagged one, or where nothing is tagged the only \\\\boxed{...}.
 
@@ -171,7 +173,8 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     given = [final_answer(text_of(completion)) for completion in completions]
     truths = [None if truth is None else str(truth) for truth in answer]
     equal = {(g, t): True for g, t in zip(given, truths, strict=True) if same_answer(g, t)}
-    equal |= compare({(g, t) for g, t in zip(given, truths, strict=True) if g and t is not None} - set(equal))
+    unclear = {(g, t) for g, t in zip(given, truths, strict=True) if g and t and as_latex(g) and as_latex(t)} - set(equal)
+    equal |= compare(unclear)
     return [None if t is None else float(equal.get((g, t), False)) for g, t in zip(given, truths, strict=True)]
 
 
@@ -197,9 +200,14 @@ def compare(pairs: set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
         return {pair: verdict for part in threads.map(some, parts) for pair, verdict in part.items()}
 
 
-def as_latex(text: str) -> str:
-    """Between dollars, where math-verify looks for LaTeX; an expression without any is read as it is."""
-    return f"${text}$" if re.search(r"[\\^_{}]", text) and "$" not in text else text
+def as_latex(text: str) -> str | None:
+    """An answer as LaTeX. Of plain text math-verify takes the last number, so that "18 or 19" would be 19. Units after a
+    number are left out. None for words, whose letters would be multiplied: dog is not god.
+
+    as_latex("18 dollars") == as_latex("$18") == "$18$";  as_latex("dog") is None
+    """
+    text = re.sub(r"(?<=\d)(\s+[A-Za-z]{3,})+\.?$", "", text.strip()).strip("$")
+    return None if re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text) else f"${text}$"
 
 
 def final_answer(text: str) -> str | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reward_library import (  # noqa: F401: all of them can be had from here
+from reward_library import (  # noqa: F401 - all of them can be had from here
     FORM, LIBRARY, TAGS, answer_pattern, as_number, check_answer, check_numbers, correctness, diversity, explanation_quality,
     extract_answer, json_format, match_format_approximately, match_format_exactly, multiple_choice, reasoning_coherence,
     repetition_penalty, rule_list, safety, same_answer, text_of, xml_tags,

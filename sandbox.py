@@ -93,8 +93,10 @@ def run_python(
         return SandboxResult(False, "", "", "the sandbox was killed")
     idle[kind].append(server)
     if "refused" in answer:
-        raise RuntimeError(f"programs cannot be contained here, so none is run ({answer['refused']}): install bubblewrap, or run as root, or "
-                           "allow user namespaces")
+        raise RuntimeError(
+            "programs cannot be contained here, so none is run: install bubblewrap, run as root, or allow user namespaces "
+            f"({answer['refused']})"
+        )
     return SandboxResult(**answer)
 
 
@@ -178,7 +180,7 @@ def supervise(way: str, modules: list[str], code: str, timeout_s: float, memory_
     pid = os.fork()
     if pid == 0:
         try:
-            stdin = job_pipe(job) if way == "bubblewrap" else os.open("/dev/null", os.O_RDWR)
+            stdin = as_file(job) if way == "bubblewrap" else os.open("/dev/null", os.O_RDWR)
             for here, there in (stdin, 0), (out_end, 1), (err_end, 2):
                 os.dup2(here, there)
             if way == "bubblewrap":
@@ -208,7 +210,7 @@ def supervise(way: str, modules: list[str], code: str, timeout_s: float, memory_
 
 
 def watch(pid: int, out: int, err: int, ready: int, timeout_s: float, highest: int) -> dict:
-    """Collect what a program prints until it ends, or until it is killed. An exit code above highest is a signal's number more."""
+    """Collect what a program prints until it ends, or until it is killed. Exit codes above highest stand for signals."""
     deadline, texts = time.monotonic() + timeout_s, {out: b"", err: b""}
     ended, poll, reason = os.pidfd_open(pid), select.poll(), "time"
     for end in ended, out, err:
@@ -337,7 +339,7 @@ def landlock(scratch: str) -> None:
 
 
 def filter_system_calls(audit: int, clone: int, forbidden: tuple[int, ...]) -> None:
-    """seccomp(2): a program for the kernel's filter machine, one instruction (code, skip if true, skip if false, number) a line."""
+    """seccomp(2): a program for the kernel, in instructions (code, lines to skip if true, lines to skip if not, number)."""
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, not_permitted, not_there = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
     lines = [(load, 0, 0, 4), (equal, 1, 0, audit), (answer, 0, 0, kill), (load, 0, 0, 0)]
@@ -352,12 +354,12 @@ def filter_system_calls(audit: int, clone: int, forbidden: tuple[int, ...]) -> N
     check(libc.prctl(22, 2, struct.pack("@HP", len(lines), ctypes.addressof(held)), 0, 0))
 
 
-def job_pipe(job: dict) -> int:
-    """The reading end of a pipe with a job in it; a file, for a pipe holds only 64 KB."""
-    file = tempfile.TemporaryFile()
-    file.write(json.dumps(job).encode())
-    file.seek(0)
-    return os.dup(file.fileno())
+def as_file(job: dict) -> int:
+    """An open file with a job in it. It has no name; a pipe would hold only 64 KB."""
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(job).encode())
+        file.seek(0)
+        return os.dup(file.fileno())
 
 
 def enter_bubblewrap(modules: list[str]) -> None:
@@ -365,13 +367,12 @@ def enter_bubblewrap(modules: list[str]) -> None:
     program = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if program is None:
         raise OSError("bwrap is not installed")
-    shown = [part for path in visible_paths() for part in ("--dev-bind" if path.startswith("/dev/") else "--ro-bind", path, path)]
+    binds = {path: "--dev-bind" if path.startswith("/dev/") else "--ro-bind" for path in visible_paths()}
+    shown = [part for path, bind in binds.items() for part in (bind, path, path)]
+    nobody = ["--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--die-with-parent", "--cap-drop", "ALL"]
     scratch = ["--size", str(SCRATCH_MB << 20), "--tmpfs", "/scratch", "--chdir", "/scratch"]
     command = [sys.executable, "-I", *([] if modules else ["-S"]), "/sandbox.py", "inside"]
-    os.execv(program, [
-        program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--die-with-parent", "--cap-drop", "ALL",
-        *shown, *scratch, "--ro-bind", __file__, "/sandbox.py", "--remount-ro", "/", *command,
-    ])
+    os.execv(program, [program, *nobody, *shown, *scratch, "--ro-bind", __file__, "/sandbox.py", "--remount-ro", "/", *command])
 
 
 def inside() -> None:

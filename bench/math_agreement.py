@@ -3,7 +3,7 @@ How far correctness, math_equality and check_answer agree on the answers of GSM8
 
     python bench/math_agreement.py ../shared/data/gsm8k/train.jsonl
 
-Each gold answer is compared with itself (the data set's spelling, commas removed) as a completion in each of the spellings below.
+Each gold answer (commas removed) is compared with a completion that has it in each of the spellings below.
 """
 
 import sys
@@ -28,10 +28,11 @@ SPELLINGS = {
     "twice over two": lambda answer: f"\\frac{{{2 * int(float(answer))}}}{{2}}",
 }
 HAND_MADE = [  # given, truth, whether they are equal
-    ("1,234", "1234", True), ("$18.00", "18", True), ("18 dollars", "18", True), ("3/4", "0.75", True), ("3/4", "\\frac{3}{4}", True),
-    ("-7", "-7", True), ("−7", "-7", True), ("7", "-7", False), ("-(-7)", "7", True), ("75%", "0.75", True), ("75%", "75", True),
-    ("1e3", "1000", True), ("10^3", "1000", True), ("\\sqrt{16}", "4", True), ("2x+2", "2(x+1)", True), ("(1, 2)", "(1,2)", True),
-    ("{1, 2}", "{2, 1}", True), ("12.5", "12.50", True), ("0.333", "1/3", False), ("x = 5", "5", True), ("five", "5", False),
+    ("1,234", "1234", True), ("$18.00", "18", True), ("18 dollars", "18", True), ("3/4", "0.75", True),
+    ("3/4", "\\frac{3}{4}", True), ("-7", "-7", True), ("\u2212" + "7", "-7", True), ("7", "-7", False), ("-(-7)", "7", True),
+    ("75%", "0.75", True), ("75%", "75", True), ("1e3", "1000", True), ("10^3", "1000", True), ("\\sqrt{16}", "4", True),
+    ("2x+2", "2(x+1)", True), ("(1, 2)", "(1,2)", True), ("{1, 2}", "{2, 1}", True),
+    ("12.5", "12.50", True), ("0.333", "1/3", False), ("x = 5", "5", True), ("five", "5", False),
     ("18 or 19", "18", False), ("1,23", "123", False), ("", "0", False),
 ]
 
@@ -54,7 +55,8 @@ def by_hand() -> list[str]:
     """Lines of a table: what each function says of single answers."""
     lines = [f"| given | truth | equal | {' | '.join(FUNCTIONS)} |", "|---" * (len(FUNCTIONS) + 3) + "|"]
     for given, truth, equal in HAND_MADE:
-        verdicts = [BUILT_IN[f]([demonstration("because", given)], answer=[truth])[0] == right for f, right in FUNCTIONS.items()]
+        completion = [demonstration("because", given)]
+        verdicts = [BUILT_IN[name](completion, answer=[truth])[0] == right for name, right in FUNCTIONS.items()]
         words = ["yes" if verdict else "no" for verdict in (equal, *verdicts)]
         lines.append(f"| `{given}` | `{truth}` | {' | '.join(words)} |")
     return lines

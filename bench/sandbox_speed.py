@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -28,21 +29,22 @@ def main() -> None:
     print(f"{THREADS} cores, {COUNT} programs")
     print("| way | first program | one after the other | from as many threads as cores |\n|---|---|---|---|")
     for way in SETTLED:
+        run = partial(run_python, CODE, way=way)
         started = time.perf_counter()
         try:
-            run_python(CODE, way=way)
+            run()
         except RuntimeError as error:
             print(f"| {way} | {error} | | |")
             continue
         first = time.perf_counter() - started
         started = time.perf_counter()
         for _ in range(COUNT):
-            assert run_python(CODE, way=way).stdout == "4950\n"
+            assert run().stdout == "4950\n"
         alone = COUNT / (time.perf_counter() - started)
         with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(lambda i: run_python(CODE, way=way), range(2 * THREADS)))          # servers start
+            list(threads.map(lambda run: run(), [run] * 2 * THREADS))                            # servers start
             started = time.perf_counter()
-            assert all(result.ok for result in threads.map(lambda i: run_python(CODE, way=way), range(COUNT)))
+            assert all(result.ok for result in threads.map(lambda run: run(), [run] * COUNT))
             together = COUNT / (time.perf_counter() - started)
         print(f"| {way} | {1000 * first:.0f} ms | {alone:.0f}/s | {together:.0f}/s |")
     program, tests = "def square(x):\n    return x * x", [f"assert square({x}) == {x * x}" for x in range(3)]

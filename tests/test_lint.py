@@ -22,7 +22,7 @@ def flags_for(function, examples=EXAMPLES):
 def test_a_wrong_number_scores_below_silence_in_tunix_check_answer():
     points, _, _ = lint.measure(check_answer, EXAMPLES)
     assert points["wrong"] == -1 and points["empty"] == 0 and points["gold"] == 3
-    assert any("more for silence than for a wrong answer, 0.00 > -1.00" in flag for flag in flags_for(check_answer))
+    assert any("gives more to empty (0.00), form (-0.50) than to wrong (-1.00)" in flag for flag in flags_for(check_answer))
 
 
 def test_correctness_has_no_flags():
@@ -34,10 +34,10 @@ def test_correctness_has_no_flags():
 @pytest.mark.parametrize(
     "function,flag",
     [
-        (lambda completions, **columns: [-float(len(c)) for c in completions], "more to empty than to gold"),
-        (lambda completions, **columns: [float("certain" in c) for c in completions], "more to confident than to gold"),
-        (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "for listing several answers"),
-        (lambda completions, **columns: [float("..." in c) for c in completions], "for an empty form"),
+        (lambda completions, **columns: [-float(len(c)) for c in completions], "more to empty (0.00), "),
+        (lambda completions, **columns: [float("certain" in c) for c in completions], "more to confident (1.00) than to gold"),
+        (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "spam (1.00) than to wrong"),
+        (lambda completions, **columns: [float("..." in c) for c in completions], "form (1.00) than to wrong"),
         (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to everything"),
         (lambda completions, **columns: [None for c in completions], "scores nothing"),
         (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),
@@ -53,7 +53,7 @@ def test_a_total_that_rewards_something_else_is_flagged_although_its_parts_are_f
         return [float("certain" in c) / 2 + 0.5 * bool(c) for c in completions]
 
     table, flags = lint.lint([correctness, clear], [0.1, 1.0], EXAMPLES)
-    assert len(table) == 5 and any(flag.startswith("the total gives more to confident than to gold") for flag in flags)
+    assert len(table) == 5 and any(flag.startswith("the total gives more to confident (") for flag in flags)
 
 
 def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():

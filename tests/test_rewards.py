@@ -112,7 +112,8 @@ def test_the_four_rewards_of_tunix(text, truth, exact, approximate, answer, numb
 @pytest.mark.parametrize(
     "given,truth,choices,points",
     [
-        ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0), ("b: x", "B", None, 1.0),
+        ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
+        ("b: x", "B", None, 1.0), ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0),
         ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0),
         ("C", "2", ["x", "y", "z"], 1.0), ("Z", "2", ["x", "y", "zoo"], 0.0), ("zoo", "2", ["x", "y", "zoo"], 1.0),
         ("x", "2", ["x", "y", "zoo"], 0.0), ("two", "B", ["one", "two"], 1.0), ("one", "B", ["one", "two"], 0.0),
@@ -149,8 +150,11 @@ def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
 @pytest.mark.parametrize(
     "text,tags,points",
     [
-        (GOLD, None, 1.0), ("<plan>x</plan><code>y</code>", ["plan", "code"], 1.0), ("<code>y</code><plan>x</plan>", ["plan", "code"], 0.5),
-        ("<plan>x</plan><code> </code>", ["plan", "code"], 0.5), ("<plan>x</plan>" * 2, ["plan"], 0.0), ("</plan>x<plan>", ["plan"], 0.0),
+        (GOLD, None, 1.0),
+        ("<plan>x</plan><code>y</code>", ["plan", "code"], 1.0),
+        ("<code>y</code><plan>x</plan>", ["plan", "code"], 0.5),
+        ("<plan>x</plan><code> </code>", ["plan", "code"], 0.5),
+        ("<plan>x</plan>" * 2, ["plan"], 0.0), ("</plan>x<plan>", ["plan"], 0.0),
         ("<plan>x", ["plan"], 0.0), ("", ["plan"], 0.0),
     ],
 )
@@ -164,7 +168,9 @@ def test_answer_pattern():
     assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 4 + [None]) == [1.0, 0.0, 0.0, 0.0, None]
 
 
-@pytest.mark.parametrize("text,points", [("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0)])
+@pytest.mark.parametrize(
+    "text,points", [("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0)]
+)
 def test_repetition_penalty(text, points):
     assert rewards.repetition_penalty([text]) == pytest.approx([points])
 
@@ -184,20 +190,23 @@ def test_safety_and_lists_of_rules():
 
 def test_what_is_handed_in_is_the_last_block_of_the_answer_or_of_the_text():
     block = "```python\n{}\n```"
-    assert rewards.payload("x = 1", "python") == "x = 1"
-    assert rewards.payload(f"a {block.format('x = 1')} b {block.format('x = 2')} c", "python") == "x = 2\n"
-    assert rewards.payload(f"{block.format('x = 1')}<answer>{block.format('x = 2')}</answer>", "python") == "x = 2\n"
-    assert rewards.payload("```java\nint x;\n```", "python") == "```java\nint x;\n```"
+    assert reward_library.payload("x = 1", "python") == "x = 1"
+    assert reward_library.payload(f"a {block.format('x = 1')} b {block.format('x = 2')} c", "python") == "x = 2\n"
+    assert reward_library.payload(f"{block.format('x = 1')}<answer>{block.format('x = 2')}</answer>", "python") == "x = 2\n"
+    assert reward_library.payload("```java\nint x;\n```", "python") == "```java\nint x;\n```"
 
 
 @needs_math_verify
 @pytest.mark.parametrize(
     "given,truth,points",
     [
-        ("<answer>1/2</answer>", "\\frac{1}{2}", 1.0), ("so \\boxed{0.5}", "1/2", 1.0), ("<answer>2(x+1)</answer>", "$2x+2$", 1.0),
+        ("<answer>1/2</answer>", "\\frac{1}{2}", 1.0), ("so \\boxed{0.5}", "1/2", 1.0),
+        ("<answer>2(x+1)</answer>", "$2x+2$", 1.0), ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
         ("<answer>\\frac{1}{3}</answer>", "\\frac{1}{2}", 0.0), ("<answer>1,234</answer>", "1234", 1.0),
-        ("\\boxed{1}\\boxed{2}", "2", 0.0), ("2", "2", 0.0), ("", "2", 0.0), ("\\boxed{\\frac{1}{2}}", "0.5", 1.0), ("\\boxed{", "2", 0.0),
-        ("<answer>Paris</answer>", "paris", 1.0), ("<answer>x</answer>", None, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
+        ("\\boxed{1}\\boxed{2}", "2", 0.0), ("2", "2", 0.0), ("", "2", 0.0), ("\\boxed{", "2", 0.0),
+        ("<answer>Paris</answer>", "paris", 1.0), ("<answer>dog</answer>", "god", 0.0), ("<answer>x y</answer>", "yx", 1.0),
+        ("<answer>18 or 19</answer>", "19", 0.0), ("<answer>18 dollars</answer>", "$18.00", 1.0),
+        ("<answer>x</answer>", None, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
         ("<answer>" + "(" * 3000 + "</answer>", "3", 0.0), ("<answer>" + "\\frac{" * 300 + "</answer>", "3", 0.0),
         ("<answer>__import__('os')._exit(0)</answer>", "3", 0.0),
     ],
@@ -240,11 +249,14 @@ COLUMNS = dict(answer="132", tests=["assert f(1) == 1"], pattern="x", forbidden=
 
 
 @pytest.mark.parametrize("name", rewards.BUILT_IN)
-@pytest.mark.parametrize("text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99, "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99, "\ud800"]
+)
 def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
     if name == "math_equality" and not importlib.util.find_spec("math_verify"):
         pytest.skip("needs math-verify")
-    columns = {column: [value] * 2 for column, value in COLUMNS.items()} | {"answer": ["B" if name == "multiple_choice" else "132"] * 2}
+    columns = {column: [value] * 2 for column, value in COLUMNS.items()}
+    columns["answer"] = ["B" if name == "multiple_choice" else "132"] * 2
     for points in rewards.BUILT_IN[name]([text, text], prompts=["p", "p"], **columns):
         assert isinstance(points, float) and math.isfinite(points)
 
@@ -260,7 +272,8 @@ def test_reward_functions_of_trl_run_unchanged(tmp_path):
     names = ["think_format_reward", "too_long"] + ["accuracy_reward"] * bool(importlib.util.find_spec("math_verify"))
     functions = [load_reward_function(f"{file}:{name}") for name in names]
     texts = ["<think>\n1/2\n</think>\n$\\frac{1}{2}$", "$\\frac{1}{3}$"]
-    _, points = compute_rewards_for_completions(functions, [1.0] * len(names), rollout_of(*texts), [example | {"prompt": prompt}])
+    example["prompt"] = prompt
+    _, points = compute_rewards_for_completions(functions, [1.0] * len(names), rollout_of(*texts), [example])
     assert points["think_format_reward"].tolist() == [[1.0, 0.0]]
     assert points[rewards.name_of(functions[1])].tolist() == [[-0.5, -0.5]]
     if len(names) == 3:
@@ -376,7 +389,7 @@ def test_a_function_that_hangs_is_given_up_on():
     )
     assert points["hangs"].isnan().all() and total.tolist() == [[1.0, 2.0], [1.0, 1.0]]
     assert [f["function"] for f in failures] == ["hangs"] and "0.2 s (--reward_timeout)" in failures[0]["error"]
-    with pytest.raises(RuntimeError, match="hangs raised TimeoutError: no answer within 0.2 s"):
+    with pytest.raises(RuntimeError, match=r"hangs raised TimeoutError: no answer within 0\.2 s"):
         compute_rewards_for_completions([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
     assert time.monotonic() - started < 5
     released.set()
@@ -419,13 +432,14 @@ def test_points_are_clipped_function_by_function_before_they_are_weighted():
 def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     right, short = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).double(), torch.tensor([[0.01, 0.02, 0.03, 0.04]]).double()
     nobody = torch.full((1, 4), torch.nan).double()
-    settings = dict(reward_functions=["a", "b", "c"], reward_weights=[1.0, 0.5, 2.0], reward_combination="gdpo", advantage_epsilon=0.0)
+    settings = dict(reward_functions=["a", "b", "c"], reward_weights=[1.0, 0.5, 2.0], reward_combination="gdpo")
     points = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
     half, third = 0.5 / math.sqrt(1 / 3), 0.01 / math.sqrt(5e-4 / 3)             # deviation / standard deviation (n - 1)
     expected = [-half - 0.75 * third, half - 0.25 * third, half + 0.25 * third, -half + 0.75 * third]
     assert points.tolist()[0] == pytest.approx(expected, rel=1e-5)
-    clipped = shape_rewards(GRPOConfig(**settings, reward_clips=[0.0, 0.02, 0.0]), None, right, {"a": right, "b": short, "c": nobody})
-    assert clipped[0, 2] - clipped[0, 1] == pytest.approx(0), "0.02 and 0.03, cut to 0.02"
+    settings["reward_clips"] = [0.0, 0.02, 0.0]
+    clipped = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
+    assert clipped[0, 2] - clipped[0, 1] == pytest.approx(0, abs=1e-6), "0.02 and 0.03, cut to 0.02"
     summed = shape_rewards(GRPOConfig(), None, right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"
     assert (compute_group_advantages(points).argsort() == points.argsort()).all()

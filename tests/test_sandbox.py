@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_at_least_one_way_is_tested():
         ("print('x' * 10**6)", False, "x" * OUTPUT_BYTES, "output"),
         ("import ctypes; ctypes.string_at(0)", False, "", "SIGSEGV"),
         ("open('a', 'w').write('b'); print(open('a').read())", True, "b\n", ""),
-        ("import os; print(os.listdir('.'), {*os.environ} - {'LC_CTYPE', 'PWD'}, os.getcwd() != '/')", True, "[] set() True\n", ""),
+        ("import os; print(os.listdir('.'), {*os.environ} - {'LC_CTYPE', 'PWD'})", True, "[] set()\n", ""),
         ("import json, re, decimal, asyncio; print(asyncio.run(asyncio.sleep(0, 5)))", True, "5\n", ""),
         ("import threading; t = threading.Thread(target=print, args=(7,)); t.start(); t.join()", True, "7\n", ""),
         ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
@@ -124,7 +125,13 @@ def test_nothing_is_left_for_the_next_program(way):
 
 
 # ---- hostile programs ----------------------------------------------------------------------------------------------
-# Each prints ESCAPED if it gets what it wants. `escape` is a context manager: the block may raise, and must not get through.
+
+
+def read_programs(name):
+    """Name -> program, from a file of them under lines that begin with ==."""
+    parts = (Path(__file__).parent / name).read_text().split("\n== ")[1:]
+    return dict(part.split("\n", 1) for part in parts)
+
 
 PREAMBLE = f"""
 import contextlib, ctypes, os, signal, socket, subprocess, sys, threading, time
@@ -142,82 +149,7 @@ def found(data):
         print("ESCAPED")
 """
 
-HOSTILE = {
-    "fork bomb": "while True:\n    with escape(): os.fork()",
-    "fork by system call": "for n in (57, 58, 56, 220, 435):\n    with escape():\n        assert libc.syscall(n, 17, 0, 0, 0, 0) >= 0",
-    "double fork": "with escape():\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0: time.sleep(60)",
-    "daemon": "with escape(): subprocess.Popen(['sleep', '60'], start_new_session=True)",
-    "spawn": "with escape(): os.posix_spawn(sys.executable, ['python', '-c', ''], {})",
-    "pool": "import multiprocessing\nwith escape():\n    p = multiprocessing.Process(target=print); p.start(); p.join()",
-    "shell": "with escape():\n    assert os.system('true') == 0",
-    "exec": "with escape():\n    os.execv('/bin/sh', ['sh', '-c', 'echo ESCAPED'])",
-    "exec python": "os.execv(sys.executable, ['python', '-c', 'print(\"ESCAPED\")'])",
-    "thread bomb": "while True: threading.Thread(target=time.sleep, args=(60,), daemon=False).start()",
-    "memory bomb": "x = []\nwhile True: x.append(bytearray(1 << 20))",
-    "memory in one piece": "import mmap\nwith escape(): mmap.mmap(-1, 1 << 30)",
-    "memory beside": "with escape():\n    assert libc.shmget(0, 1 << 28, 0o1600) >= 0",
-    "memory in files": "with escape(): os.memfd_create('x')",
-    "limits raised": "import resource\nfor what in range(16):\n    with escape():\n        soft, hard = resource.getrlimit(what)\n"
-                     "        assert hard != -1\n        resource.setrlimit(what, (hard + 1, hard + 1))",
-    "infinite output": "while True: print('x' * 1000)",
-    "infinite errors": "while True: print('x' * 1000, file=sys.stderr)",
-    "output of one byte": "while True: os.write(1, b'x')",
-    "infinite loop": "while True: pass",
-    "one long instruction": "9 ** 9 ** 9",
-    "sleep": "time.sleep(600)",
-    "output closed, then sleep": "os.close(1); os.close(2); time.sleep(600)",
-    "signals ignored": "for s in range(1, 65):\n    with contextlib.suppress(OSError, ValueError): signal.signal(s, signal.SIG_IGN)\n"
-                       "while True: pass",
-    "signals blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
-    "kill the parent": "for s in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):\n    with escape():\n        os.kill(PARENT or 999999, s)\n        assert PARENT > 1",
-    "kill everybody": "os.kill(-1, signal.SIGKILL)",               # says that it worked; we would not be here to see it
-    "kill the group": "os.killpg(0, signal.SIGKILL)",
-    "stop itself": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(600)",
-    "trace the parent": "with escape():\n    assert libc.ptrace(16, PARENT or 1, 0, 0) == 0",
-    "read the parent's memory": "with escape(): open(f'/proc/{PARENT}/mem', 'rb')",
-    "delete files": "for folder, _, names in os.walk(VICTIM):\n    for name in names: os.unlink(os.path.join(folder, name))\n"
-                    "os.truncate(VICTIM + '/file', 0)",
-    "delete the library": "import shutil\nwith escape(): os.unlink(os.__file__)\nwith escape(): open(os.__file__, 'a')\n"
-                          "with escape(): os.rename(os.path.dirname(os.__file__), '/scratch/x')",
-    "fill the disk": "for i in range(10**5): open(str(i), 'wb').write(bytes(1 << 20))",
-    "one huge file": "with escape():\n    with open('x', 'wb') as f:\n        for _ in range(1000): f.write(bytes(1 << 20))",
-    "a million files": "with escape():\n    if os.getcwd() != '/scratch': raise OSError\n    for i in range(10**6): open(str(i), 'w')",
-    "deep folders": "for _ in range(3000):\n    os.mkdir('d'); os.chdir('d')",
-    "many open files": "x = []\nwith escape():\n    for i in range(1000): x.append(os.dup(1))",
-    "its own environment": "found(dict(os.environ)); found(open('/proc/self/environ', 'rb').read())",
-    "environment of others": "for pid in os.listdir('/proc'):\n    with contextlib.suppress(OSError): "
-                             "found(open(f'/proc/{pid}/environ', 'rb').read())",
-    "command lines of others": "for pid in os.listdir('/proc'):\n    with contextlib.suppress(OSError): "
-                               "found(open(f'/proc/{pid}/cmdline', 'rb').read())",
-    "open files of the server": "for fd in range(3, 999):\n    with escape(): os.fstat(fd)",
-    "write an answer": "for fd in range(3, 999):\n    with escape(): os.write(fd, b'{\"ok\": true}\\n')",
-    "read a secret": "found(open(VICTIM + '/file').read())",
-    "symbolic link": "os.symlink(VICTIM + '/file', 'x'); found(open('x').read())",
-    "hard link": "os.link(VICTIM + '/file', 'x'); found(open('x').read())",
-    "passwords": "with escape(): open('/etc/shadow').read()",
-    "home": "with escape():\n    assert {*os.listdir(HOME)} - {*sys.prefix.split('/')}",
-    "tcp": "with escape(): socket.create_connection((\"1.1.1.1\", 80), timeout=1)",
-    "listen": "with escape(): socket.create_server(('127.0.0.1', 0))",
-    "udp": "with escape(): socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('1.1.1.1', 53))",
-    "names": "with escape(): socket.gethostbyname('example.com')",
-    "unix socket": "with escape(): socket.socket(socket.AF_UNIX)",
-    "network by system call": "with escape():\n    assert max(libc.syscall(n, 2, 1, 0) for n in (41, 198)) >= 0",
-    "network by ring": "with escape():\n    assert libc.syscall(425, 8, ctypes.create_string_buffer(200)) >= 0",
-    "mount": "with escape():\n    assert libc.mount(b'none', b'/', b'tmpfs', 0, None) == 0",
-    "new namespaces": "with escape():\n    assert libc.unshare(0x10000000) == 0",
-    "out of the root": "with escape():\n    os.mkdir('x'); os.chroot('x')",
-    "become root": "with escape(): os.setuid(0)\nwith escape():\n    assert os.getuid() == 0",
-    "capabilities": "import struct\nwith escape():\n    assert libc.capset(struct.pack('<Ii', 0x20080522, 0), b'\\xff' * 24) == 0",
-    "device": "import stat\nwith escape(): os.mknod('x', stat.S_IFBLK | 0o666, os.makedev(254, 0))",
-    "more time": "import resource\nwith escape(): resource.setrlimit(resource.RLIMIT_CPU, (99, 99))\n"
-                 "signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
-    "supervisor's death": "libc.prctl(1, 0, 0, 0, 0)\nwhile True: pass",
-    "crash": "ctypes.memset(0, 0, 1)",
-    "recursion": "sys.setrecursionlimit(10**9)\ndef f(): return f() + max([0], key=lambda x: f())\nf()",
-    "end now": "os._exit(0)",
-    "no end": "os._exit = sys.exit = lambda *a: None\nsys.stdout.flush = 1 / 0",
-    "frames": "f = sys._getframe()\nwhile f:\n    found(f.f_locals); found(f.f_globals.get('idle')); f = f.f_back",
-}
+HOSTILE = read_programs("hostile_programs.txt")
 SLOW_ONES = {"sleep", "infinite loop", "output closed, then sleep", "signals ignored", "signals blocked", "stop itself"}
 
 
@@ -296,61 +228,9 @@ def test_the_share_of_tests_that_pass(name, monkeypatch):
     assert passes_tests([program], [TESTS]) == pytest.approx([points])
 
 
-EQUALS_ALL = "class X{base}:\n    def __eq__(self, other): return True\n    __ne__ = __lt__ = __gt__ = __abs__ = __sub__ = __eq__\n"
-CHEATS = {
-    "os._exit": "import os\nos._exit(0)",
-    "sys.exit": "import sys\nsys.exit(0)",
-    "exit when asked": "import os\ndef square(x): os._exit(0)",
-    "raise SystemExit": "raise SystemExit",
-    "print passed": "print('passed\\n' * 3)\ndef square(x): print('passed\\n' * 3)",
-    "write passed": "import os\nfor fd in range(10):\n    try: os.write(fd, b'passed\\npassed\\npassed\\n')\n    except OSError: pass\nos._exit(0)",
-    "write and go": "import os\ndef square(x):\n    for fd in range(10):\n        try: os.write(fd, b'[True]')\n        except OSError: pass\n"
-                    "    os._exit(0)",
-    "equals everything": EQUALS_ALL.format(base="") + "def square(x): return X()",
-    "int that equals everything": EQUALS_ALL.format(base="(int)") + "def square(x): return X()",
-    "str that equals everything": EQUALS_ALL.format(base="(str)") + "def square(x): return X()",
-    "list that equals everything": EQUALS_ALL.format(base="(list)") + "def square(x): return X()",
-    "any from mock": "from unittest import mock\ndef square(x): return mock.ANY",
-    "magic mock": "from unittest.mock import MagicMock as square",
-    "repr attacks the judge": "class X:\n    def __repr__(self): return 'print(\"passed\\\\n\" * 3)'\n    def __iter__(self): return iter([self])\n"
-                              "def square(x): return X()",
-    "repr is patched": "import builtins\nbuiltins.repr = lambda x: '__import__(\"os\").write(1, b\"passed\\\\n\" * 3)'\ndef square(x): return 1",
-    "repr is patched with a name": "import builtins\nbuiltins.repr = lambda x: '[_answers]'\ndef square(x): return 1",
-    "deep answer": "import builtins\nbuiltins.repr = lambda x: '[' * 50000 + ']' * 50000\ndef square(x): return 1",
-    "huge answer": "def square(x): return [0] * 10**6",
-    "huge number": "def square(x): return 10 ** 5000",
-    "eval is patched": "import builtins\nbuiltins.eval = lambda *a: True\ndef square(x): return 0",
-    "exec is patched": "import builtins\nbuiltins.exec = builtins.compile = lambda *a: True\ndef square(x): return 0",
-    "map is patched": "import builtins\nbuiltins.map = builtins.list = lambda *a: []\ndef square(x): return 0",
-    "isinstance is patched": "import builtins\nbuiltins.isinstance = lambda *a: True\ndef square(x): return 0",
-    "abs is patched": "import builtins\nbuiltins.abs = lambda x: 0\ndef square(x): return True\ndef abs(x): return 0",
-    "questions are replaced": "import sys\nf = sys._getframe()\nwhile f:\n    f.f_globals['questions'] = f.f_locals['questions'] = ['9']\n    f = f.f_back\n"
-                              "def square(x): return None",
-    "AssertionError is patched": "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})\ndef square(x): return 0",
-    "assert is off": "import sys\nsys.flags = None\n__debug__ if False else None\ndef square(x): return 0",
-    "trace function": "import sys\nsys.settrace(lambda *a: sys.exit(0))\ndef square(x): return 0",
-    "exit hook": "import atexit, os\natexit.register(os.write, 1, b'[True]')\ndef square(x): raise SystemExit",
-    "thread writes later": "import threading, os, time\ndef square(x):\n    threading.Thread(target=lambda: os.write(3, b'[True]')).start()\n    time.sleep(1)",
-    "os is replaced": "import sys, types\nm = types.ModuleType('os')\nm.write = m.dup = m.dup2 = lambda *a: 0\nsys.modules['os'] = m\ndef square(x): return 0",
-    "stdout is replaced": "import sys\nsys.stdout = sys.__stdout__ = open('x', 'w')\nprint('passed')\ndef square(x): return 0",
-    "class lies": "class X:\n    __class__ = property(lambda self: int)\n    def __int__(self): return 1\ndef square(x): return X()",
-    "not a number": "def square(x): return float('nan')",
-    "infinity": "def square(x): return float('inf')",
-    "NotImplemented": "def square(x): return NotImplemented",
-    "truth": "def square(x): return True",
-    "generator without end": "import itertools\ndef square(x): return itertools.count()",
-    "contains itself": "a = []\na.append(a)\ndef square(x): return a",
-    "text that goes on": "x = '''",
-    "brackets that go on": "def square(x): return (",
+CHEATS = read_programs("cheating_programs.txt") | {
     "zero byte": "def square(x): return 0\x00",
     "lone surrogate": "def square(x): return '\ud800'",
-    "quotes and braces": "'''\"\"\"{}{0}{program}\ndef square(x): return 0",
-    "future": "from __future__ import annotations\nimport __main__\n__main__.questions = []\ndef square(x): return 0",
-    "judge by name": "import ast\nast.literal_eval = lambda x: [9]\nast.parse = None\ndef square(x): return 0",
-    "signal": "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, .05)\nwhile True: pass",
-    "memory": "def square(x): return 'x' * 10 ** 10",
-    "reads the tests": "import gc, re\ndef square(x):\n    for o in gc.get_objects():\n        if isinstance(o, (dict, list, tuple)):\n"
-                       "            for found in re.findall(r'square\\(3\\) == (\\d+)', str(o)[:10000]): return int(found)\n    return 0",
 }
 
 
