@@ -44,7 +44,7 @@ def test_every_flag_exists(page):
 def test_sizes_stay_what_the_readme_says():
     sizes = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*.py") if path.name != "test_grpo.py"}
     assert sizes["train.py"] <= 330, "about 300 lines: move a concern out"
-    assert sum(sizes.values()) <= 4300, sizes
+    assert sum(sizes.values()) <= 5600, sizes
 
 
 def test_the_algorithm_imports_torch_alone_and_every_public_name_has_a_docstring():
