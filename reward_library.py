@@ -134,10 +134,10 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
         if right < 0:
             return None
         given = extract_answer(text) or ""
+        if right < len(texts) and same_answer(given, texts[right]):
+            return 1.0
         named = re.fullmatch(r"\(?([A-Z])(?:[).:]+.*)?", given, re.DOTALL | re.IGNORECASE)
-        if named:
-            return float(ord(named[1].upper()) - ord("A") == right)
-        return float(right < len(texts) and same_answer(given, texts[right]))
+        return float(named is not None and "ABCDEFGHIJ".find(named[1].upper()) == right)
 
     choices = choices or [None] * len(completions)
     return [

@@ -11,7 +11,7 @@ if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
 import sandbox
-from rewards import passes_tests
+from reward_programs import passes_tests
 from sandbox import OUTPUT_BYTES, SETTLED, run_python
 
 SECRET = "hunter" + "2"
@@ -36,27 +36,25 @@ def way(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def nobody_is_left():
-    """After all tests there are the servers and one child of each, which waits for the next request, and nobody else."""
+    """After all tests each server has one child, which waits for the next request, and nobody is left without a parent."""
     yield
     servers = [server.pid for servers in sandbox.idle.values() for server in servers]
     for _ in range(100):                                           # a server forks a moment after it has answered
         time.sleep(0.02)
-        others = sorted(parent for pid, parent in ours() if pid not in servers)
-        if others == sorted(servers):
+        parents = sorted(parent for parent in map(parent_of, filter(str.isdecimal, os.listdir("/proc"))) if parent in [1, *servers])
+        if parents == sorted(servers):
             return
-    raise AssertionError(f"{servers=}, children of {others}")
+    raise AssertionError(f"{servers=}, {parents=}")
 
 
-def ours():
-    """(process, its parent) for every process that runs sandbox.py or belongs to a user that the sandbox makes up."""
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            user = os.stat(f"/proc/{pid}").st_uid
-            with open(f"/proc/{pid}/cmdline", "rb") as command, open(f"/proc/{pid}/stat") as stat:
-                if b"sandbox.py" in command.read().split(b"pytest")[0] or 61184 <= user < 65520:
-                    yield int(pid), int(stat.read().rpartition(")")[2].split()[1])
-        except OSError:
-            pass                                                   # it has just ended
+def parent_of(pid):
+    """The parent of a process that runs sandbox.py or belongs to a user that the sandbox makes up."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command, open(f"/proc/{pid}/stat") as stat:
+            if b"/sandbox.py" in command.read() or 61184 <= os.stat(f"/proc/{pid}").st_uid < 65520:
+                return int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return None                                                # it has just ended
 
 
 def test_at_least_one_way_is_tested():
