@@ -5,16 +5,18 @@ tokenizer and these rewards. It runs before every training and refuses to start 
     python train.py --use_grpo --check ...          prints all of it and stops
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from config import GRPOConfig
 from conversations import Conversation, play, responders
-from data import encode_prompt, encode_reply
+from data import demonstration, encode_prompt, encode_reply
+from lint import as_rollout, completions_of, flags_of
 from logprobs import completion_log_probs
 from model import precision_of
-from rewards import compute_rewards_for_completions, name_of
+from rewards import compute_rewards_for_completions
 from sample import Rollout, left_pad, made_up, positions_of, sample_completions_for_prompts, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; float32 forward passes of different shape agree to about 1e-5
@@ -149,7 +151,7 @@ def gold_turns(example: dict) -> list[str]:
     gold, answer = example.get("completion"), example.get("answer")
     if isinstance(gold, list):
         return [message["content"] for message in gold if message["role"] == "assistant"]
-    return [gold or f"<reasoning>because</reasoning><answer>{answer}</answer>"] if gold or answer else []
+    return [gold or demonstration("because", answer)] if gold or answer else []
 
 
 def check_environment(conversation: Conversation, gold: list[str]) -> Finding:
@@ -164,29 +166,28 @@ def check_environment(conversation: Conversation, gold: list[str]) -> Finding:
 
 
 def check_rewards(example: dict, config, reward_functions: list, begin=None) -> list[Finding]:
-    """What the gold, an empty and a wrong completion would earn; begin() begins a conversation, if there is an environment."""
-    gold, answer = gold_turns(example), example.get("answer")
-    wrong = [*gold[:-1], gold[-1].replace(answer, f"not {answer}")] if gold and answer else ["I do not know."]
-    turns = {"gold": gold, "empty": [""], "wrong": wrong} if gold else {"empty": [""], "wrong": wrong}
-    mask = torch.ones(len(turns), 1, dtype=torch.bool)
-    completions, turn_points = [said[-1] for said in turns.values()], None
+    """What completions of every kind that lint.py knows would earn, for one example.
+
+    begin() begins a conversation, if there is an environment; they are its last turns, after those of the demonstration
+    """
+    texts, turn_points = completions_of(example), None
+    completions = list(texts.values())
     if begin:
-        completions, given = zip(*(play(begin(), said) for said in turns.values()), strict=True)
-        turn_points = torch.tensor(given)[:, None]
-    rollout = Rollout(*[torch.zeros(1, 1)] * 2, mask.long(), mask, mask.float(), mask[:, 0], list(completions))
+        before = gold_turns(example)[:-1]
+        completions, given = zip(*(play(begin(), [*before, text]) for text in texts.values()), strict=True)
+    rollout = as_rollout(list(completions))
+    if begin:
+        turn_points = torch.tensor(given)[:, None].expand(rollout.completion_mask.shape)
     total, per_function = compute_rewards_for_completions(
-        reward_functions, config.weights, rollout, [example], on_error=config.reward_errors, turn_points=turn_points
+        reward_functions, config.weights, rollout, [example], on_error=config.reward_errors, clips=config.reward_clips,
+        timeout=config.reward_timeout, turn_points=turn_points,
     )
-    points = dict(zip(turns, total[0].tolist(), strict=True))
-    by_function = "; ".join(
-        f"{name_of(f)} {', '.join(f'{p:g}' for p in per_function[name_of(f)][0].tolist())}" for f in reward_functions
-    )
-    found = ", ".join(f"{name} {value:.2f}" for name, value in points.items()) + f" points ({by_function})"
-    scored = not total.isnan().all()
-    findings = [Finding("rewards", scored, found, "no reward function can score this data: does it have answers?")]
-    if gold and points["gold"] <= max(points["empty"], points["wrong"]):
-        findings.append(Finding("rewards", None, "the gold completion does not earn most: is that what you want?"))
-    return findings
+    points = {kind: value for kind, value in zip(texts, total[0].tolist(), strict=True) if not math.isnan(value)}
+    by_function = "; ".join(f"{name} {', '.join(f'{p:g}' for p in row[0].tolist())}" for name, row in per_function.items())
+    found = ", ".join(f"{kind} {value:.2f}" for kind, value in points.items()) + f" points ({by_function})"
+    findings = [Finding("rewards", bool(points), found, "no reward function can score this data: does it have answers?")]
+    flags = flags_of(points) if points else []
+    return findings + [Finding("rewards", None, f"the total {flag}: is that what you want?") for flag in flags]
 
 
 def draw_row(rollout: Rollout, row: int) -> str:

@@ -130,6 +130,9 @@ class GRPOConfig:
     reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "names from rewards.py, or path/to/file.py:function")
     reward_weights: list[float] = flag([], "one for each; empty: 1 each, or 1 0.2 0.1 for the default functions")
     reward_errors: Literal["raise", "none"] = flag("raise", "a reward function that raises: stop, or leave unscored and count")
+    reward_timeout: float = flag(0.0, "seconds a reward function may take for a rollout; more counts as raising; 0: any time")
+    reward_combination: Literal["sum", "gdpo"] = flag("sum", "weighted sum of the functions' points; or of their advantages")
+    reward_clips: list[float] = flag([], "cut each function's points to so many up and down, one for each; 0: never")
     reward_clip: float = flag(0.0, "cut rewards to this many points up and down; 0: never")
     overlong: Literal["keep", "mask", "penalise"] = flag("keep", "completions cut at the limit: train on them, leave them out "
                                                          "of the loss, or take up to 1 point off as they come near the limit")
@@ -199,8 +202,8 @@ class GRPOConfig:
         require(self.kl_penalty_coef >= 0, "kl_penalty_coef", self.kl_penalty_coef, "cannot be negative; 0 switches it off")
         require(0 <= self.clip_low < 1, "clip_low", self.clip_low, "a ratio cannot fall below 0: choose from [0, 1)")
         require(self.clip_high >= 0, "clip_high", self.clip_high, "cannot be negative")
-        for name in ("dynamic_sampling", "reward_clip", "overlong_buffer", "importance_cap", "entropy_coef", "minibatch_size",
-                     "max_policy_kl", "kl_target", "value_coef", "value_clip"):
+        for name in ("dynamic_sampling", "reward_clip", "reward_timeout", "overlong_buffer", "importance_cap", "entropy_coef",
+                     "minibatch_size", "max_policy_kl", "kl_target", "value_coef", "value_clip"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
         for name in ("ppo_epochs", "kl_horizon", "reference_update_freq"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
@@ -211,6 +214,11 @@ class GRPOConfig:
         require(
             len(self.reward_weights) in (0, len(self.reward_functions)), "reward_weights", self.reward_weights,
             f"{len(self.reward_weights)} weights for {len(self.reward_functions)} reward functions {self.reward_functions}",
+        )
+        require(
+            len(self.reward_clips) in (0, len(self.reward_functions)) and all(clip >= 0 for clip in self.reward_clips),
+            "reward_clips", self.reward_clips,
+            f"one number from 0 up for each of the {len(self.reward_functions)} reward functions {self.reward_functions}",
         )
 
     def refuse_contradictions(self) -> None:
@@ -251,6 +259,10 @@ class GRPOConfig:
         require(
             not (self.use_value_head and self.dynamic_sampling), "dynamic_sampling", self.dynamic_sampling,
             "--use_value_head learns from groups of equal rewards too; leave out one of the two",
+        )
+        require(
+            not (self.use_value_head and self.environment_weight and self.reward_combination == "gdpo"), "reward_combination",
+            "gdpo", "--use_value_head takes the environment's points turn by turn as they are; leave out one of the two",
         )
         require(
             not (self.use_value_head and self.value_coef == 0), "value_coef", 0, "--use_value_head would never learn; take 0.1"
@@ -396,6 +408,8 @@ class Config:
             lines.append("reference settings are inert: there is no reference without --use_kl_penalty true")
         if grpo.minibatch_size >= self.training.batch_size * grpo.num_completions_per_prompt:
             lines.append(f"minibatch_size {grpo.minibatch_size} is inert: a rollout has no more completions")
+        if grpo.reward_combination == "gdpo" and grpo.scale == "group":
+            lines.append("gdpo scales each function within its group, then the sum again; advantage_scale batch is the paper's")
         if grpo.loss_type == "gspo" and grpo.clip_high > 0.01 and self.updates_per_rollout > 1:
             lines.append("gspo's ratio is a mean over a completion and hardly moves: clip_low 3e-4, clip_high 4e-4 is usual")
         if grpo.loss_type == "cispo" and grpo.clip_high < 1 and self.updates_per_rollout > 1:

@@ -7,7 +7,8 @@ Shapes: P prompts, G completions of each, B = P*G rows with siblings adjacent, T
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from grpo import (
 from logprobs import completion_log_probs
 from model import moved_to
 from packing import completion_lengths, micro_batches
-from rewards import compute_rewards_for_completions
+from rewards import compute_rewards_for_completions, weighted_sum
 from sample import Rollout, join_rollouts, occurrences, sample_completions_for_prompts, select_groups
 
 
@@ -34,6 +35,7 @@ class Groups:
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
     points: Tensor                      # (P, G) what is learned from: rewards clipped, and penalised for being overlong
     replaced: int = 0                   # groups of equal points that dynamic sampling put others in place of
+    failures: list[dict] = field(default_factory=list)   # calls of reward functions that raised or took too long
 
     @property
     def tied(self) -> Tensor:
@@ -86,6 +88,7 @@ def sample_groups(run, examples: list[dict]) -> Groups:
             {name: torch.cat([points[~tied], fresh.per_function[name]]) for name, points in groups.per_function.items()},
             torch.cat([groups.points[~tied], fresh.points]),
             groups.replaced + int(tied.sum()),
+            groups.failures + fresh.failures,
         )
     return groups
 
@@ -106,27 +109,60 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
             run.model, run.tokenizer, [example["prompt"] for example in mine], grpo, seed=seed,
             shared_prompt=run.shared_prompt, occurrence=earlier, respond=responders(run.environment, mine),
         )
-        return rollout, *compute_rewards_for_completions(
-            run.reward_functions, grpo.weights, rollout, mine, on_error=grpo.reward_errors, turn_points=rollout.turn_points
+        failures: list[dict] = []
+        rewards, per_function = compute_rewards_for_completions(
+            run.reward_functions, grpo.weights, rollout, mine, on_error=grpo.reward_errors, clips=grpo.reward_clips,
+            timeout=grpo.reward_timeout, failures=failures, turn_points=rollout.turn_points,
         )
+        return rollout, rewards, per_function, failures
 
     with gathered_weights(run.model):
-        rollouts, rewards, by_function = zip(*filter(None, everywhere(sample_and_score)), strict=True)
+        rollouts, rewards, by_function, failures = zip(*filter(None, everywhere(sample_and_score)), strict=True)
     rollout, rewards = join_rollouts(rollouts), torch.cat(rewards)
     assert len(rollout.completions) == len(examples) * grpo.num_completions_per_prompt, f"{len(rollout.completions)=}"
     per_function = {name: torch.cat([points[name] for points in by_function]) for name in by_function[0]}
     run.memory.record([example["prompt"] for example in examples], rewards.tolist())
-    return Groups(examples, rollout, rewards, per_function, shape_rewards(grpo, rollout, rewards))
+    points = shape_rewards(grpo, rollout, rewards, per_function)
+    return Groups(examples, rollout, rewards, per_function, points, failures=list(chain(*failures)))
 
 
-def shape_rewards(grpo, rollout: Rollout, rewards: Tensor) -> Tensor:
-    """(P, G) points -> (P, G) points: clipped first, then penalised, as --reward_clip and --overlong say."""
+def shape_rewards(grpo, rollout: Rollout, rewards: Tensor, per_function: dict[str, Tensor] | None = None) -> Tensor:
+    """(P, G) points -> (P, G) points: combined, clipped, then penalised: --reward_combination, --reward_clip, --overlong.
+
+    gdpo (arXiv:2601.05242) adds up the functions' own group advantages instead of their points, so that one whose points
+    hardly differ counts as much as one whose points lie far apart:  sum of weight * (r - mean(group)) / std(group)
+    """
+    if grpo.reward_combination == "gdpo" and per_function:
+        advantages = {}
+        for (name, points), clip in zip(per_function.items(), grpo.reward_clips or [0] * len(per_function), strict=True):
+            clipped = points.clamp(-(clip or torch.inf), clip or torch.inf)
+            scaled = compute_group_advantages(clipped, epsilon=grpo.advantage_epsilon)
+            advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
+        rewards = weighted_sum(advantages, grpo.weights)
     points = rewards.clamp(-grpo.reward_clip, grpo.reward_clip) if grpo.reward_clip else rewards         # NaN stays NaN
     if grpo.overlong != "penalise":
         return points
     limit = grpo.generation_max_length
     lengths = completion_lengths(rollout.completion_mask).view_as(points)
     return points + overlong_penalty(lengths, max_tokens=limit, buffer=grpo.overlong_buffer or max(1, limit // 5))
+
+
+def describe_groups(groups: Groups, experience: Experience) -> dict:
+    """Metrics of what was sampled."""
+    rewards, mask = groups.rewards, groups.rollout.completion_mask
+    advantages = experience.advantages
+    advantages = advantages[experience.mask] if advantages.shape[1] > 1 else advantages          # of tokens, or of completions
+    return {
+        "mean_reward": float(rewards.nanmean()),
+        "mean_advantage": float(advantages.mean()),
+        "std_advantage": float(advantages.std()),
+        "tied_groups": float(groups.tied.float().mean()),
+        "replaced_groups": groups.replaced,
+        "unscored": float(rewards.isnan().float().mean()),
+        "reward_errors": len(groups.failures),
+        "completion_tokens": float(mask.sum()) / len(mask),
+        "truncated": float((~groups.rollout.finished).float().mean()),
+    } | {f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()}
 
 
 def prepare_experience(run, rollout: Rollout, points: Tensor) -> tuple[Experience, dict]:

@@ -31,19 +31,19 @@ from sample import occurrences, sample_completions_for_prompts
 
 def evaluate(
     model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
-    batch_size: int = 64, shared_prompt: bool = True, environment=None,
+    reward_timeout: float = 0.0, batch_size: int = 64, shared_prompt: bool = True, environment=None,
 ) -> dict:
     """One sampled completion for each problem, scored; each process takes its share.
 
-    config   and shared_prompt as for sample_completions_for_prompts; on_error as for compute_rewards_for_completions;
-             batch_size: completions sampled at once, the others wait until half of these are done; environment:
-             who answers the policy, if anybody does
+    config   and shared_prompt as for sample_completions_for_prompts; on_error and reward_timeout as for
+             compute_rewards_for_completions; batch_size: completions sampled at once, the others wait until half of these
+             are done; environment: who answers the policy, if anybody does
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
              eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
     """
     _, points, truncated = ask_and_score(
         model, tokenizer, examples, config, seed=seed, num_completions=1, reward_functions=reward_functions, on_error=on_error,
-        batch_size=batch_size, shared_prompt=shared_prompt, environment=environment,
+        reward_timeout=reward_timeout, batch_size=batch_size, shared_prompt=shared_prompt, environment=environment,
     )
     columns = {name: of_function[:, 0] for name, of_function in points.items()}
     correct = columns["correctness"][~columns["correctness"].isnan()]
@@ -57,7 +57,7 @@ def evaluate(
 
 def ask_and_score(
     model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int, reward_functions=(correctness,),
-    on_error: str = "raise", batch_size: int = 64, shared_prompt: bool = True, environment=None,
+    on_error: str = "raise", reward_timeout: float = 0.0, batch_size: int = 64, shared_prompt: bool = True, environment=None,
 ) -> tuple[list, dict[str, torch.Tensor], int]:
     """num_completions of each problem, the rest as for evaluate.
 
@@ -76,7 +76,8 @@ def ask_and_score(
             shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier, respond=responders(environment, asked),
         )
         _, points = compute_rewards_for_completions(
-            functions, [1.0] * len(functions), rollout, asked, on_error=on_error, turn_points=rollout.turn_points
+            functions, [1.0] * len(functions), rollout, asked, on_error=on_error, timeout=reward_timeout,
+            turn_points=rollout.turn_points,
         )
         return rollout.completions, points, int((~rollout.finished).sum())
 

@@ -5,7 +5,6 @@ The order is that of cost: what can be refused without reading anything is refus
 imported, data read, the tokenizer loaded and the prompts measured; the model comes last, and the start-up check after it.
 """
 
-import inspect
 import math
 import random
 from array import array
@@ -29,7 +28,7 @@ from model import (
     AdapterReference, ValueHead, copy_into, frozen_copy, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy,
     recompute_activations, save_policy, trained,
 )
-from rewards import RESERVED, RewardError, load_reward_function, name_of
+from rewards import RewardError, load_reward_function, missing_columns, name_of
 from runs import RunFolder
 
 
@@ -165,16 +164,12 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> N
         raise ValueError("GRPO needs a tokenizer with pad_token and eos_token, to batch completions and to end them")
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
-    known = {name for example in dataset for name in example}
-    columns = known - set(RESERVED) | {"completions", "prompts", "completion_ids"}
+    columns = {name for example in dataset for name in example}
     for name in config.grpo.reward_functions:
-        parameters = inspect.signature(load_reward_function(name)).parameters.values()
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        missing = [column for column in needed if column not in columns]
-        if missing:
+        if missing := missing_columns(load_reward_function(name), columns):
             raise ValueError(
                 f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does not have "
-                f"(columns: {', '.join(sorted(known))})"
+                f"(columns: {', '.join(sorted(columns))})"
             )
     refuse_missing_columns(config.grpo.environment, load_environment(config.grpo.environment), dataset)
 

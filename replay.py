@@ -93,8 +93,9 @@ def replay_grpo_step(run: Run, records: list[dict], gradient: Callable) -> dict:
     for name in names:
         if name not in per_function:
             raise ValueError(f"--reward_functions {name}: not among what was saved, {' '.join(per_function)}")
-    rewards = weighted_sum({name: per_function[name] for name in names}, grpo.weights)           # (P, G)
-    experience, metrics = prepare_experience(run, rollout, shape_rewards(grpo, rollout, rewards))
+    per_function = {name: per_function[name] for name in names}
+    rewards = weighted_sum(per_function, grpo.weights, grpo.reward_clips)        # (P, G)
+    experience, metrics = prepare_experience(run, rollout, shape_rewards(grpo, rollout, rewards, per_function))
     metrics |= {"mean_reward": float(rewards.nanmean())}
     return gradient_of(run, experience, gradient) | metrics
 

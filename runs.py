@@ -5,6 +5,7 @@ The run folder: what a run writes down, and what it shows on the console.
     metrics.jsonl    one object per optimiser step or evaluation; docs/metrics.md says what each number means
     rollouts.jsonl   every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl    the same of steps that were not finite, if there were any
+    reward_errors.jsonl  calls of reward functions that raised or took too long, if there were any
     curves.png       the learning curve
     report.html      everything above, to look at in a browser
     tensorboard/     the same metrics
@@ -70,10 +71,10 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(json.dumps(self.config.as_dict(), indent=2) + "\n")
-        for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl":
+        for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
             lines = read_jsonl(self.path / name)
             kept = [line for line in lines if last_step > 0 and line["step"] <= last_step]
-            if kept or name != "skipped.jsonl":
+            if kept or name in ("metrics.jsonl", "rollouts.jsonl"):
                 (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in kept))
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
         if self.config.training.report_to == "tensorboard":

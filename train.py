@@ -21,7 +21,7 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, 
 from conversations import describe_conversations
 from devices import all_sum, clip_gradient, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
-from experience import Experience, Groups, minibatches, passes, prepare_experience, sample_groups
+from experience import Experience, describe_groups, minibatches, passes, prepare_experience, sample_groups
 from explain import explain
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
@@ -110,6 +110,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
             run.kl_coef, metrics["kl"], target=grpo.kl_target, num_samples=num_rows, horizon=grpo.kl_horizon
         )
     finished = time.perf_counter()
+    if groups.failures:
+        run.folder.keep("reward_errors.jsonl", run.step, "grpo", groups.failures)
     metrics |= describe_groups(groups, experience) | describe_conversations(rollout) | {
         "sampling_seconds": sampled - started, "training_seconds": finished - sampled, "step_seconds": finished - started
     }
@@ -248,7 +250,8 @@ def log_evaluation(run: Run) -> float:
     training, grpo = run.config.training, run.config.grpo
     result = evaluate(
         run.model, run.tokenizer, run.eval_set, grpo, seed=training.seed << 32, reward_functions=run.reward_functions,
-        on_error=grpo.reward_errors, shared_prompt=run.shared_prompt, environment=run.environment,
+        on_error=grpo.reward_errors, reward_timeout=grpo.reward_timeout, shared_prompt=run.shared_prompt,
+        environment=run.environment,
         batch_size=grpo.generation_batch_size or training.batch_size * grpo.num_completions_per_prompt,        # as in a step
     )
     run.folder.log(run.step, "eval", result)
@@ -267,23 +270,6 @@ def log_step(run: Run, phase: Phase, metrics: dict, completions: list[dict]) -> 
         run.folder.show_completions(run.step, metrics["updates"], completions)
     if metrics["skipped"]:
         run.folder.keep("skipped.jsonl", run.step, phase.name, completions)
-
-
-def describe_groups(groups: Groups, experience: Experience) -> dict:
-    """Metrics of what was sampled."""
-    rewards, mask = groups.rewards, groups.rollout.completion_mask
-    advantages = experience.advantages
-    advantages = advantages[experience.mask] if advantages.shape[1] > 1 else advantages          # of tokens, or of completions
-    return {
-        "mean_reward": float(rewards.nanmean()),
-        "mean_advantage": float(advantages.mean()),
-        "std_advantage": float(advantages.std()),
-        "tied_groups": float(groups.tied.float().mean()),
-        "replaced_groups": groups.replaced,
-        "unscored": float(rewards.isnan().float().mean()),
-        "completion_tokens": float(mask.sum()) / len(mask),
-        "truncated": float((~groups.rollout.finished).float().mean()),
-    } | {f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()}
 
 
 def due(before: int, after: int, every: int) -> bool:

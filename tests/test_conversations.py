@@ -527,6 +527,8 @@ def test_the_customers_of_the_example(tokenizer, settings):
     ("--environment calculator", "--environment=calculator: with --max_turns=1 nobody hears"),
     ("--environment calculator --max_turns 0", "--max_turns=0"),
     ("--reward_functions environment", "--reward_functions=environment: nobody gives those points"),
+    ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
+     "--reward_combination=gdpo: --use_value_head takes the environment's points"),
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
     ("--environment {dir}/mine.py:nothing --max_turns 2", "has no function nothing"),
     ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),

@@ -37,7 +37,7 @@ def test_every_train_command_is_accepted(page):
 def test_every_flag_exists(page):
     names = {field.name for section in SECTIONS for field in dataclasses.fields(section)}
     names |= {"question", "evaluate", "merge_into", "report", "against", "samples", "against_model", "json"}     # of infer.py
-    names |= {"seeds", "kills"}                                                  # of bench/
+    names |= {"seeds", "kills", "lint"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     for flag in re.findall(r"--([a-z_]+)", page.read_text()):
         assert flag in names or flag == "help", flag
@@ -46,7 +46,7 @@ def test_every_flag_exists(page):
 def test_sizes_stay_what_the_readme_says():
     sizes = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*.py") if path.name != "test_grpo.py"}
     assert sizes["train.py"] <= 330, "about 300 lines: move a concern out"
-    assert sum(sizes.values()) <= 6480, sizes
+    assert sum(sizes.values()) <= 7850, sizes
 
 
 def test_the_algorithm_imports_torch_alone_and_every_public_name_has_a_docstring():

@@ -1,13 +1,30 @@
 """Reward functions by example, and how they are chosen, called and added up."""
 
+import importlib.util
 import math
+import sys
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import reward_library
 import rewards
+from config import GRPOConfig, parse_config
+from conftest import start_run
+from data import load_examples
+from experience import shape_rewards
+from grpo import compute_group_advantages
 from rewards import compute_rewards_for_completions, load_reward_function
+from train import grpo_training_step
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None or sys.platform != "linux", reason="needs math-verify and a sandbox"
+)
+GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
 
 GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
 
@@ -140,11 +157,178 @@ def test_countdown_counts_in_fractions_and_wants_one_tagged_answer():
     assert rewards.evaluate_expression("10/4") == (5 / 2, [10, 4]) and rewards.evaluate_expression("1/0") == (None, [1, 0])
 
 
+@pytest.mark.parametrize(
+    "given,truth,choices,points",
+    [
+        ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
+        ("b: x", "B", None, 1.0), ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0),
+        ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0),
+        ("C", "2", ["x", "y", "z"], 1.0), ("Z", "2", ["x", "y", "zoo"], 0.0), ("zoo", "2", ["x", "y", "zoo"], 1.0),
+        ("x", "2", ["x", "y", "zoo"], 0.0), ("two", "B", ["one", "two"], 1.0), ("one", "B", ["one", "two"], 0.0),
+        ("132", "132", None, None), ("A", None, None, None),
+    ],
+)
+def test_multiple_choice(given, truth, choices, points):
+    assert rewards.multiple_choice([f"<answer>{given}</answer>"], answer=[truth], choices=[choices]) == [points]
+    if choices is None:
+        assert rewards.multiple_choice([f"<answer>{given}</answer>"], answer=[truth]) == [points]
+
+
+@pytest.mark.parametrize(
+    "text,schema,points",
+    [
+        ('<answer>{"x": 1}</answer>', None, 1.0), ('{"x": 1}', None, 1.0), ('Here:\n```json\n[1, 2]\n```\nso.', None, 1.0),
+        ("{x: 1}", None, 0.0), ("", None, 0.0), ("NaN", None, 0.0), ("[" * 99999, None, 0.0), ('{"x": 1} and more', None, 0.0),
+        ('{"x": 1}', {"required": ["x"]}, 1.0), ('{"x": 1}', '{"required": ["y"]}', 0.0), ("[]", {"required": ["x"]}, 0.0),
+    ],
+)
+def test_json_format(text, schema, points):
+    assert rewards.json_format([text], schema=[schema]) == [points]
+
+
+def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
+    asked = []
+    validator = SimpleNamespace(is_valid=lambda value: asked.append(value) or False)
+    fake = SimpleNamespace(validators=SimpleNamespace(validator_for=lambda schema: lambda schema: validator))
+    monkeypatch.setitem(sys.modules, "jsonschema", fake)
+    monkeypatch.setattr(reward_library.importlib.util, "find_spec", lambda name: fake)
+    assert rewards.json_format(['{"x": 1}'], schema=[{"required": ["x"]}]) == [0.0] and asked == [{"x": 1}]
+
+
+@pytest.mark.parametrize(
+    "text,tags,points",
+    [
+        (GOLD, None, 1.0),
+        ("<plan>x</plan><code>y</code>", ["plan", "code"], 1.0),
+        ("<code>y</code><plan>x</plan>", ["plan", "code"], 0.5),
+        ("<plan>x</plan><code> </code>", ["plan", "code"], 0.5),
+        ("<plan>x</plan>" * 2, ["plan"], 0.0), ("</plan>x<plan>", ["plan"], 0.0),
+        ("<plan>x", ["plan"], 0.0), ("", ["plan"], 0.0),
+    ],
+)
+def test_xml_tags(text, tags, points):
+    assert rewards.xml_tags([text], tags=[tags]) == [points]
+
+
+def test_answer_pattern():
+    date = r"\d{4}-\d\d-\d\d"
+    texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "2024-01-31", ""]
+    assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 4 + [None]) == [1.0, 0.0, 0.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    "text,points", [("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0)]
+)
+def test_repetition_penalty(text, points):
+    assert rewards.repetition_penalty([text]) == pytest.approx([points])
+
+
+def test_diversity_looks_at_siblings_only():
+    assert rewards.diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
+    assert rewards.diversity(["a b", "a b", "c d"], prompts=["p", "q", "p"]) == [1.0, None, 1.0]
+    assert rewards.diversity(["", "", "x"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
+    assert rewards.diversity(["a b c", "a b d"], prompts=[[{"role": "user", "content": "p"}]] * 2) == pytest.approx([2 / 3] * 2)
+
+
+def test_safety_and_lists_of_rules():
+    assert rewards.safety(["rm -rf /", "RM  -RF", "ls", "ls"], forbidden=[[r"rm\s+-rf"]] * 3 + [None]) == [0.0, 0.0, 1.0, None]
+    polite = rewards.rule_list("polite", {r"\bplease\b": 0.5, r"\bstupid\b": -1.0})
+    assert polite(["Stupid, please", "please please", "", "pleased"]) == [-0.5, 0.5, 0.0, 0.0] and polite.__name__ == "polite"
+
+
+def test_what_is_handed_in_is_the_last_block_of_the_answer_or_of_the_text():
+    block = "```python\n{}\n```"
+    assert reward_library.payload("x = 1", "python") == "x = 1"
+    assert reward_library.payload(f"a {block.format('x = 1')} b {block.format('x = 2')} c", "python") == "x = 2\n"
+    assert reward_library.payload(f"{block.format('x = 1')}<answer>{block.format('x = 2')}</answer>", "python") == "x = 2\n"
+    assert reward_library.payload("```java\nint x;\n```", "python") == "```java\nint x;\n```"
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "given,truth,points",
+    [
+        ("<answer>1/2</answer>", "\\frac{1}{2}", 1.0), ("so \\boxed{0.5}", "1/2", 1.0),
+        ("<answer>2(x+1)</answer>", "$2x+2$", 1.0), ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("<answer>\\frac{1}{3}</answer>", "\\frac{1}{2}", 0.0), ("<answer>1,234</answer>", "1234", 1.0),
+        ("\\boxed{1}\\boxed{2}", "2", 0.0), ("2", "2", 0.0), ("", "2", 0.0), ("\\boxed{", "2", 0.0),
+        ("<answer>Paris</answer>", "paris", 1.0), ("<answer>dog</answer>", "god", 0.0), ("<answer>x y</answer>", "yx", 1.0),
+        ("<answer>18 or 19</answer>", "19", 0.0), ("<answer>18 dollars</answer>", "$18.00", 1.0),
+        ("<answer>x</answer>", None, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
+        ("<answer>" + "(" * 3000 + "</answer>", "3", 0.0), ("<answer>" + "\\frac{" * 300 + "</answer>", "3", 0.0),
+        ("<answer>__import__('os')._exit(0)</answer>", "3", 0.0),
+    ],
+)
+def test_math_equality(given, truth, points):
+    assert rewards.math_equality([given], answer=[truth]) == [points]
+
+
+@needs_math_verify
+def test_an_answer_that_never_ends_costs_neither_the_others_nor_the_order(monkeypatch):
+    monkeypatch.setattr("reward_programs.SECONDS_PER_ANSWER", 1)
+    answers = ["2/2", "10**10**10", "2**(2**(2**100))", "4/2", "100000!^{100000!}", "1/3"]
+    points = rewards.math_equality([f"<answer>{a}</answer>" for a in answers], answer=["1", "7", "7", "2", "7", "1/4"])
+    assert points == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_math_equality_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
+        rewards.math_equality(["<answer>1</answer>"], answer=["2"])
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
+@pytest.mark.filterwarnings("ignore:.*left out 1 of")
+def test_every_gold_answer_of_gsm8k_is_right_and_its_successor_wrong():
+    answers = [example["answer"] for example in load_examples(str(GSM8K / "train.jsonl"), bad_lines="skip")]
+    assert len(answers) >= 7472
+    for spell in (str, lambda a: f"${a}.00", lambda a: f"{int(a):,}"):
+        assert set(rewards.correctness([f"<answer>{spell(a)}</answer>" for a in answers], answer=answers)) == {1.0}
+    gold = [f"<reasoning>x</reasoning><answer>{a}</answer>" for a in answers]
+    assert set(rewards.check_answer(gold, answer=answers)) == {3.0}
+    after = [f"<reasoning>x</reasoning><answer>{int(a) + 1}</answer>" for a in answers]
+    assert set(rewards.correctness(after, answer=answers)) == {0.0} and 3.0 not in rewards.check_answer(after, answer=answers)
+    if importlib.util.find_spec("math_verify") and sys.platform == "linux":
+        assert set(rewards.math_equality(gold, answer=answers)) == {1.0}
+        assert set(rewards.math_equality(after[:200], answer=answers[:200])) == {0.0}
+
+
+COLUMNS = dict(
+    answer="132", tests=["assert f(1) == 1"], pattern="x", forbidden=["x"], schema=None, tags=None, choices=None,
+    numbers=[1, 2], target=3,
+)
+
+
 @pytest.mark.parametrize("name", rewards.BUILT_IN)
-@pytest.mark.parametrize("text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99])
+@pytest.mark.parametrize(
+    "text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99, "\ud800"]
+)
 def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
-    (points,) = rewards.BUILT_IN[name]([text], answer=["132"], numbers=[[1, 2]], target=[3])
-    assert isinstance(points, float) and math.isfinite(points)
+    if name == "math_equality" and not importlib.util.find_spec("math_verify"):
+        pytest.skip("needs math-verify")
+    columns = {column: [value] * 2 for column, value in COLUMNS.items()}
+    columns["answer"] = ["B" if name == "multiple_choice" else "132"] * 2
+    for points in rewards.BUILT_IN[name]([text, text], prompts=["p", "p"], **columns):
+        assert isinstance(points, float) and math.isfinite(points)
+
+
+def test_reward_functions_of_trl_run_unchanged(tmp_path):
+    pytest.importorskip("trl", reason="needs trl")
+    file = tmp_path / "of_trl.py"
+    file.write_text("from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward\n"
+                    "too_long = get_soft_overlong_punishment(max_completion_len=3, soft_punish_cache=2)\n")
+    prompt = [{"role": "user", "content": "What is half of 1?"}]
+    (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "solution": "$\\\\frac{1}{2}$"}\n')
+    (example,) = load_examples(str(tmp_path / "data.jsonl"))
+    names = ["think_format_reward", "too_long"] + ["accuracy_reward"] * bool(importlib.util.find_spec("math_verify"))
+    functions = [load_reward_function(f"{file}:{name}") for name in names]
+    texts = ["<think>\n1/2\n</think>\n$\\frac{1}{2}$", "$\\frac{1}{3}$"]
+    example["prompt"] = prompt
+    _, points = compute_rewards_for_completions(functions, [1.0] * len(names), rollout_of(*texts), [example])
+    assert points["think_format_reward"].tolist() == [[1.0, 0.0]]
+    assert points[rewards.name_of(functions[1])].tolist() == [[-0.5, -0.5]]
+    if len(names) == 3:
+        assert points["accuracy_reward"].tolist() == [[1.0, 0.0]]
 
 
 # ---- adding up -----------------------------------------------------------------------------------------------------
@@ -238,3 +422,100 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
         with pytest.raises(ValueError, match=message) as error:
             load_reward_function(name)
         assert "\n" not in str(error.value)
+
+
+# ---- functions that fail, and ways to add up ---------------------------------------------------------------------------
+
+
+def test_a_function_that_hangs_is_given_up_on():
+    released = threading.Event()
+
+    def hangs(completions, **columns):
+        released.wait(20)
+        return [1.0] * len(completions)
+
+    failures, started = [], time.monotonic()
+    total, points = compute_rewards_for_completions(
+        [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, failures=failures
+    )
+    assert points["hangs"].isnan().all() and total.tolist() == [[1.0, 2.0], [1.0, 1.0]]
+    assert [f["function"] for f in failures] == ["hangs"] and "0.2 s (--reward_timeout)" in failures[0]["error"]
+    with pytest.raises(RuntimeError, match=r"hangs raised TimeoutError: no answer within 0\.2 s"):
+        compute_rewards_for_completions([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
+    assert time.monotonic() - started < 5
+    released.set()
+
+
+def test_with_a_time_limit_points_and_exceptions_are_the_same():
+    def fussy(completions, **columns):
+        return [1.0 / len(text) for text in completions]
+
+    for timeout in 0.0, 10.0:
+        total, _ = compute_rewards_for_completions([fussy], [1.0], rollout_of("a", "bb"), EXAMPLES[:1], timeout=timeout)
+        assert total.tolist() == [[1.0, 0.5]]
+        with pytest.raises(RuntimeError, match=r"fussy raised ZeroDivisionError.*on completion ''"):
+            compute_rewards_for_completions([fussy], [1.0], rollout_of("a", ""), EXAMPLES[:1], timeout=timeout)
+
+
+def test_failures_are_kept_with_the_completion_that_caused_them():
+    def fussy(completions, **columns):
+        return [1.0 / len(text) for text in completions]
+
+    failures = []
+    compute_rewards_for_completions(
+        [fussy, length], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", failures=failures
+    )
+    assert failures == [{"function": "fussy", "error": "ZeroDivisionError: float division by zero", "completion": ""}]
+
+
+def test_points_are_clipped_function_by_function_before_they_are_weighted():
+    def minus(completions, **columns):
+        return [-10.0 * len(text) for text in completions]
+
+    rollout = rollout_of("a", "bb", "ccc", "dddd")
+    total, points = compute_rewards_for_completions([length, minus], [1.0, 0.1], rollout, EXAMPLES, clips=[2.0, 15.0])
+    assert total.tolist() == [[0.0, 0.5], [0.5, 0.5]]
+    assert points["minus"].tolist() == [[-10.0, -20.0], [-30.0, -40.0]], "the log keeps what the function said"
+    total, _ = compute_rewards_for_completions([length, minus], [1.0, 0.1], rollout, EXAMPLES, clips=[0.0, 0.0])
+    assert total.tolist() == [[0.0, 0.0], [0.0, 0.0]], "0 does not clip"
+
+
+def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
+    right, short = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).double(), torch.tensor([[0.01, 0.02, 0.03, 0.04]]).double()
+    nobody = torch.full((1, 4), torch.nan).double()
+    settings = dict(reward_functions=["a", "b", "c"], reward_weights=[1.0, 0.5, 2.0], reward_combination="gdpo")
+    points = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
+    half, third = 0.5 / math.sqrt(1 / 3), 0.01 / math.sqrt(5e-4 / 3)             # deviation / standard deviation (n - 1)
+    expected = [-half - 0.75 * third, half - 0.25 * third, half + 0.25 * third, -half + 0.75 * third]
+    assert points.tolist()[0] == pytest.approx(expected, rel=1e-5)
+    settings["reward_clips"] = [0.0, 0.02, 0.0]
+    clipped = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
+    assert clipped[0, 2] - clipped[0, 1] == pytest.approx(0, abs=1e-6), "0.02 and 0.03, cut to 0.02"
+    summed = shape_rewards(GRPOConfig(), None, right, {"a": right, "b": short})
+    assert torch.equal(summed, right), "the default changes nothing"
+    assert (compute_group_advantages(points).argsort() == points.argsort()).all()
+
+
+def test_calls_that_fail_are_counted_and_kept_in_the_run_folder(tmp_path):
+    (tmp_path / "mine.py").write_text("def fussy(completions, **columns):\n    raise KeyError('x')\n")
+    run = start_run(
+        tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none", "--reward_functions", "correctness",
+        f"{tmp_path}/mine.py:fussy", "--reward_timeout", "30",
+    )
+    run.folder.open(0)
+    metrics, _ = grpo_training_step(run, next(run.batches))
+    assert metrics["reward_errors"] == 1
+    (line,) = (run.folder.path / "reward_errors.jsonl").read_text().splitlines()
+    assert '"function": "fussy", "error": "KeyError: ' in line and '"step": 1' in line
+
+
+def test_reward_settings_that_make_no_sense_are_refused():
+    for flags, message in {
+        "--reward_clips 1": "one number from 0 up for each of the 3",
+        "--reward_clips 1 1 -1": "one number from 0 up",
+        "--reward_timeout -1": "cannot be negative",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_config(["--use_grpo", *flags.split()])
+    remarks = parse_config(["--use_grpo", "--reward_combination", "gdpo"]).remarks()
+    assert any("advantage_scale batch" in line for line in remarks)

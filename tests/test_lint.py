@@ -1,0 +1,107 @@
+"""The linter must find what it looks for, and docs/rewards.md must show what it finds."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+import lint
+from data import load_examples
+from rewards import BUILT_IN, check_answer, correctness, load_reward_function
+from test_rewards import needs_math_verify
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = load_examples("arithmetic", limit=4)
+
+
+def flags_for(function, examples=EXAMPLES):
+    return lint.lint([function], [1.0], examples)[1]
+
+
+def test_a_wrong_number_scores_below_silence_in_tunix_check_answer():
+    points, _, _ = lint.measure(check_answer, EXAMPLES)
+    assert points["wrong"] == -1 and points["empty"] == 0 and points["gold"] == 3
+    assert any("gives more to empty (0.00), form (-0.50) than to wrong (-1.00)" in flag for flag in flags_for(check_answer))
+
+
+def test_correctness_has_no_flags():
+    points, _, _ = lint.measure(correctness, EXAMPLES)
+    assert points == {"gold": 1, "empty": 0, "wrong": 0, "confident": 0, "form": 0, "spam": 0, "repeated": 0, "truncated": 0}
+    assert flags_for(correctness) == []
+
+
+@pytest.mark.parametrize(
+    "function,flag",
+    [
+        (lambda completions, **columns: [-float(len(c)) for c in completions], "more to empty (0.00), "),
+        (lambda completions, **columns: [float("certain" in c) for c in completions], "more to confident (1.00) than to gold"),
+        (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "spam (1.00) than to"),
+        (lambda completions, **columns: [float("..." in c) for c in completions], "form (1.00) than to wrong"),
+        (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to everything"),
+        (lambda completions, **columns: [None for c in completions], "scores nothing"),
+        (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),
+        (lambda completions, **columns: [time.sleep(0.12) or float("7" in c) for c in completions], "s a completion"),
+    ],
+)
+def test_what_is_odd_is_flagged(function, flag):
+    assert any(flag in found for found in flags_for(function, EXAMPLES[:1])), flags_for(function, EXAMPLES[:1])
+
+
+def test_a_total_that_rewards_something_else_is_flagged_although_its_parts_are_fine():
+    def clear(completions, **columns):
+        return [float("certain" in c) / 2 + 0.5 * bool(c) for c in completions]
+
+    table, flags = lint.lint([correctness, clear], [0.1, 1.0], EXAMPLES)
+    assert len(table) == 5 and any(flag.startswith("the total gives more to confident (") for flag in flags)
+
+
+def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():
+    one, other = {"prompt": "p", "completion": "x = 1"}, {"prompt": "q", "completion": "y = 2"}
+    assert lint.completions_of(one, other)["wrong"] == "y = 2"
+    assert lint.completions_of(one | {"wrong": "x = 3"}, other)["wrong"] == "x = 3"
+    assert lint.completions_of({"prompt": "p", "answer": "Paris"})["wrong"].endswith("<answer>not Paris</answer>")
+    gold = "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"
+    texts = lint.completions_of({"prompt": "p", "answer": "10", "completion": gold})
+    assert texts["wrong"] == "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"
+    assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"]
+
+
+def test_the_exit_code_says_whether_there_are_flags(capsys, tmp_path):
+    assert lint.main(["--lint", "--reward_functions", "correctness", "--limit", "2"]) == 0
+    assert lint.main(["--lint", "--reward_functions", "check_answer", "--limit", "2"]) == 1
+    assert "| `check_answer` | 3.00 | 0.00 | -1.00 |" in capsys.readouterr().out
+    assert lint.main(["--lint", "--reward_functions", "no_such"]) == 2
+    assert lint.main(["--lint", "--dataset", str(tmp_path / "none.jsonl")]) == 2
+    assert "error: --reward_functions no_such" in capsys.readouterr().out
+
+
+def test_of_a_conversation_the_last_turn_is_changed():
+    (game,) = load_examples("guess_letter", limit=1)
+    texts = lint.completions_of(game)
+    assert texts["gold"] == game["completion"][-1]["content"] == f"<answer>{game['answer']}</answer>"
+    assert texts["wrong"] == f"<answer>not {game['answer']}</answer>"
+    conversations = [[*game["completion"][:-1], {"role": "assistant", "content": text}] for text in texts.values()]
+    rollout = lint.as_rollout(conversations)
+    assert rollout.completions == conversations and rollout.completion_mask.sum(dim=1).min() == 1
+    assert lint.lint([correctness], [1.0], load_examples("guess_letter", limit=4))[1] == []
+
+
+def test_countdown_is_linted_on_its_own_data():
+    table, flags = lint.lint([load_reward_function("countdown")], [1.0], load_examples("countdown", limit=8))
+    assert flags == [] and table[-1] in (ROOT / "docs/rewards.md").read_text()
+
+
+@needs_math_verify
+def test_the_table_in_the_docs_is_what_the_command_there_prints():
+    page = (ROOT / "docs/rewards.md").read_text()
+    command = "python rewards.py --lint --dataset docs/reward_examples.jsonl --limit 99 --reward_functions"
+    assert command in page.replace(" \\\n        ", " ")
+    examples = load_examples(str(ROOT / "docs/reward_examples.jsonl"))
+    others = "countdown", "environment"                   # the one has data of its own, the other's points are not from texts
+    functions = [load_reward_function(name) for name in BUILT_IN if name not in others]
+    table, flags = lint.lint(functions, [1.0] * len(functions), examples)
+    for line in table[:-2]:                               # not the total, which adds up what does not belong together
+        assert line in page, json.dumps(line)
+    for flag in flags:
+        assert flag.startswith("the total") or "s a completion" in flag or f"- {flag}" in page, flag

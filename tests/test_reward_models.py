@@ -1,0 +1,232 @@
+"""Rewards from models: a small random classifier, and a judge that is a server in this process."""
+
+import contextlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from model import byte_tokenizer
+from reward_models import classifier, judge, read_mark
+from rewards import load_reward_function
+
+PROMPT = [{"role": "user", "content": "Say hello."}]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """A folder with a random reward model: one output."""
+    return save(tmp_path_factory.mktemp("reward"), num_labels=1)
+
+
+def save(folder, num_labels):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=263, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0,
+        num_labels=num_labels, initializer_range=0.5,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_classifiers_points_do_not_depend_on_the_batch(reward_model):
+    texts = ["a", "a somewhat longer completion", "", "b"]
+    alone = [classifier("liked", reward_model, batch_size=1)([text], prompts=["p"])[0] for text in texts]
+    liked = classifier("liked", reward_model, batch_size=3)
+    assert liked(texts, prompts=["p"] * 4) == pytest.approx(alone, abs=1e-5)
+    assert len(set(alone)) == 4 and liked.__name__ == "liked"
+    assert liked([[{"role": "assistant", "content": "a"}]], prompts=[PROMPT])[0] != alone[0], "the prompt counts"
+
+
+def test_of_a_long_conversation_the_end_counts(reward_model):
+    short = classifier("liked", reward_model, max_length=8)
+    assert short(["x" * 50 + "an ending"], prompts=["p"]) == short(["y" * 50 + "an ending"], prompts=["q"])
+    assert short(["x" * 50 + "an ending"], prompts=["p"]) != short(["x" * 50 + "one ending!"], prompts=["p"])
+
+
+def test_a_classifier_with_labels_gives_a_probability(tmp_path):
+    path = save(tmp_path, num_labels=3)
+    (points,) = zip(*(classifier("label", path, label=label)(["text"], prompts=["p"]) for label in range(3)))
+    assert sum(points) == pytest.approx(1) and all(0 < p < 1 for p in points)
+
+
+# ---- the judge -----------------------------------------------------------------------------------------------------
+
+
+class Endpoint:
+    """An OpenAI-compatible server that answers with what `reply` says, and counts."""
+
+    def __init__(self, reply):
+        endpoint, self.requests, self.at_once, self.most_at_once = self, [], 0, 0
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    endpoint.requests.append((self.path, asked, dict(self.headers)))
+                    endpoint.at_once += 1
+                    endpoint.most_at_once = max(endpoint.most_at_once, endpoint.at_once)
+                with contextlib.suppress(OSError):
+                    answer = reply(asked, len(endpoint.requests), self)
+                    if answer is not None:
+                        self.send_response(200)
+                        self.end_headers()
+                        body = answer if isinstance(answer, bytes) else json.dumps(chat(answer)).encode()
+                        self.wfile.write(body)
+                with lock:
+                    endpoint.at_once -= 1
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def chat(text):
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def ask_judge(url, completions=("one", "two"), **options):
+    settings = dict(timeout=0.5, retries=1, backoff=0.01) | options
+    function = judge("helpful", url=url, model="some-model", question="How helpful?", **settings)
+    return function(list(completions), prompts=[PROMPT] * len(completions))
+
+
+def test_a_judges_marks_become_points_in_order():
+    with Endpoint(lambda asked, n, _: "7" if "\none\n" in asked["messages"][0]["content"] else "10 / 10") as endpoint:
+        assert ask_judge(endpoint.url) == [0.7, 1.0]
+    path, asked, _ = endpoint.requests[0]
+    assert path == "/v1/chat/completions" and asked["model"] == "some-model" and asked["temperature"] == 0
+    assert "How helpful?" in asked["messages"][0]["content"] and "user: Say hello." in asked["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    "reply,mark",
+    [("7", 0.7), ("Mark: 7.5.", 0.75), ("7/10", 0.7), ("7 out of 10", 0.7), ("<think>3? 4?</think>\n5", 0.5), ("0", 0.0),
+     ("", None), ("great", None), ("11", None), ("-1", None), ("3 or 4", None), ("nan", None), ("1e9", None)],
+)
+def test_a_mark_is_the_only_number_in_range(reply, mark):
+    if mark is None:
+        with pytest.raises(ValueError, match="no mark"):
+            read_mark(reply, 10)
+    else:
+        assert read_mark(reply, 10) == mark
+
+
+def not_json(asked, n, handler):
+    return b"<html>not JSON</html>"
+
+
+def no_choices(asked, n, handler):
+    return b'{"choices": []}'
+
+
+def null(asked, n, handler):
+    return json.dumps(chat(None)).encode()
+
+
+def error_500(asked, n, handler):
+    handler.send_error(500)
+
+
+def error_401(asked, n, handler):
+    handler.send_error(401)
+
+
+def hang_up(asked, n, handler):
+    handler.connection.close()
+
+
+def slow(asked, n, handler):
+    time.sleep(1)
+
+
+def dripping(asked, n, handler):
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(30):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+@pytest.mark.filterwarnings("ignore:judge helpful")
+@pytest.mark.parametrize(
+    "reply,requests",
+    [(not_json, 4), (no_choices, 4), (null, 2), (error_500, 4), (error_401, 2), (hang_up, 4), (slow, 4), (dripping, 4)],
+)
+def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
+    started = time.monotonic()
+    with Endpoint(reply) as endpoint:
+        assert ask_judge(endpoint.url) == [None, None]
+        assert len(endpoint.requests) == requests
+    assert time.monotonic() - started < 3
+
+
+def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
+    with Endpoint(slow) as endpoint:
+        url = endpoint.url
+    with pytest.warns(UserWarning, match="judge helpful: URLError"):
+        assert ask_judge(url) == [None, None]
+
+
+def test_a_judge_that_comes_back_is_asked_again():
+    def second_time(asked, n, handler):
+        if n == 1:
+            return error_500(asked, n, handler)
+        return "4"
+
+    with Endpoint(second_time) as endpoint:
+        assert ask_judge(endpoint.url, ["one"]) == [0.4]
+
+
+def test_marks_are_kept_in_memory_and_on_disk_and_failures_are_not(tmp_path):
+    file = tmp_path / "marks.jsonl"
+    with Endpoint(lambda asked, n, _: "nonsense" if n == 1 else "5") as endpoint:
+        function = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
+        with pytest.warns(UserWarning, match="no mark from 0 to 10 in 'nonsense'"):
+            assert function(["a"], prompts=["p"]) == [None]
+        assert function(["a"], prompts=["p"]) == function(["a"], prompts=["p"]) == [0.5]
+        again = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
+        assert again(["a"], prompts=["p"]) == [0.5] and len(endpoint.requests) == 2
+        assert again(["a"], prompts=["another"]) == [0.5] and len(endpoint.requests) == 3
+
+
+def test_so_many_completions_are_judged_at_once_and_the_key_is_sent(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+
+    def wait(asked, n, handler):
+        time.sleep(0.05)
+        return "1"
+
+    with Endpoint(wait) as endpoint:
+        texts = [str(i) for i in range(12)]
+        assert ask_judge(endpoint.url, texts, at_once=3, key_variable="JUDGE_KEY") == [0.1] * 12
+        assert endpoint.most_at_once == 3
+    assert endpoint.requests[0][2]["Authorization"] == "Bearer abc"
+
+
+def test_a_judge_is_used_through_a_small_file(tmp_path):
+    with Endpoint(lambda asked, n, _: "9") as endpoint:
+        file = tmp_path / "taste.py"
+        file.write_text(
+            "from reward_models import judge\n\n"
+            f"helpful = judge('helpful', url='{endpoint.url}', model='qwen', question='How helpful is the reply?')\n"
+        )
+        assert load_reward_function(f"{file}:helpful")(["a"], prompts=["p"]) == [0.9]
