@@ -140,7 +140,7 @@ class TakeQuestions(ast.NodeTransformer):
             root = root.func if isinstance(root, ast.Call) else root.value
         while isinstance(called, ast.Call):
             called = called.func
-        if isinstance(root, ast.Name) and root.id not in self.known:
+        if isinstance(root, ast.Name) and root.id not in self.known and (called is root or root.id[0].isupper()):
             self.questions.append(ast.unparse(node))
             return ast.parse(f"_answers[{len(self.questions) - 1}]", mode="eval").body
         return self.generic_visit(node)
