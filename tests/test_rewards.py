@@ -322,7 +322,7 @@ def test_reward_functions_of_trl_run_unchanged(tmp_path):
     (example,) = load_examples(str(tmp_path / "data.jsonl"))
     names = ["think_format_reward", "too_long"] + ["accuracy_reward"] * bool(importlib.util.find_spec("math_verify"))
     functions = [load_reward_function(f"{file}:{name}") for name in names]
-    texts = ["<think>\n1/2\n</think>\n$\\frac{1}{2}$", "$\\frac{1}{3}$"]
+    texts = ["<think>\nhalf\n</think>\nSo \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}"]
     example["prompt"] = prompt
     _, points = compute_rewards_for_completions(functions, [1.0] * len(names), rollout_of(*texts), [example])
     assert points["think_format_reward"].tolist() == [[1.0, 0.0]]

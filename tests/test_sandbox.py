@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from reward_programs import passes_tests
 from sandbox import OUTPUT_BYTES, SETTLED, run_python
 
 SECRET = "hunter" + "2"
+os.environ["SANDBOX_SECRET"] = SECRET                              # before any server starts
 
 
 def works(way):
@@ -41,7 +43,8 @@ def nobody_is_left():
     servers = [server.pid for servers in sandbox.idle.values() for server in servers]
     for _ in range(100):                                           # a server forks a moment after it has answered
         time.sleep(0.02)
-        parents = sorted(parent for parent in map(parent_of, filter(str.isdecimal, os.listdir("/proc"))) if parent in [1, *servers])
+        everybody = filter(str.isdecimal, os.listdir("/proc"))
+        parents = sorted(parent for parent in map(parent_of, everybody) if parent in [1, *servers])
         if parents == sorted(servers):
             return
     raise AssertionError(f"{servers=}, {parents=}")
@@ -156,8 +159,7 @@ def test_there_are_enough_hostile_programs():
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_is_contained(way, name, tmp_path, monkeypatch):
-    monkeypatch.setenv("SANDBOX_SECRET", SECRET)
+def test_a_hostile_program_is_contained(way, name, tmp_path):
     victim = tmp_path / "file"
     victim.write_text(SECRET)
     code = f"{PREAMBLE}\nVICTIM, HOME = {str(tmp_path)!r}, {os.path.expanduser('~')!r}\n{HOSTILE[name]}\n"
@@ -168,6 +170,18 @@ def test_a_hostile_program_is_contained(way, name, tmp_path, monkeypatch):
     assert victim.read_text() == SECRET
     assert os.path.exists(os.__file__)
     assert run_python("print(6 * 7)", way=way).stdout == "42\n", "the next program"
+
+
+def test_files_and_folders_that_everybody_may_use_cannot_be_used(way):
+    if way == "user" and sandbox.libc.syscall(444, None, 0, 1) < 1:
+        pytest.skip("the kernel has no Landlock")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        (Path(folder) / "file").write_text(SECRET)
+        os.chmod(f"{folder}/file", 0o666)
+        code = f"{PREAMBLE}\nwith escape(): open({folder + '/file'!r}).read()\nwith escape(): open({folder + '/new'!r}, 'w')"
+        assert run_python(code, way=way).stdout == ""
+        assert os.listdir(folder) == ["file"]
 
 
 @pytest.mark.parametrize("name", sorted(SLOW_ONES))
