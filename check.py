@@ -88,8 +88,8 @@ def check_head(model, rollout: Rollout) -> Finding:
     mask = rollout.completion_mask[0]
     prompt, completion = rollout.prompt_ids[0][rollout.prompt_mask[0]], rollout.completion_ids[0][mask]
     logits = model(input_ids=torch.cat([prompt, completion])[None].to(device)).logits[0, len(prompt) - 1 : -1]
-    own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0]
-    ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask.to(device)]
+    own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0].cpu()
+    ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp.cpu()[0, mask]
     return agreement(model, "head", "head in chunks and the model's own", ours, own,
                      "its way from hidden states to logits has a step that logits_of in logprobs.py does not know: add it")
 

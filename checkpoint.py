@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from model import save_policy
 
@@ -34,7 +35,7 @@ def save_checkpoint(run) -> Path:
     if run.optimizer is not None:
         state |= {"optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict()}
         state["position"] = run.batches.position
-    torch.save(state, partial / "state.pt")
+    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, state), partial / "state.pt")
     if target.exists():                                   # the same step again: keep the old one until the new one is there
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)

@@ -177,7 +177,8 @@ def look_back(run, model, rollout: Rollout, value_head=None) -> tuple[Tensor, Te
     logp = torch.zeros(rollout.completion_mask.shape)
     values = None if value_head is None else torch.zeros_like(logp)
     everything, grpo = torch.arange(len(logp)), run.config.grpo
-    for rows in micro_batches(rollout, everything, run.config.training.max_tokens_per_forward, run.shared_prompt):
+    budget = run.config.training.max_tokens_per_forward
+    for rows in micro_batches(rollout, everything, budget, run.shared_prompt, run.device):
         now = completion_log_probs(model, rollout, rows, **grpo.policy, shared_prompt=run.shared_prompt, value_head=value_head)
         logp[rows] = now.logp.cpu()
         if value_head is not None:

@@ -13,7 +13,7 @@ from check import can_share_prompts
 from config import GRPOConfig
 from data import load_examples, with_instruction
 from devices import best_device, keep_freed_memory
-from model import load_policy
+from model import load_policy, move
 from rewards import FORM, compute_rewards_for_completions, correctness
 from runs import accuracy_text
 from sample import sample_completions_for_prompts
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
     examples = [with_instruction(example, args.instruction) for example in examples]
     keep_freed_memory()
     model, tokenizer = load_policy(args)
-    model.to(best_device())
+    move(model, best_device())
     shared_prompt = can_share_prompts(model, tokenizer, examples[0]["prompt"])
     if args.evaluate:
         result = evaluate(model, tokenizer, examples, config, seed=args.seed, shared_prompt=shared_prompt)

@@ -21,6 +21,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from devices import shard_weights
+
 logging.disable_progress_bar()                            # a run has one of its own
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
@@ -91,6 +93,16 @@ def recompute_activations(model: PreTrainedModel) -> None:
         raise ValueError(f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model on a device. On the way to or from XLA every parameter is made anew, so shared ones have to be tied again."""
+    model.to(device).tie_weights()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = model.config.get_text_config().tie_word_embeddings
+    assert not tied or head.weight is embedding.weight, "head and embedding are one parameter before and two after the move"
+    shard_weights(model, device)
+    return model
 
 
 def check_model_folder(path: str, trust_remote_code: bool) -> None:
@@ -166,9 +178,9 @@ def moved_to(model: PreTrainedModel, device: torch.device):
     """The model on a device for a while, and back where it was afterwards."""
     home = next(model.parameters()).device
     try:
-        yield model.to(device)
+        yield move(model, device)
     finally:
-        model.to(home)
+        move(model, home)
 
 
 class ValueHead(torch.nn.Module):

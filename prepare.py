@@ -21,7 +21,7 @@ from config import Config
 from contract import contract
 from data import READERS, ShuffledBatches, encode_prompt, load_examples, with_instruction
 from devices import best_device, keep_freed_memory
-from model import ValueHead, frozen_copy, load_policy, load_tokenizer, recompute_activations
+from model import ValueHead, frozen_copy, load_policy, load_tokenizer, move, recompute_activations
 from rewards import RESERVED, RewardError, load_reward_function, name_of
 from runs import RunFolder
 
@@ -194,8 +194,8 @@ def set_up(config: Config) -> Run:
     """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
     device = best_device()
     keep_freed_memory()
-    if device.type == "cpu" and config.model.attn_implementation == "flex_attention":
-        raise ValueError("--attn_implementation=flex_attention: torch has no backward pass of it on a CPU; take sdpa")
+    if device.type != "cuda" and config.model.attn_implementation == "flex_attention":
+        raise ValueError("--attn_implementation=flex_attention: torch has a backward pass of it on a GPU alone; take sdpa")
     folder = RunFolder(config)
     functions = load_reward_functions(config)
     train_set, eval_set = load_data(config)
@@ -210,7 +210,7 @@ def set_up(config: Config) -> Run:
     torch.manual_seed(config.training.seed)
     model, tokenizer = load_policy(model_config)
     run = Run(
-        config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
+        config, folder, device, move(model, device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
         kl_coef=config.grpo.kl_coef,
     )
     if config.training.gradient_checkpointing:
@@ -250,7 +250,7 @@ def load_reference(config: Config, checkpoint: Path, device: torch.device) -> to
     if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
         return None
     reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
-    return reference.to("cpu" if config.grpo.reference_offload else device).eval().requires_grad_(False)
+    return move(reference, torch.device("cpu") if config.grpo.reference_offload else device).eval().requires_grad_(False)
 
 
 def plan(config: Config, num_examples: int) -> list[Phase]:
@@ -271,12 +271,13 @@ def begin_phase(run: Run, phase: Phase) -> None:
     parameters = list(run.model.parameters())
     if phase.name == "grpo" and grpo.kl_coef > 0 and run.reference is None:
         run.reference = frozen_copy(run.model)
-        run.reference.to("cpu" if grpo.reference_offload else run.device)
+        move(run.reference, torch.device("cpu") if grpo.reference_offload else run.device)
     if phase.name == "grpo" and grpo.use_value_head:
         run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
         parameters += run.value_head.parameters()
     run.optimizer = torch.optim.AdamW(
-        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay, fused=True
+        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay,
+        fused=run.device.type != "xla",                   # XLA fuses by itself
     )
     warmup = math.ceil(training.warmup_ratio * phase.steps)
     factor = partial(learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)

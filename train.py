@@ -17,7 +17,7 @@ import torch
 
 from checkpoint import save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
-from devices import all_sum, peak_memory_gb
+from devices import all_sum, cut_graph, peak_memory_gb
 from doctor import diagnose, mean_of
 from experience import Experience, Groups, minibatches, prepare_experience, sample_groups
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
@@ -127,13 +127,15 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
     num_forwarded = all_sum(int(mask[needed].sum()))
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
     losses = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * (run.value_head is not None), 0.0)
-    for batch in micro_batches(experience.rollout, rows[needed], run.config.training.max_tokens_per_forward, run.shared_prompt):
+    budget = run.config.training.max_tokens_per_forward
+    for batch in micro_batches(experience.rollout, rows[needed], budget, run.shared_prompt, run.device):
         new = completion_log_probs(
             run.model, experience.rollout, batch, **grpo.policy, shared_prompt=run.shared_prompt, value_head=run.value_head,
             reference=run.reference if kl_in_loss and grpo.estimator == "exact" else None,
         )
-        parts = loss_and_parts(run, new, experience.part(batch, run.device), experience.rollout.sampling_logp[batch], counts)
+        parts = loss_and_parts(run, new, experience.part(batch, new.logp.device), experience.rollout.sampling_logp[batch], counts)
         parts["total_loss"].backward()
+        cut_graph(run.device)
         for name, value in parts.items():
             losses[name] += value.item()
     # What describes the policy, not the loss, is a mean over the tokens that were looked at; none: nobody knows.
@@ -153,7 +155,7 @@ def loss_and_parts(run: Run, new: LogProbs, part: Experience, sampling_logp: tor
     parts |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **counts)}
     how = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
     if run.reference is not None and grpo.kl_in == "loss":
-        ratio = torch.where(mask, new.logp - sampling_logp.to(run.device), 0.0).clamp(-20, 20).exp()
+        ratio = torch.where(mask, new.logp - sampling_logp.to(mask.device), 0.0).clamp(-20, 20).exp()
         kl = {
             "exact": lambda: new.kl,
             "ratio_k3": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k3", ratio=ratio),
@@ -178,12 +180,14 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list
     batch = demonstrations_as_rollout(run.model, run.tokenizer, examples)
     num_tokens = int(batch.completion_mask.sum())
     metrics = {"loss": 0.0, "entropy": 0.0}
-    for part in micro_batches(batch, torch.arange(len(examples)), run.config.training.max_tokens_per_forward):
+    budget = run.config.training.max_tokens_per_forward
+    for part in micro_batches(batch, torch.arange(len(examples)), budget, device=run.device):
         new = completion_log_probs(run.model, batch, part, shared_prompt=run.shared_prompt)
-        mask = batch.completion_mask[part].to(run.device)
-        one = torch.ones(len(part), device=run.device)
+        mask = batch.completion_mask[part].to(new.logp.device)
+        one = torch.ones(len(part), device=mask.device)
         loss, _ = policy_loss(new.logp, new.logp.detach(), one, mask, loss_type="reinforce", num_tokens=num_tokens)
         loss.backward()
+        cut_graph(run.device)
         metrics["loss"] += loss.item()
         metrics["entropy"] += new.entropy.detach().sum().item() / num_tokens
     metrics["grad_norm"] = update(run, metrics["loss"])
@@ -206,9 +210,10 @@ def update(run: Run, loss: float) -> float:
         run.skipped_in_a_row = 0
     else:
         run.skipped, run.skipped_in_a_row = run.skipped + 1, run.skipped_in_a_row + 1
-    run.optimizer.zero_grad()
+    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")                # there, always to add is one program less
     if run.reference is not None:
         refresh_reference(run)
+    cut_graph(run.device)
     return norm
 
 
