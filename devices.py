@@ -12,6 +12,7 @@ import importlib.util
 import os
 import resource
 import sys
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -32,9 +33,9 @@ def xla_device() -> torch.device:
     if not importlib.util.find_spec("torch_xla"):
         raise ValueError(f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}: needs torch_xla, see requirements-tpu.txt; or unset it")
     import torch_xla
-    from torch_xla import runtime
+    from torch_xla import backends, runtime
 
-    torch_xla.backends.set_mat_mul_precision("highest")   # a TPU's default multiplies float32 as bfloat16
+    backends.set_mat_mul_precision("highest")   # a TPU's default multiplies float32 as bfloat16
     if runtime.global_runtime_device_count() > 1:
         runtime.use_spmd()
     device = torch_xla.device()
@@ -104,9 +105,10 @@ def peak_memory_gb(device: torch.device) -> float:
     """The most memory held so far, in 10^9 bytes: the GPU's, the TPU's, or the whole process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    if device.type == "xla" and os.environ["PJRT_DEVICE"] == "TPU":
+    if device.type == "xla":
         from torch_xla.core import xla_model
 
-        return xla_model.get_memory_info("TPU:0")["peak_bytes_used"] / 1e9
+        with suppress(RuntimeError):                      # XLA's CPU device does not count
+            return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes on a Mac, kilobytes elsewhere
