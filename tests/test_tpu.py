@@ -130,9 +130,10 @@ def test_a_model_whose_cache_would_grow_is_refused_in_one_line(tokenizer, convol
         check_setup(move(convolutional, DEVICE), tokenizer, [{"prompt": "1+1=?"}, {"prompt": "2+2=?"}], GRPOConfig(), [])
 
 
-def test_no_program_is_compiled_twice(tmp_path):
+def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     """Steps of ragged completions: after the first ones nothing new is compiled, and a step of decoding never waits."""
     (tmp_path / "length.py").write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
+    monkeypatch.setattr(prepare, "start_up_check", lambda *_: True)              # a run below has it
     run = start_run(
         tmp_path, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "0", "--generation_max_length", "14",
         "--reward_functions", f"{tmp_path}/length.py:length", "--reward_weights", "1",
@@ -143,6 +144,7 @@ def test_no_program_is_compiled_twice(tmp_path):
     for _ in range(9):
         metrics_of_step, completions = train.grpo_training_step(run, next(run.batches))
         counts.append(compilations())
+        print(counts, flush=True)
         shapes.add(tuple(len(c["completion_ids"]) for c in completions))
     print(counts)
     assert len(shapes) == 9, "every step had completions of other lengths"
