@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 if not os.environ.get("PJRT_DEVICE"):
     pytest.skip("PJRT_DEVICE is not set: make test-tpu does that", allow_module_level=True)
@@ -174,9 +176,57 @@ def plain_run(tmp_path_factory):
         return run_on(CPU, tmp_path_factory.mktemp("plain") / "run", patch)
 
 
-def test_a_run_is_that_of_a_plain_cpu_and_can_be_resumed(plain_run, tmp_path, monkeypatch):
-    ours = run_on(DEVICE, tmp_path / "run", monkeypatch, "--save_steps", "1")
-    same_run(ours, plain_run)
-    newest = max((tmp_path / "run/checkpoints").iterdir())
+def test_a_run_is_that_of_a_plain_cpu_and_its_checkpoint_loads_anywhere(plain_run, tmp_path, monkeypatch):
+    same_run(run_on(DEVICE, tmp_path / "run", monkeypatch), plain_run)
+    (newest, _) = sorted((tmp_path / "run/checkpoints").iterdir(), reverse=True)
     state = torch.load(newest / "state.pt", weights_only=True)
     assert state["step"] == 6
+    assert {tensor.device for tensor in tree_leaves(state) if isinstance(tensor, torch.Tensor)} == {CPU}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert saved.get_output_embeddings().weight is saved.get_input_embeddings().weight
+
+
+FOUR = """
+import json, sys
+import torch_xla
+import train
+from config import parse_config
+
+optimizers, begin_phase = [], train.begin_phase
+
+def remember(run, phase):
+    begin_phase(run, phase)
+    optimizers.append(run.optimizer)
+
+train.begin_phase = remember
+run = train.set_up(parse_config(sys.argv[1:]))
+train.learn(run)
+for parameter in run.model.parameters():
+    moment = optimizers[-1].state[parameter]["exp_avg"]
+    print("SPEC", json.dumps([list(parameter.shape), *(torch_xla._XLAC._get_xla_sharding_spec(t) for t in (parameter, moment))]))
+"""
+
+
+def test_four_devices_share_the_weights_and_give_the_numbers_of_one(plain_run, tmp_path):
+    """In a process of its own: how many devices there are is settled when XLA starts."""
+    root = Path(train.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", FOUR, *RUN, "--output_dir", str(tmp_path / "run")],
+        cwd=root, env=os.environ | {"CPU_NUM_DEVICES": "4"}, capture_output=True, text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    same_run(read_jsonl(tmp_path / "run/metrics.jsonl"), plain_run)
+    specs = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("SPEC")]
+    assert len(specs) > 20
+    for shape, weight, moment in specs:
+        if len(shape) > 1:
+            cut = [4 if side == shape.index(max(shape)) else 1 for side in range(len(shape))]
+            assert f"devices={cut}".replace(" ", "") in weight.replace(" ", ""), (shape, weight)
+            assert weight == moment, (shape, moment)
+
+
+def test_the_script_passes_its_flags_on(tmp_path):
+    script = Path(train.__file__).parent / "run_tpu_training.sh"
+    env = os.environ | {"PYTHON": sys.executable, "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")}
+    done = subprocess.run([script, "--use_grppo"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "did you mean --use_grpo?" in done.stderr and (tmp_path / "cache").is_dir()
