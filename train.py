@@ -133,7 +133,8 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
             run.model, experience.rollout, batch, **grpo.policy, shared_prompt=run.shared_prompt, value_head=run.value_head,
             reference=run.reference if kl_in_loss and grpo.estimator == "exact" else None,
         )
-        parts = loss_and_parts(run, new, experience.part(batch, new.logp.device), experience.rollout.sampling_logp[batch], counts)
+        part = experience.part(batch, new.logp.device)
+        parts = loss_and_parts(run, new, part, experience.rollout.sampling_logp[batch], counts)
         parts["total_loss"].backward()
         cut_graph(run.device)
         for name, value in parts.items():
