@@ -61,12 +61,12 @@ def eager_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "xla" else device
 
 
-def shard_weights(model: torch.nn.Module, device: torch.device) -> None:
+def shard_weights(model: torch.nn.Module) -> None:
     """Spread every matrix of a model over all XLA devices along its longest side, where there are several.
 
     Everything else is replicated, and the compiler works out which part of which product each device computes.
     """
-    if device.type != "xla":
+    if next(model.parameters()).device.type != "xla":
         return
     from torch_xla import runtime
     from torch_xla.distributed import spmd

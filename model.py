@@ -97,11 +97,13 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """The model on a device. On the way to or from XLA every parameter is made anew, so shared ones have to be tied again."""
-    model.to(device).tie_weights()
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = model.config.get_text_config().tie_word_embeddings
-    assert not tied or head.weight is embedding.weight, "head and embedding are one parameter before and two after the move"
-    shard_weights(model, device)
+    model.to(device)
+    if isinstance(model, PreTrainedModel):
+        model.tie_weights()
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = model.config.get_text_config().tie_word_embeddings
+        assert not tied or head.weight is embedding.weight, "head and embedding were one parameter and are two after the move"
+    shard_weights(model)
     return model
 
 
@@ -178,9 +180,10 @@ def moved_to(model: PreTrainedModel, device: torch.device):
     """The model on a device for a while, and back where it was afterwards."""
     home = next(model.parameters()).device
     try:
-        yield move(model, device)
+        yield model if home == device else move(model, device)
     finally:
-        move(model, home)
+        if home != device:
+            move(model, home)
 
 
 class ValueHead(torch.nn.Module):
