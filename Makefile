@@ -1,13 +1,15 @@
 # make demo     train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: four to six minutes on two cores
 # make test     every test
 # make check    the tests, and ruff
-# All three create the environment .venv first, from requirements.txt; only python 3.11 with venv has to be there.
+# make test-tpu tests of the TPU path, on XLA's CPU device
+# The first three create the environment .venv first, from requirements.txt, the last one .venv-tpu from requirements-tpu.txt;
+# only python 3.11 with venv has to be there.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check test-tpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python train.py --use_grpo
@@ -18,10 +20,18 @@ test: $(VENV)/ready
 check: test
 	$(BIN)/ruff check .
 
+test-tpu: $(VENV)-tpu/ready
+	PJRT_DEVICE=CPU $(VENV)-tpu/bin/python -m pytest -q tests/test_tpu.py
+
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements.txt
 	touch $@
 
+$(VENV)-tpu/ready: requirements-tpu.txt
+	$(PYTHON) -m venv $(VENV)-tpu
+	$(VENV)-tpu/bin/pip install --quiet --requirement requirements-tpu.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-tpu

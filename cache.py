@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from devices import bucket
 from model import logits_of
 from packing import Places, attention_masks
 
@@ -100,39 +101,39 @@ class PackedCache:
 
         returns  (R, Q) whose slot is whose; `nobody` where a row has fewer completions than slots
         """
-        where, capacity = self.find(), self.places.prompt.shape[1]
+        where, capacity, device = self.find(), self.places.prompt.shape[1], self.cursor.columns.device
         families: dict[int, list[int]] = {}
         for owner, prompt in zip(owners, prompts, strict=True):
             families.setdefault(prompt, []).append(owner)
-        slots = best_number_of_slots(
+        slots = bucket(best_number_of_slots(
             [len(family) for family in families.values()], [len(where[-1 - prompt]) for prompt in families]
-        )
+        ), device)
         rows = [(p, family[i : i + slots]) for p, family in families.items() for i in range(0, len(family), slots)]
         needed = [
             np.concatenate([where[-1 - prompt], *(where.get(owner + 1, where[-1 - prompt][:0]) for owner in members)])
             for prompt, members in rows
         ]
-        width = max(len(source) for source in needed)
-        source = np.zeros((len(rows), width), dtype=np.int64)
-        used = np.zeros((len(rows), width), dtype=bool)
+        width = max(len(tokens) for tokens in needed)
+        total = bucket(-(-(width + slots * steps) // 64) * 64, device)
+        num_rows = bucket(len(rows), device)
+        source = np.zeros((num_rows, total), dtype=np.int64)                     # what is not used is a copy of something
+        used = np.zeros((num_rows, total), dtype=bool)
+        result = np.full((num_rows, slots), nobody)
         for row, tokens in enumerate(needed):
             source[row, : len(tokens)], used[row, : len(tokens)] = tokens, True
-        device = self.cursor.columns.device
-        source, used = torch.from_numpy(source).to(device), torch.from_numpy(used).to(device)
-        row, column = source // capacity, source % capacity
+            result[row, : len(rows[row][1])] = rows[row][1]
+        row, column, used = (torch.from_numpy(part).to(device) for part in (*np.divmod(source, capacity), used))
 
-        total = -(-(width + slots * steps) // 64) * 64
         for layer in self.layers.layers:
             layer.keys, layer.values = (
-                grown(part[row, :, column].transpose(1, 2), total, 2, 0) for part in (layer.keys, layer.values)
+                part[row, :, column].transpose(1, 2).contiguous() for part in (layer.keys, layer.values)
             )
         self.places = Places(*(
-            grown(table[row, column].masked_fill(~used, fill), total, 1, fill)
-            for table, fill in zip(self.places.tensors, UNUSED, strict=True)
+            table[row, column].masked_fill(~used, fill) for table, fill in zip(self.places.tensors, UNUSED, strict=True)
         ))
-        self.cursor.columns = torch.arange(width, width + slots, device=device)
+        self.cursor.columns = torch.arange(width, width + slots).to(device)      # as data: XLA compiles ranges by their ends
         self.steps_left = steps
-        return torch.tensor([members + [nobody] * (slots - len(members)) for _, members in rows], device=device)
+        return torch.from_numpy(result).to(device)
 
     def find(self) -> dict[int, np.ndarray]:
         """Where tokens are, counted over rows and columns: of completion n under n + 1, of prompt p under -1 - p."""
@@ -154,6 +155,8 @@ class PlainCache:
 
     def __init__(self, model, ids: Tensor, places: Places, owners: Tensor):
         """owners (R * G,): the completions of the prompts, siblings adjacent."""
+        if ids.device.type == "xla":
+            raise ValueError("XLA: this model keeps more than keys and values of tokens, and its cache grows with every token")
         group_size = len(owners) // len(ids)
         ids, self.mask = (part.repeat_interleave(group_size, dim=0) for part in (ids, places.prompt >= 0))
         position = places.position.repeat_interleave(group_size, dim=0)

@@ -85,8 +85,10 @@ def check_padding(model, tokenizer, prompt: list[int]) -> Finding:
     """The next token's log-probabilities must not change when the prompt is padded on the left."""
     device = next(model.parameters()).device
     ids, mask = (part.to(device) for part in left_pad([prompt, prompt + prompt], tokenizer.pad_token_id))
-    padded = model(input_ids=ids[:1], attention_mask=mask[:1], position_ids=positions_of(mask)[:1]).logits[:, -1]
-    alone = model(input_ids=ids[:1, len(prompt) :]).logits[:, -1]
+    padded = model(
+        input_ids=ids[:1], attention_mask=mask[:1], position_ids=positions_of(mask)[:1], use_cache=False
+    ).logits[:, -1]
+    alone = model(input_ids=ids[:1, len(prompt) :], use_cache=False).logits[:, -1]
     return agreement(model, "padding", "padded and not", padded.float().log_softmax(-1), alone.float().log_softmax(-1),
                      "this architecture ignores position_ids or the padding mask: try --attn_implementation eager")
 
@@ -97,9 +99,10 @@ def check_head(model, rollout: Rollout) -> Finding:
     device = next(model.parameters()).device
     mask = rollout.completion_mask[0]
     prompt, completion = rollout.prompt_ids[0][rollout.prompt_mask[0]], rollout.completion_ids[0][mask]
-    logits = model(input_ids=torch.cat([prompt, completion])[None].to(device)).logits[0, len(prompt) - 1 : -1]
+    ids = torch.cat([prompt, completion])[None].to(device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0]
-    ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask.to(device)]
+    ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask]
     return agreement(model, "head", "head in chunks and the model's own", ours, own,
                      "its way from hidden states to logits has a step that logits_of in model.py does not know: add it")
 
@@ -141,7 +144,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
 
 def agreement(model, name: str, what: str, left, right, fix: str) -> Finding:
     """Two tensors of log-probabilities that should be the same."""
-    difference = float((left - right).abs().nan_to_num(torch.inf).max())
+    difference = float((left.cpu() - right.cpu()).abs().nan_to_num(torch.inf).max())
     tolerance = TOLERANCE if precision_of(model) == "float32" else TOLERANCE_HALF
     return Finding(name, difference <= tolerance, f"{what} differ by at most {difference:.1e} nat", fix)
 

@@ -75,7 +75,7 @@ def state_of(run) -> dict:
     state = {name: getattr(run, name) for name in COUNTERS} | {
         "settings": run.config.as_dict(), "shared_prompt": run.shared_prompt, "versions": versions(),
         "random_states": random_states(), "scaler": run.scaler.state_dict(),
-        "value_head": run.value_head.state_dict() if run.value_head is not None else None,
+        "value_head": tree_map(whole, run.value_head.state_dict()) if run.value_head is not None else None,
         "memory": vars(run.memory),
         "reference_adapter": [whole(kept) for kept in run.reference.kept] if adapted(run) else None,
     }

@@ -29,6 +29,8 @@ def contract(run) -> list[str]:
         f"a step: {prompts} prompts of up to {longest} tokens x {group_size} = {prompts * group_size} completions of up to "
         f"{limit}; {tokens} tokens at most, in {passes} pass{'es' * (passes > 1)} of --max_tokens_per_forward"
     )
+    if run.device.type == "xla":                          # plans memory when it compiles, and says so if it is too little
+        return [work]
     parts = memory_gb(run, longest, min(tokens, max(training.max_tokens_per_forward, longest + limit)))
     in_turns = {name: parts.pop(name) for name in ("training pass", "sampling cache")}
     total, there = sum(parts.values()) + max(in_turns.values()), available_gb(run.device)

@@ -1,6 +1,6 @@
 """
 Where a run computes: which device there is, one process or many, and how much memory it took. The only file that knows
-torch.distributed.
+torch.distributed and torch_xla.
 
     torchrun --nproc_per_node 4 train.py --use_grpo ...
 
@@ -8,15 +8,21 @@ Every process samples and scores a share of the prompts and forwards a share of 
 and advantages, is gathered: every process knows all of it and takes the same decisions. What is large, weights, gradients and
 the optimiser's state, is sharded (FSDP2). Alone, everything here answers as the first of one process.
 Left out on purpose: tensor and pipeline parallelism.
+
+XLA compiles, and one process drives all its devices. What is asked of it between two cuts becomes one program, kept for
+whenever the same is asked for again with the same shapes. So there shapes are rounded up (bucket), and programs end where
+loops turn (cut_graph). On a CPU or a GPU neither does anything.
 """
 
 import ctypes
+import importlib.util
 import math
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -27,9 +33,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def best_device() -> torch.device:
-    """The GPU if there is one, else the CPU. A process that torchrun started joins the others first."""
-    cuda = torch.cuda.is_available()
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """The XLA device if PJRT_DEVICE names one (TPU, or CPU to try it out), else the GPU if there is one, else the CPU.
+
+    A process that torchrun started joins the others first.
+    """
+    cuda, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
+    if os.environ.get("PJRT_DEVICE"):
+        if processes > 1:
+            raise ValueError(
+                f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} and WORLD_SIZE={processes}: one process drives all XLA devices; "
+                "start it without torchrun, or unset PJRT_DEVICE"
+            )
+        return xla_device()
+    if processes == 1:
         return torch.device("cuda" if cuda else "cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -164,11 +180,13 @@ def reshard(model) -> None:
 
 
 def whole(tensor):
-    """A sharded tensor gathered, on the CPU; only in the process that writes, elsewhere None. Others as they are."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    full = tensor.full_tensor()
-    return full.cpu() if is_main() else None
+    """A sharded tensor gathered, on the CPU; only in the process that writes, elsewhere None. From XLA on the CPU, too; others,
+    and what is no tensor, as they are.
+    """
+    if isinstance(tensor, DTensor):
+        full = tensor.full_tensor()
+        return full.cpu() if is_main() else None
+    return tensor.cpu() if isinstance(tensor, Tensor) and tensor.device.type == "xla" else tensor
 
 
 def sharded_like(tensor, parameter):
@@ -202,6 +220,62 @@ def clip_gradient(parameters: list, longest: float) -> float:
     return norm
 
 
+# ---- XLA -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def xla_device() -> torch.device:
+    """The one XLA device, or all of them behind one name, with the weights spread over them (shard_weights)."""
+    if not importlib.util.find_spec("torch_xla"):
+        raise ValueError(f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}: needs torch_xla, see requirements-tpu.txt; or unset it")
+    import torch_xla
+    from torch_xla import backends, runtime
+
+    backends.set_mat_mul_precision("highest")   # a TPU's default multiplies float32 as bfloat16
+    if runtime.global_runtime_device_count() > 1:
+        runtime.use_spmd()
+    device = torch_xla.device()
+    torch.zeros(1, device=device)                         # autograd has to know the device before its first backward pass
+    return device
+
+
+def bucket(n: int, device: torch.device) -> int:
+    """A size rounded up to a power of two on XLA, so that few programs serve all sizes; elsewhere the size itself."""
+    return 1 << (n - 1).bit_length() if device.type == "xla" else n
+
+
+def cut_graph(device: torch.device) -> None:
+    """On XLA, end a program here and start it, without waiting. Every tensor that is alive becomes one of its results."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def eager_device(device: torch.device) -> torch.device:
+    """Where small tensors of many shapes are dealt with: the CPU for XLA, which would compile each shape; else the device."""
+    return torch.device("cpu") if device.type == "xla" else device
+
+
+def shard_weights(model: torch.nn.Module) -> None:
+    """Spread every matrix of a model over all XLA devices along its longest side, where there are several.
+
+    Everything else is replicated, and the compiler works out which part of which product each device computes.
+    """
+    if next(model.parameters()).device.type != "xla":
+        return
+    from torch_xla import runtime
+    from torch_xla.distributed import spmd
+
+    if not runtime.is_spmd():
+        return
+    mesh = spmd.get_1d_mesh("fsdp")
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            longest = max(range(weight.ndim), key=lambda side: weight.shape[side])
+            spmd.mark_sharding(weight, mesh, tuple("fsdp" if side == longest else None for side in range(weight.ndim)))
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,8 +292,13 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory held so far, in 10^9 bytes: the GPU's, or the whole process's on a CPU."""
+    """The most memory held so far, in 10^9 bytes: the GPU's, the TPU's, or the whole process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
+    if device.type == "xla":
+        from torch_xla.core import xla_model
+
+        with suppress(RuntimeError):                      # XLA's CPU device does not count
+            return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes on a Mac, kilobytes elsewhere

@@ -256,7 +256,7 @@ def look_back(run, model, rollout: Rollout, value_head=None) -> tuple[Tensor, Te
 def passes(run, rollout: Rollout, rows: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """What this process forwards of some rows: micro-batches, and whether each counts (devices.rounds)."""
     limit = run.config.training.max_tokens_per_forward
-    return rounds(micro_batches(rollout, rows, limit, run.shared_prompt, at_least=num_processes()))
+    return rounds(micro_batches(rollout, rows, limit, run.shared_prompt, num_processes(), run.device))
 
 
 def minibatches(run, num_rows: int) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from conversations import as_text, load_environment, refuse_missing_columns, res
 from data import load_examples, with_instruction
 from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
 from evaluation import compare, majority_vote, summarise, wilson_interval
-from model import has_adapter, load_policy, merged_copy, save_policy
+from model import has_adapter, load_policy, merged_copy, move, save_policy
 from report import write_report
 from rewards import FORM, compute_rewards_for_completions, correctness
 from sample import occurrences, sample_completions_for_prompts
@@ -94,7 +94,7 @@ def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, sam
     """
     model, tokenizer = load_policy(source)
     tokenizer.tools = getattr(environment, "tools", None)
-    model.to(best_device())
+    move(model, best_device())
     texts, points, cut = ask_and_score(
         model, tokenizer, examples, config, seed=seed, num_completions=samples,
         shared_prompt=can_share_prompts(model, tokenizer, examples[0]["prompt"]), environment=environment,
@@ -197,7 +197,6 @@ def main(argv: list[str]) -> None:
         save_policy(merged_copy(model), tokenizer, args.merge_into)
         return
     keep_freed_memory()
-    keep_freed_memory()
     if args.evaluate:
         evaluate_as_asked(args, source, config, environment)
         return
@@ -205,7 +204,7 @@ def main(argv: list[str]) -> None:
     refuse_missing_columns(args.environment, environment, [example])
     model, tokenizer = load_policy(source)
     tokenizer.tools = getattr(environment, "tools", None)
-    model.to(best_device())
+    move(model, best_device())
     shared_prompt = can_share_prompts(model, tokenizer, example["prompt"])
     rollout = sample_completions_for_prompts(
         model, tokenizer, [example["prompt"]], config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt,

@@ -11,14 +11,17 @@ and shared_prompt=False forwards ordinary rows.
 Shapes: B rows of T completion tokens, K packs of L tokens, N completion tokens in all, H hidden size, V vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
-from devices import forward_pass
+from devices import bucket, cut_graph, eager_device, forward_pass
 from model import logits_of, product, scaled
 from packing import attention_masks, pack_rows
 
@@ -28,7 +31,7 @@ TOKENS_AT_ONCE = 64             # but no fewer tokens: every chunk goes through 
 
 @dataclass
 class LogProbs:
-    """What a policy says about completion tokens, with rows in the order they were asked for."""
+    """What a policy says about completion tokens, with rows in the order they were asked for; from XLA, on the CPU."""
 
     logp: Tensor                # (rows, T) nats, with gradient where the model has one; 0 where completion_mask is False
     entropy: Tensor             # (rows, T) nats, entropy of the same distribution; 0 where completion_mask is False
@@ -78,8 +81,8 @@ def completion_log_probs(
     value_head     a module from hidden states (N, H) to points (N,)
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
-    packs = pack_rows(rollout, rows, shared_prompt)
     device = next(model.parameters()).device
+    packs = pack_rows(rollout, rows, shared_prompt, device)
     places = packs.places.to(device)
     inputs = dict(
         input_ids=packs.ids.to(device),
@@ -88,8 +91,10 @@ def completion_log_probs(
         use_cache=False,
     )
     mask = rollout.completion_mask[rows]                                         # (b, T)
-    chosen = rollout.completion_ids[rows][mask].to(device)                       # (N,)
-    predictor = packs.predictor[mask].to(device)                                 # (N,)
+    chosen, predictor = rollout.completion_ids[rows][mask], packs.predictor[mask]                # (N,)
+    missing = (0, bucket(len(chosen), device) - len(chosen))                     # tokens that nobody asks for: no gradient
+    chosen, predictor = pad(chosen, missing).to(device), pad(predictor, missing).to(device)
+
     def hidden_states(model):
         return model.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]             # (N, H)
 
@@ -108,12 +113,15 @@ def completion_log_probs(
         return *parts, None if value_head is None else value_head(hidden).to(parts[0].dtype)
 
     logp, entropy, kl, values = forward_pass(model, ask)
-    where, empty = mask.to(device), logp.new_zeros(mask.shape)
+    cut_graph(device)
+    where = mask.to(eager_device(device))
+    empty = torch.zeros(mask.shape, dtype=logp.dtype, device=where.device)
+
+    def by_row(numbers):                                  # (N,) -> (b, T)
+        return empty.masked_scatter(where, numbers.to(where.device))
+
     return LogProbs(
-        logp=empty.masked_scatter(where, logp),
-        entropy=empty.masked_scatter(where, entropy),
-        kl=None if reference is None else empty.masked_scatter(where, kl),
-        values=None if value_head is None else empty.masked_scatter(where, values),
+        by_row(logp), by_row(entropy), None if reference is None else by_row(kl), None if values is None else by_row(values)
     )
 
 
@@ -145,57 +153,77 @@ class HeadLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, chosen, shape, reference_hidden, reference):
         ctx.set_materialize_grads(False)                                         # entropy is seldom part of the loss
         ctx.shape, ctx.reference = shape, reference
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        logp, entropy, kl, total = (hidden.new_zeros(len(hidden), 1, dtype=precise) for _ in range(4))
-        for chunk in chunks(hidden, weight):
-            logits = shape(product(hidden[chunk], weight, bias), chosen[chunk])
-            top = logits.amax(dim=-1, keepdim=True)
-            weights = (logits - top).exp_()                                      # (n, V)
-            sums = weights.sum(dim=-1, keepdim=True)
-            total[chunk] = top + sums.log()
-            logp[chunk] = logits.gather(-1, chosen[chunk, None]) - total[chunk]
-            entropy[chunk] = total[chunk] - expectation(weights, logits) / sums
-            if reference is not None:
-                log_q = log_probs_over(reference(reference_hidden[chunk]), logits)
-                kl[chunk] = expectation(weights, finite(logits) - total[chunk] - finite(log_q)) / sums
+        parts = [
+            HeadLogProbs.look(shape(product(h, weight, bias), c), c, None if r is None else reference(r))
+            for h, c, r in chunks(weight, hidden, chosen, reference_hidden)
+        ]
+        logp, entropy, kl, total = (torch.cat(part) for part in zip(*parts, strict=True))        # (N, 1) each
         ctx.save_for_backward(hidden, weight, bias, chosen, reference_hidden, total, entropy, kl)
         return logp[:, 0], entropy[:, 0], kl[:, 0]
 
     @staticmethod
+    def look(logits, chosen, reference_logits):
+        """logits (n, V), chosen (n,) -> log-probability, entropy, KL and logsumexp, (n, 1) each."""
+        top = logits.amax(dim=-1, keepdim=True)
+        weights = (logits - top).exp_()                                          # (n, V)
+        sums = weights.sum(dim=-1, keepdim=True)
+        total = top + sums.log()
+        logp = logits.gather(-1, chosen[:, None]) - total
+        entropy = total - expectation(weights, logits) / sums
+        kl = torch.zeros_like(total)
+        if reference_logits is not None:
+            log_q = log_probs_over(reference_logits, logits)
+            kl = expectation(weights, finite(logits) - total - finite(log_q)) / sums
+        return logp, entropy, kl, total
+
+    @staticmethod
     @once_differentiable
     def backward(ctx, of_logp, of_entropy, of_kl):
-        hidden, weight, bias, chosen, reference_hidden, total, entropy, kl = ctx.saved_tensors
-        of_logp, of_entropy, of_kl = (None if slope is None else slope[:, None] for slope in (of_logp, of_entropy, of_kl))
-        precise, of_hidden = total.dtype, torch.empty_like(hidden)
+        hidden, weight, bias, chosen, reference_hidden, *known = ctx.saved_tensors
+        slopes = [None if slope is None else slope[:, None] for slope in (of_logp, of_entropy, of_kl)]
+        of_hidden, precise = [], known[0].dtype
         of_weight = torch.zeros_like(weight, dtype=precise) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        for chunk in chunks(hidden, weight):
-            raw = product(hidden[chunk], weight, bias).requires_grad_()
-            with torch.enable_grad():
-                logits = ctx.shape(raw, chosen[chunk])
-            slope = (logits.detach() - total[chunk]).exp_()                      # (n, V) p
-            factor = -of_logp[chunk] if of_logp is not None else 0.0
-            if of_entropy is not None:
-                factor = factor - of_entropy[chunk] * (finite(logits.detach() - total[chunk]) + entropy[chunk])
-            if of_kl is not None:
-                log_q = log_probs_over(ctx.reference(reference_hidden[chunk]), logits.detach())
-                factor = factor + of_kl[chunk] * (finite(logits.detach() - total[chunk]) - finite(log_q) - kl[chunk])
-            slope.mul_(factor)
-            if of_logp is not None:
-                slope.scatter_add_(-1, chosen[chunk, None], of_logp[chunk])
-            (of_raw,) = torch.autograd.grad(logits, raw, slope)
-            of_hidden[chunk] = of_raw @ weight
+        for h, *rest in chunks(weight, hidden, chosen, reference_hidden, *known, *slopes):
+            of_raw = HeadLogProbs.slope(ctx, product(h, weight, bias), *rest)
+            of_hidden.append(of_raw @ weight)
             if of_weight is not None:
-                of_weight.addmm_(of_raw.T.to(precise), hidden[chunk].to(precise))
+                of_weight.addmm_(of_raw.T.to(precise), h.to(precise))
             if of_bias is not None:
                 of_bias += of_raw.sum(dim=0)
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), of_bias, None, None, None, None
+            del of_raw                                    # before the graph is cut
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        return torch.cat(of_hidden), of_weight, of_bias, None, None, None, None
+
+    @staticmethod
+    def slope(ctx, raw, chosen, reference_hidden, total, entropy, kl, of_logp, of_entropy, of_kl):
+        """The gradient with respect to the head's product, (n, V): raw (n, V), chosen (n,), the rest (n, ...) or None."""
+        with torch.enable_grad():
+            logits = ctx.shape(raw.requires_grad_(), chosen)
+        slope = (logits.detach() - total).exp_()                                 # (n, V) p
+        factor = -of_logp if of_logp is not None else 0.0
+        if of_entropy is not None:
+            factor = factor - of_entropy * (finite(logits.detach() - total) + entropy)
+        if of_kl is not None:
+            log_q = log_probs_over(ctx.reference(reference_hidden), logits.detach())
+            factor = factor + of_kl * (finite(logits.detach() - total) - finite(log_q) - kl)
+        slope.mul_(factor)
+        if of_logp is not None:
+            slope.scatter_add_(-1, chosen[:, None], of_logp)
+        return torch.autograd.grad(logits, raw, slope)[0]
 
 
-def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Of tokens, so that their logits stay small."""
-    size = max(TOKENS_AT_ONCE, LOGITS_AT_ONCE // len(weight))
-    return [slice(i, i + size) for i in range(0, len(hidden), size)]
+def chunks(weight: Tensor, *columns: Tensor | None) -> Iterator[tuple]:
+    """The same tokens of each column (N, ...), not so many that their logits are large; None stays None.
+
+    The graph is cut around each: on XLA one program of one chunk serves all of them, whatever N is.
+    """
+    size = max(TOKENS_AT_ONCE, LOGITS_AT_ONCE // bucket(len(weight), weight.device))             # divides N on XLA
+    parts = [repeat(None) if column is None else column.split(size) for column in columns]
+    cut_graph(weight.device)
+    for part in zip(*parts, strict=False):
+        yield part
+        cut_graph(weight.device)
 
 
 def finite(logits: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from devices import gathered_weights, is_main, reshard, shard, whole
+from devices import gathered_weights, is_main, reshard, shard, shard_weights, whole
 
 logging.disable_progress_bar()                            # a run has one of its own
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -124,6 +124,18 @@ def recompute_activations(model: PreTrainedModel) -> None:
         raise ValueError(f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model on a device. On the way to or from XLA every parameter is made anew, so shared ones have to be tied again."""
+    model.to(device)
+    if isinstance(model, PreTrainedModel) and not hasattr(model, "mesh"):        # processes have shared it out where it is
+        model.tie_weights()
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = model.config.get_text_config().tie_word_embeddings
+        assert not tied or head.weight is embedding.weight, "head and embedding were one parameter and are two after the move"
+        shard_weights(model)
+    return model
 
 
 def check_model_folder(path: str, trust_remote_code: bool) -> None:
@@ -318,9 +330,10 @@ def moved_to(model: PreTrainedModel, device: torch.device):
     """The model on a device for a while, and back where it was afterwards."""
     home = next(model.parameters()).device
     try:
-        yield model.to(device)
+        yield model if home == device else move(model, device)
     finally:
-        model.to(home)
+        if home != device:
+            move(model, home)
 
 
 class ValueHead(torch.nn.Module):

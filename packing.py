@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+
+from devices import bucket
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -80,10 +85,11 @@ class Packs:
     predictor: Tensor           # (rows, T): index into the K * L hidden states of the one that predicts this token
 
 
-def pack_rows(rollout, rows: Tensor, shared_prompt: bool) -> Packs:
+def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device = CPU) -> Packs:
     """Lay out some rows of a rollout, siblings behind one copy of their prompt if shared_prompt, else one row a pack.
 
-    Packs are as long as the longest group; where two or more shorter groups fit into that, they share a pack.
+    Packs are as long as the longest group; where two or more shorter groups fit into that, they share a pack. For some
+    devices K and L are rounded up, with packs and places of padding. The result is on the CPU.
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
@@ -96,7 +102,7 @@ def pack_rows(rollout, rows: Tensor, shared_prompt: bool) -> Packs:
         name: len(prompts[rows[members[0]] // group_size]) + sum(lengths[rows[i]] for i in members)
         for name, members in groups.items()
     }
-    longest = max(sizes.values())
+    longest = bucket(max(sizes.values()), device)
     packs = first_fit(sizes, longest) if shared_prompt else [[name] for name in groups]
 
     predictor = torch.zeros(len(rows), rollout.completion_ids.shape[1], dtype=torch.long)
@@ -121,10 +127,17 @@ def pack_rows(rollout, rows: Tensor, shared_prompt: bool) -> Packs:
         columns[1].append(torch.cat([torch.full((len(ids),), number) for ids, number, _, _ in pieces]))
         columns[2].append(torch.cat([torch.full((len(ids),), sibling) for ids, _, sibling, _ in pieces]))
         columns[3].append(torch.cat([torch.arange(start, start + len(ids)) for ids, _, _, start in pieces]))
+    num_packs = bucket(len(packs), device)
     ids, prompt, sibling, position = (
-        pad_sequence(column, batch_first=True, padding_value=fill) for column, fill in zip(columns, (0, -1, 0, 0), strict=True)
+        padded(pad_sequence(column, batch_first=True, padding_value=fill), (num_packs, longest), fill)
+        for column, fill in zip(columns, (0, -1, 0, 0), strict=True)
     )
     return Packs(ids, Places(prompt, sibling, position), predictor)
+
+
+def padded(tensor: Tensor, shape: tuple[int, int], fill: int) -> Tensor:
+    """(n, m) -> shape, filled up below and on the right."""
+    return pad(tensor, (0, shape[1] - tensor.shape[1], 0, shape[0] - tensor.shape[0]), value=fill)
 
 
 def first_fit(sizes: dict[int, int], capacity: int) -> list[list[int]]:
@@ -147,7 +160,9 @@ def completion_lengths(completion_mask: Tensor) -> Tensor:
     return (completion_mask * steps).amax(dim=1)
 
 
-def micro_batches(rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True, at_least: int = 1) -> list[Tensor]:
+def micro_batches(
+    rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True, at_least: int = 1, device: torch.device = CPU
+) -> list[Tensor]:
     """Split rows into batches of at most max_tokens padded tokens, siblings together where they fit.
 
     Longest first, so that packs of like length share a batch. A single completion longer than max_tokens gets a batch
@@ -172,11 +187,11 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = 
     batches: list[list[int]] = []
     longest = count = 0
     for tokens, members in packs:
-        if not batches or (count + 1) * longest > max_tokens:
+        if not batches or bucket(count + 1, device) * longest > max_tokens:
             batches.append([])
-            longest, count = tokens, 0
+            longest, count = bucket(tokens, device), 0
         batches[-1] += members
         count += 1
     if len(batches) < min(at_least, len(rows)):
-        return micro_batches(rollout, rows, min(max_tokens, packs[0][0] * len(packs)) // 2, shared_prompt, at_least)
+        return micro_batches(rollout, rows, min(max_tokens, packs[0][0] * len(packs)) // 2, shared_prompt, at_least, device)
     return [torch.tensor(batch) for batch in batches]

@@ -26,7 +26,7 @@ from data import (
 from devices import best_device, gathered_weights, keep_freed_memory, num_processes, shard, sharded_like
 from model import (
     AdapterReference, ValueHead, copy_into, frozen_copy, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy,
-    recompute_activations, save_policy, trained,
+    move, recompute_activations, save_policy, trained,
 )
 from rewards import RewardError, load_reward_function, missing_columns, name_of
 from runs import RunFolder
@@ -214,8 +214,10 @@ def set_up(config: Config) -> Run:
     """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
     device = best_device()
     keep_freed_memory()
-    if device.type == "cpu" and config.model.attn_implementation == "flex_attention":
-        raise ValueError("--attn_implementation=flex_attention: torch has no backward pass of it on a CPU; take sdpa")
+    if device.type != "cuda" and config.model.attn_implementation == "flex_attention":
+        raise ValueError("--attn_implementation=flex_attention: torch has a backward pass of it on a GPU alone; take sdpa")
+    if device.type == "xla" and config.model.precision == "float16":
+        raise ValueError("--precision=float16: on XLA its loss would not be scaled; take bfloat16")
     mesh = mesh_of(config)
     folder = RunFolder(config)
     functions, environment = load_reward_functions(config), load_environment(config.grpo.environment)
@@ -233,7 +235,7 @@ def set_up(config: Config) -> Run:
     torch.manual_seed(config.training.seed)
     model, _ = load_policy(model_config)
     run = Run(
-        config, folder, device, model.to(device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
+        config, folder, device, move(model, device), tokenizer, functions, train_set, eval_set, plan(config, len(train_set)),
         longest_prompt=longest, kl_coef=config.grpo.kl_coef, environment=environment,
     )
     if config.training.gradient_checkpointing:
@@ -288,7 +290,7 @@ def load_reference(run: Run, checkpoint: Path, state: dict):
     if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
         return None
     reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
-    reference = reference.to("cpu" if config.grpo.reference_offload else run.device).eval()
+    reference = move(reference, torch.device("cpu") if config.grpo.reference_offload else run.device).eval()
     shard(reference, layers_of(reference), getattr(run.model, "mesh", {}))
     return reference.requires_grad_(False)
 
@@ -331,12 +333,13 @@ def begin_phase(run: Run, phase: Phase) -> None:
     parameters = [{"params": trained(run.model)}]
     if phase.name == "grpo" and grpo.kl_coef > 0 and run.reference is None:
         run.reference = frozen_copy(run.model)
-        run.reference.to("cpu" if grpo.reference_offload else run.device)
+        move(run.reference, torch.device("cpu") if grpo.reference_offload else run.device)
     if phase.name == "grpo" and grpo.use_value_head:
         run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
         parameters.append({"params": list(run.value_head.parameters())})
     run.optimizer = torch.optim.AdamW(
-        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay, fused=True
+        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay,
+        fused=run.device.type != "xla",                   # XLA fuses by itself
     )
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.model.precision == "float16")
     warmup = math.ceil(training.warmup_ratio * phase.steps)

@@ -22,7 +22,7 @@ from checkpoint import latest_checkpoint
 from config import Config
 from devices import best_device, num_processes
 from experience import Experience, prepare_experience, shape_rewards
-from model import ValueHead, load_policy
+from model import ValueHead, load_policy, move
 from prepare import Run, load_reference
 from rewards import weighted_sum
 from runs import RunFolder, or_none, read_jsonl
@@ -62,7 +62,7 @@ def load_run(config: Config, weights: Path) -> tuple[Run, dict]:
     if num_processes() > 1:
         raise ValueError("--replay: runs in one process; start it without torchrun")
     run = Run(
-        config, RunFolder(config), device, model.to(device), tokenizer, [], [], [], [], kl_coef=config.grpo.kl_coef,
+        config, RunFolder(config), device, move(model, device), tokenizer, [], [], [], [], kl_coef=config.grpo.kl_coef,
         shared_prompt=state.get("shared_prompt", True),
     )
     return run, state

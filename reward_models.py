@@ -34,7 +34,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data import as_messages
-from devices import best_device
+from devices import best_device, eager_device
 from reward_library import text_of
 
 REPLY_BYTES = 1 << 20           # the longest reply of a judge that is read
@@ -47,11 +47,11 @@ def classifier(
 
     points      its output where it has one (a reward model, any range), else the probability of `label`, 0 to 1
     max_length  tokens; of longer conversations the beginning is left out
-    device      "cpu", "cuda"; None: where training computes
+    device      "cpu", "cuda"; None: where training computes, and beside XLA, which would compile every length, the CPU
     """
     tokenizer = AutoTokenizer.from_pretrained(model_path, truncation_side="left")
     model = AutoModelForSequenceClassification.from_pretrained(model_path).eval().requires_grad_(False)
-    model.to(device or best_device())
+    model.to(device or eager_device(best_device()))
     if model.config.pad_token_id is None:                          # it looks for the last token that is not padding
         model.config.pad_token_id = tokenizer.pad_token_id
 

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from cache import PackedCache, PlainCache
 from conversations import Conversation
 from data import encode_demonstration, encode_prompt
+from devices import bucket, cut_graph
 from logprobs import restrict_logits
 from model import merged_adapter
 from packing import Places
@@ -82,7 +83,9 @@ def sample_completions_for_prompts(
     # What has gone through a recurrent layer cannot be taken back, so there a turn has to be answered at once.
     steps_between_looks = 1 if talks and not shared_prompt else STEPS_BETWEEN_LOOKS[device.type]
     groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
-    prompt_lengths = torch.tensor([len(ids) for ids in encoded] + [0], device=device)
+    no_prompts = [0] * (bucket(len(encoded) + 1, device) - len(encoded))         # at least one, for nobody
+    prompt_lengths = torch.tensor([len(ids) for ids in encoded] + no_prompts, device=device)
+    cut_graph(device)
 
     with sampling_mode(model):
         queue, cache, alive = deque(range(len(prompts))), None, []
@@ -94,9 +97,10 @@ def sample_completions_for_prompts(
                 cache = with_prompts(cache, model, fresh, prompt_ids, prompt_mask, drawn, group_size, shared_prompt)
                 alive = drawn.unfinished(alive + [p * group_size + g for p in fresh for g in range(group_size)])
                 continue                                  # a completion may be a single token
-            counts = drawn.count[alive]                   # room for as many steps again, but no more than can be needed
+            counts = drawn.count.cpu()[alive]             # room for as many steps again, but no more than can be needed
             steps = min(max(FIRST_STEPS, int(counts.max())), config.generation_max_length - int(counts.min()))
             owners = cache.arrange(alive, [owner // group_size for owner in alive], drawn.nobody, steps)      # (R, Q)
+            cut_graph(device)                             # so that every step is the same program
             enough = len(alive) // 2                      # then it is worth while to close ranks, or to begin prompts
             while cache.steps_left and len(alive) > enough:
                 for _ in range(min(cache.steps_left, steps_between_looks)):
@@ -106,6 +110,7 @@ def sample_completions_for_prompts(
                     places = Places(prompt, whose + 1, (prompt_lengths[prompt] + count - 1).clamp(min=0))
                     logits = cache.forward(drawn.ids[whose, count - 1], places)                               # (R * Q, V)
                     drawn.take(whose.flatten(), logits)
+                    cut_graph(device)
                 alive = drawn.unfinished(alive)
     return drawn.as_rollout(prompt_ids, prompt_mask, tokenizer)
 
@@ -113,17 +118,21 @@ def sample_completions_for_prompts(
 def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn, group_size: int, shared_prompt: bool):
     """Forward prompts, draw the first token of each of their completions, and add them to the cache."""
     device = drawn.ids.device
-    width = int(prompt_mask[fresh].sum(dim=1).max())
-    ids, mask = prompt_ids[fresh, -width:].to(device), prompt_mask[fresh, -width:].to(device)
-    number = torch.tensor(fresh, device=device)[:, None].expand_as(ids)
-    places = Places(number.masked_fill(~mask, -1), torch.zeros_like(ids), positions_of(mask))
-    owners = torch.arange(drawn.nobody, device=device).view(-1, group_size)[fresh].flatten()
+    longest = int(prompt_mask[fresh].sum(dim=1).max())
+    missing = bucket(len(fresh), device) - len(fresh)     # rows of padding
+    shape = (bucket(longest, device) - longest, 0, 0, missing)
+    ids, mask = (pad(part[fresh, -longest:], shape) for part in (prompt_ids, prompt_mask))
+    number = torch.tensor(fresh + [-1] * missing)[:, None].expand_as(ids)
+    places = Places(number.masked_fill(~mask, -1), torch.zeros_like(ids), positions_of(mask)).to(device)
+    owners = torch.arange(drawn.nobody).view(-1, group_size)[fresh].flatten()
+    owners = pad(owners, (0, missing * group_size), value=drawn.nobody).to(device)
     if not shared_prompt:
-        cache = PlainCache(model, ids, places, owners)
+        cache = PlainCache(model, ids.to(device), places, owners)
         drawn.take(owners, cache.logits)
         return cache
-    new = PackedCache(model, ids, places)
+    new = PackedCache(model, ids.to(device), places)
     drawn.take(owners, new.logits.repeat_interleave(group_size, dim=0))
+    cut_graph(device)
     if cache is None:
         return new
     cache.join(new)
@@ -131,16 +140,18 @@ def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn,
 
 
 class Drawn:
-    """What has been drawn so far, and how to draw more. Tensors have an entry more than there are completions, for nobody."""
+    """What has been drawn so far, and how to draw more. Tensors have more entries than there are completions: for nobody."""
 
     def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device, talks: list | None = None):
         self.nobody, limit = uniforms.shape
-        self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, 1), (0, 0)))).to(device)          # (B + 1, T)
-        self.ids = torch.full((self.nobody + 1, limit), pad_id, device=device)
-        self.given = torch.full_like(self.ids, -1)        # tokens that are not drawn: what environments said
-        self.logp = torch.zeros(self.nobody + 1, limit, device=device)
-        self.count = torch.zeros(self.nobody + 1, dtype=torch.long, device=device)               # tokens so far
-        self.stopped = torch.zeros(self.nobody + 1, dtype=torch.bool, device=device)
+        size = bucket(self.nobody + 1, device)
+        self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, size - self.nobody), (0, 0)))).to(device)         # (B + 1, T)
+        self.ids = torch.full((size, limit), pad_id, device=device)
+        self.said = torch.full((size, limit), -1)         # on the host: tokens that are not drawn, what environments said
+        self.given = self.said.to(device, copy=True)      # the same on the device
+        self.logp = torch.zeros(size, limit, device=device)
+        self.count = torch.zeros(size, dtype=torch.long, device=device)          # tokens so far
+        self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stops, self.policy, self.pad_id = torch.tensor(stops, dtype=torch.long, device=device), policy, pad_id
         self.talks = talks                                # B conversations with environments, or None
 
@@ -154,17 +165,28 @@ class Drawn:
         own = given < 0
         self.ids[owners, at], self.logp[owners, at] = torch.where(own, tokens, given), torch.where(own, logp, 0.0)
         self.count[owners] = at + 1
-        self.stopped[owners] = own & torch.isin(tokens, self.stops)
+        self.stopped[owners] = own & (tokens[:, None] == self.stops).any(dim=1)
+
+    def rows(self, owners: list[int]) -> Tensor:
+        """The index of some completions, on the device, filled up with nobody to a size that XLA may have compiled before."""
+        missing = bucket(len(owners), self.ids.device) - len(owners)
+        return torch.tensor(owners + [self.nobody] * missing).to(self.ids.device)
 
     def unfinished(self, owners: list[int]) -> list[int]:
         """Which of them go on, after an answer if their turn has ended. The one place where the host waits for the device."""
         count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
         ended = [owner for owner in owners if self.talks and stopped[owner]]
-        for owner, ids in zip(ended, self.ids[ended].tolist(), strict=True):
+        answered = []
+        for owner, ids in zip(ended, self.ids[self.rows(ended)].tolist() if ended else [], strict=False):
             end = count[owner]
             if reply := self.talks[owner].answer(ids[:end]):
-                self.given[owner, end : end + len(reply)] = torch.tensor(reply, device=self.given.device)
-                self.stopped[owner] = stopped[owner] = False
+                self.said[owner, end : end + len(reply)] = torch.tensor(reply)
+                stopped[owner] = False
+                answered.append(owner)
+        if answered:
+            rows = self.rows(answered)
+            self.given[rows], self.stopped[rows] = self.said[rows.cpu()].to(rows.device), False
+            cut_graph(rows.device)
         return [owner for owner in owners if not stopped[owner] and count[owner] < self.ids.shape[1]]
 
     def as_conversations(self, rollout: Rollout) -> Rollout:
@@ -175,16 +197,17 @@ class Drawn:
             points[row, list(talk.points)] = torch.tensor(list(talk.points.values()))
         return replace(
             rollout, turn_points=points,
-            completion_mask=rollout.completion_mask & (self.given[:-1, : points.shape[1]].cpu() < 0),
+            completion_mask=rollout.completion_mask & (self.said[: self.nobody, : points.shape[1]] < 0),
             finished=rollout.finished & ~torch.tensor([talk.outgrown for talk in self.talks]),
             completions=[talk.completion(rollout.completion_ids[row, :n].tolist()) for row, (talk, n) in enumerate(rows)],
         )
 
     def as_rollout(self, prompt_ids: Tensor, prompt_mask: Tensor, tokenizer) -> Rollout:
-        lengths, stopped = self.count[:-1].cpu(), self.stopped[:-1].cpu()
+        lengths, stopped = self.count.cpu()[: self.nobody], self.stopped.cpu()[: self.nobody]
         mask = torch.arange(int(lengths.max())) < lengths[:, None]               # (B, T) by position, never by id
         width = mask.shape[1]
-        ids, logp = self.ids[:-1, :width].cpu().masked_fill(~mask, self.pad_id), self.logp[:-1, :width].cpu()
+        ids, logp = (part.cpu()[: self.nobody, :width] for part in (self.ids, self.logp))
+        ids = ids.masked_fill(~mask, self.pad_id)
         assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
         if self.talks:
             return self.as_conversations(Rollout(prompt_ids, prompt_mask, ids, mask, logp, stopped, []))
@@ -228,23 +251,25 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     weights = (logits - top).exp_()                                              # (n, V)
     width = 2 ** (logits.shape[-1].bit_length() // 2)
     blocks = pad(weights, (0, -logits.shape[-1] % width)).unflatten(-1, (-1, width))             # (n, V / width, width)
-    ends = blocks.sum(dim=-1).cumsum(dim=-1)                                     # (n, V / width)
+    sums = blocks.sum(dim=-1)                                                    # (n, V / width)
+    ends = sums.cumsum(dim=-1)
     total = ends[:, -1:]
-    block, rest = position_in(ends, uniforms[:, None] * total)                   # (n, 1) each
+    block, rest = position_in(sums, ends, uniforms[:, None] * total)             # (n, 1) each
     inside = blocks.gather(1, block[..., None].expand(-1, 1, width))[:, 0]       # (n, width)
-    token, _ = position_in(inside.cumsum(dim=-1), rest)
-    tokens = (block * width + token).clamp(max=logits.shape[-1] - 1)             # only NaN could lie beyond
+    token, _ = position_in(inside, inside.cumsum(dim=-1), rest)
+    tokens = block * width + token
     return tokens[:, 0], (logits.gather(-1, tokens) - top - total.log())[:, 0]
 
 
-def position_in(ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-    """Which interval a point lies in, of those that end at ends (n, m), and how far inside: goal (n, 1) -> (n, 1), (n, 1).
+def position_in(lengths: Tensor, ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """Which interval a point lies in, and how far inside: lengths and ends of intervals (n, m), goal (n, 1) -> (n, 1), (n, 1).
 
-    Never an empty one: rounding may put the goal at or beyond the last end, but the interval at which the sum is complete
-    is the last that is not empty.
+    Never an empty one. Rounding may put the goal at or beyond the last end; then it is the last that is not empty. Written
+    without searchsorted, which XLA does not have, and which takes it for granted that the ends of rounded sums never fall.
     """
-    last = torch.searchsorted(ends, ends[:, -1:].contiguous()).clamp(max=ends.shape[-1] - 1)
-    index = torch.minimum(torch.searchsorted(ends, goal, right=True), last)
+    number = torch.arange(lengths.shape[-1], device=lengths.device).expand_as(lengths)
+    last = torch.where(lengths > 0, number, 0).amax(dim=-1, keepdim=True)
+    index = torch.where((lengths > 0) & (ends > goal), number, last).amin(dim=-1, keepdim=True)
     begins = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
     return index, goal - begins
 

@@ -19,7 +19,7 @@ import torch
 from checkpoint import NotSaved, save_checkpoint
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
 from conversations import describe_conversations
-from devices import all_sum, clip_gradient, is_main, leave, peak_memory_gb
+from devices import all_sum, clip_gradient, cut_graph, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
 from experience import Experience, describe_groups, minibatches, passes, prepare_experience, sample_groups
 from explain import explain
@@ -136,8 +136,10 @@ def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dic
             run.model, experience.rollout, batch, **grpo.policy, shared_prompt=run.shared_prompt, value_head=run.value_head,
             reference=run.reference if kl_in_loss and grpo.estimator == "exact" else None,
         )
-        parts = loss_and_parts(run, new, experience.part(batch, run.device), experience.rollout.sampling_logp[batch], counts)
+        part = experience.part(batch, new.logp.device)
+        parts = loss_and_parts(run, new, part, experience.rollout.sampling_logp[batch], counts)
         run.scaler.scale(parts["total_loss"] * counted).backward()
+        cut_graph(run.device)
         for name, value in parts.items():
             losses[name] += value.item() * counted
     losses = {name: all_sum(value) for name, value in losses.items()}
@@ -158,7 +160,7 @@ def loss_and_parts(run: Run, new: LogProbs, part: Experience, sampling_logp: tor
     parts |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **counts)}
     how = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
     if run.reference is not None and grpo.kl_in == "loss":
-        ratio = torch.where(mask, new.logp - sampling_logp.to(run.device), 0.0).clamp(-20, 20).exp()
+        ratio = torch.where(mask, new.logp - sampling_logp.to(mask.device), 0.0).clamp(-20, 20).exp()
         kl = {
             "exact": lambda: new.kl,
             "ratio_k3": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k3", ratio=ratio),
@@ -185,10 +187,11 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list
     metrics = {"loss": 0.0, "entropy": 0.0}
     for part, counted in passes(run, batch, torch.arange(len(examples))):
         new = completion_log_probs(run.model, batch, part, shared_prompt=run.shared_prompt)
-        mask = batch.completion_mask[part].to(run.device)
-        one = torch.ones(len(part), device=run.device)
+        mask = batch.completion_mask[part].to(new.logp.device)
+        one = torch.ones(len(part), device=mask.device)
         loss, _ = policy_loss(new.logp, new.logp.detach(), one, mask, loss_type="reinforce", num_tokens=num_tokens)
         run.scaler.scale(loss * counted).backward()
+        cut_graph(run.device)
         metrics["loss"] += loss.item() * counted
         metrics["entropy"] += new.entropy.detach().sum().item() / num_tokens * counted
     metrics = {name: all_sum(value) for name, value in metrics.items()}
@@ -215,9 +218,10 @@ def update(run: Run, loss: float) -> float:
         run.skipped += 1                                  # a gradient beyond float16 is no fault until its scale is down to 1
         run.skipped_in_a_row += not (math.isfinite(loss) and run.scaler.get_scale() > 1)
     run.scaler.update()
-    run.optimizer.zero_grad()
+    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")                # there, always to add is one program less
     if run.reference is not None:
         refresh_reference(run)
+    cut_graph(run.device)
     return norm
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import (
     Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig,
-    LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    Lfm2Config, Lfm2ForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM,
 )
 
 from config import GRPOConfig, parse_config
@@ -52,6 +52,17 @@ def architecture(request):
 def model():
     torch.manual_seed(0)
     return ARCHITECTURES["gemma3"]().eval()
+
+
+@pytest.fixture
+def convolutional():
+    """Layers that carry state from token to token: short convolutions beside attention."""
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(Lfm2Config(
+        vocab_size=263, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["conv", "full_attention"], block_multiple_of=8, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+        initializer_range=0.3,
+    )).eval()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import PROMPTS
-from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import cache
 import sample
@@ -104,17 +103,6 @@ def test_who_sees_whom():
     ]
     windowed = may_look(places[:, None], places[None, :], window=2).int().tolist()
     assert windowed[3] == [0, 1, 0, 1, 0, 0, 0, 0], "counted in positions: the sibling in between does not matter"
-
-
-@pytest.fixture
-def convolutional():
-    """Layers that carry state from token to token: short convolutions beside attention."""
-    torch.manual_seed(0)
-    return Lfm2ForCausalLM(Lfm2Config(
-        vocab_size=263, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        layer_types=["conv", "full_attention"], block_multiple_of=8, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-        initializer_range=0.3,
-    )).eval()
 
 
 def test_a_model_that_cannot_be_packed_is_sampled_and_trained_in_rows(convolutional, tokenizer):

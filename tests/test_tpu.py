@@ -1,0 +1,269 @@
+"""
+XLA: the numbers of a plain CPU, one program for each size, and a run from end to end, on one device and on four.
+
+make test-tpu runs this in an environment of its own, on XLA's CPU device, which is compiled for as a TPU is.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+if not os.environ.get("PJRT_DEVICE"):
+    pytest.skip("PJRT_DEVICE is not set: make test-tpu does that", allow_module_level=True)
+pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-tpu does that")
+
+from torch_xla.debug import metrics
+
+import prepare
+import train
+from check import check_setup
+from conftest import PROMPTS, QUICK, start_run
+from config import GRPOConfig
+from devices import best_device, bucket
+from logprobs import completion_log_probs
+from model import ValueHead, move
+from packing import micro_batches, pack_rows
+from runs import read_jsonl
+from sample import sample_completions_for_prompts
+
+DEVICE = best_device()                                    # before any backward pass on the CPU
+CPU = torch.device("cpu")
+EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
+LENGTH = "def length(completions, **columns):\n    return [len(c) for c in completions]\n"      # a reward that hardly ever ties
+RUN = [*QUICK, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "3", "--max_steps", "3", "--generation_max_length", "12"]
+RUN += ["--reward_weights", "1", "--learning_rate", "1e-4", "--reward_functions"]
+
+
+def compilations() -> int:
+    """Programs compiled so far."""
+    return (metrics.metric_data("CompileTime") or [0])[0]
+
+
+def fallbacks() -> set[str]:
+    """Operations that XLA did not have, so that the CPU did them. Reading a number is counted among them and is none."""
+    return {name for name in metrics.counter_names() if name.startswith("aten::")} - {"aten::_local_scalar_dense"}
+
+
+def length_reward(folder) -> str:
+    """The flag's value."""
+    (folder / "length.py").write_text(LENGTH)
+    return f"{folder}/length.py:length"
+
+
+def on_both(model) -> list:
+    """A model on the CPU, and a copy of it on XLA."""
+    return [model, move(copy.deepcopy(model), DEVICE)]
+
+
+def test_sizes_are_rounded_up_on_xla_alone():
+    assert [bucket(n, DEVICE) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+    assert [bucket(n, CPU) for n in (1, 3, 65)] == [1, 3, 65]
+
+
+def test_padded_packs_hold_the_same_and_stay_within_the_budget(model, tokenizer, settings):
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    everything = torch.arange(len(rollout.completions))
+    for budget in 64, 128, 512, 4096:
+        for rows in micro_batches(rollout, everything, budget, device=DEVICE):
+            packs, plain = (pack_rows(rollout, rows, True, device) for device in (DEVICE, CPU))
+            k, n = packs.ids.shape
+            assert (k & (k - 1), n & (n - 1)) == (0, 0) and (k * n <= budget or len(rows) == 1)
+            assert (packs.places.prompt >= 0).sum() == (plain.places.prompt >= 0).sum()
+            mask = rollout.completion_mask[rows]
+            assert (packs.ids.flatten()[packs.predictor[mask]] == plain.ids.flatten()[plain.predictor[mask]]).all()
+
+
+@pytest.mark.parametrize("policy", [dict(), dict(temperature=0.8, top_k=50, top_p=0.9)], ids=["everything", "restricted"])
+def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, tokenizer, settings, policy):
+    """With entropy, exact KL and values, over several groups and rows out of order."""
+    _, model = architecture
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    rows = torch.tensor([0, 9, 3, 4, 5, 15, 14])
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.mul_(0.9)
+    torch.manual_seed(0)
+    slopes = torch.randn(4, len(rows), rollout.completion_mask.shape[1])
+    head = ValueHead(model.config.get_text_config().hidden_size)
+    torch.nn.init.normal_(head.layers[-1].weight)
+    found = []
+    for here, other, value_head in zip(on_both(model), on_both(reference), [head, copy.deepcopy(head).to(DEVICE)], strict=True):
+        new = completion_log_probs(here, rollout, rows, **policy, reference=other, value_head=value_head)
+        parts = torch.stack([new.logp, new.entropy, new.kl, new.values])
+        assert parts.device == CPU
+        (parts * slopes).sum().backward()
+        found.append((parts.detach(), [p.grad.cpu() for module in (here, value_head) for p in module.parameters()]))
+    (plain, plain_gradients), (xla, xla_gradients) = found
+    torch.testing.assert_close(xla, plain, atol=2e-5, rtol=2e-5)
+    for ours, theirs in zip(xla_gradients, plain_gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-5, f"{(ours - theirs).norm()} of {theirs.norm()}"
+    assert not fallbacks()
+
+
+def test_sampler_and_trainer_agree_with_each_other_and_with_plain_torch(architecture, tokenizer):
+    """From a queue, so that the cache is joined and rearranged; three prompts, three completions each: sizes are rounded."""
+    _, model = architecture
+    model.generation_config.eos_token_id = EARLY
+    plain, model = on_both(model)
+    config = GRPOConfig(
+        num_completions_per_prompt=3, generation_batch_size=6, generation_max_length=40, generation_temperature=1.0,
+        generation_top_k=0, generation_top_p=1.0,
+    )
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=3)
+    assert len(set(rollout.completion_mask.sum(dim=1).tolist())) > 3
+    for judge in model, plain:
+        trained = completion_log_probs(judge, rollout)
+        assert (rollout.sampling_logp - trained.logp.detach()).abs().max() < 1e-4
+    assert not fallbacks()
+
+
+def test_a_conversation_is_that_of_a_plain_cpu(model, tokenizer):
+    """What the environment says is in the context of what follows, and no operation is left to the CPU."""
+    model.generation_config.eos_token_id = list(range(1, 90))                    # turns are short
+    config = GRPOConfig(
+        num_completions_per_prompt=2, generation_max_length=60, generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0, environment="calculator", max_turns=4,
+    )
+    found = []
+    for here in on_both(model):
+        answers = [lambda conversation: (f"{len(conversation)}!", 0.5)] * 3
+        found.append(sample_completions_for_prompts(here, tokenizer, PROMPTS[:3], config, seed=3, respond=answers))
+        assert (found[-1].sampling_logp - completion_log_probs(here, found[-1]).logp.detach()).abs().max() < 1e-4
+    plain, xla = found
+    assert xla.completions == plain.completions and max(len(messages) for messages in xla.completions) > 3
+    assert torch.equal(xla.completion_mask, plain.completion_mask) and torch.equal(xla.turn_points, plain.turn_points)
+    assert not fallbacks()
+
+
+def test_processes_and_xla_together_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="PJRT_DEVICE=CPU and WORLD_SIZE=2: one process drives all XLA devices"):
+        best_device()
+
+
+def test_tied_weights_stay_tied_on_the_way_there_and_back(model):
+    for where in DEVICE, CPU:
+        move(model, where)
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert model.get_output_embeddings().weight.device.type == where.type
+
+
+def test_a_model_whose_cache_would_grow_is_refused_in_one_line(tokenizer, convolutional):
+    with pytest.raises(ValueError, match="XLA: this model keeps more"):
+        check_setup(move(convolutional, DEVICE), tokenizer, [{"prompt": "1+1=?"}, {"prompt": "2+2=?"}], GRPOConfig(), [])
+
+
+def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
+    """Steps of ragged completions: after the first ones nothing new is compiled."""
+    monkeypatch.setattr(prepare, "start_up_check", lambda *_: True)              # a run below has it
+    run = start_run(
+        tmp_path, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "0", "--generation_max_length", "14",
+        "--reward_functions", length_reward(tmp_path), "--reward_weights", "1",
+    )
+    assert run.device == DEVICE
+    run.model.generation_config.eos_token_id = EARLY
+    counts, shapes = [], set()
+    for _ in range(9):
+        _, completions = train.grpo_training_step(run, next(run.batches))
+        counts.append(compilations())
+        shapes.add(tuple(len(c["completion_ids"]) for c in completions))
+    assert len(shapes) == 9, "every step had completions of other lengths"
+    assert counts[-1] == counts[3], f"programs after each step: {counts}"
+
+
+def test_drawing_a_token_does_not_wait_for_the_device(model, tokenizer):
+    """Numbers are fetched now and then: fewer times than there are tokens in a completion, with all else included."""
+    config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=40, generation_top_k=0, generation_top_p=1.0)
+    before = metrics.metric_data("TransferFromDeviceTime") or [0]
+    rollout = sample_completions_for_prompts(move(model, DEVICE), tokenizer, PROMPTS[:1], config, seed=0)
+    assert rollout.completion_mask.shape[1] == 40
+    assert metrics.metric_data("TransferFromDeviceTime")[0] - before[0] < 20
+
+
+def run_on(device, folder, monkeypatch):
+    """metrics.jsonl of a run in this process."""
+    monkeypatch.setattr(prepare, "best_device", lambda: device)
+    train.main([*RUN, length_reward(folder), "--output_dir", str(folder / "run")])
+    return read_jsonl(folder / "run/metrics.jsonl")
+
+
+def same_run(ours: list[dict], theirs: list[dict]) -> None:
+    """The same numbers to rounding, over cold start, evaluations and GRPO."""
+    assert [(m["step"], m["phase"]) for m in ours] == [(m["step"], m["phase"]) for m in theirs] and len(ours) == 9
+    assert all(m["grad_norm"] > 1e-3 for m in ours if m["phase"] != "eval"), "there is something to compare"
+    for mine, other in zip(ours, theirs):
+        for name in set(mine) - {"peak_memory_gb", "advice"}:
+            if not name.endswith("_seconds") and mine[name] is not None:
+                assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), (mine["step"], name)
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """A run on the plain CPU, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        return run_on(CPU, tmp_path_factory.mktemp("plain"), patch)
+
+
+def test_a_run_is_that_of_a_plain_cpu_and_its_checkpoint_loads_anywhere(plain_run, tmp_path, monkeypatch):
+    same_run(run_on(DEVICE, tmp_path, monkeypatch), plain_run)
+    (newest, _) = sorted((tmp_path / "run/checkpoints").iterdir(), reverse=True)
+    state = torch.load(newest / "state.pt", weights_only=True)
+    assert state["step"] == 6
+    assert {tensor.device for tensor in tree_leaves(state) if isinstance(tensor, torch.Tensor)} == {CPU}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert saved.get_output_embeddings().weight is saved.get_input_embeddings().weight
+
+
+FOUR = """
+import json, sys
+import torch_xla
+import train
+from config import parse_config
+
+optimizers, begin_phase = [], train.begin_phase
+
+def remember(run, phase):
+    begin_phase(run, phase)
+    optimizers.append(run.optimizer)
+
+train.begin_phase = remember
+run = train.set_up(parse_config(sys.argv[1:]))
+train.learn(run)
+for parameter in run.model.parameters():
+    pair = parameter, optimizers[-1].state[parameter]["exp_avg"]
+    print("SPEC", json.dumps([list(parameter.shape), *map(torch_xla._XLAC._get_xla_sharding_spec, pair)]))
+"""
+
+
+def test_four_devices_share_the_weights_and_give_the_numbers_of_one(plain_run, tmp_path):
+    """In a process of its own: how many devices there are is settled when XLA starts."""
+    root = Path(train.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", FOUR, *RUN, length_reward(tmp_path), "--output_dir", str(tmp_path / "run")],
+        cwd=root, env=os.environ | {"CPU_NUM_DEVICES": "4"}, capture_output=True, text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    same_run(read_jsonl(tmp_path / "run/metrics.jsonl"), plain_run)
+    specs = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("SPEC")]
+    assert len(specs) > 20
+    for shape, weight, moment in specs:
+        if len(shape) > 1:
+            cut = [4 if side == shape.index(max(shape)) else 1 for side in range(len(shape))]
+            assert f"devices={cut}".replace(" ", "") in weight.replace(" ", ""), (shape, weight)
+            assert weight == moment, (shape, moment)
+
+
+def test_the_script_passes_its_flags_on(tmp_path):
+    script = Path(train.__file__).parent / "run_tpu_training.sh"
+    env = os.environ | {"PYTHON": sys.executable, "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")}
+    done = subprocess.run([script, "--use_grppo"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "did you mean --use_grpo?" in done.stderr and (tmp_path / "cache").is_dir()
