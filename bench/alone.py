@@ -154,9 +154,11 @@ def main() -> None:
         memory.plot(values, [m["peak_gb"] for m in points], "o-", color="black")
         memory.set(xlabel=title)
         for panel in times, memory:
-            panel.set(xscale="log", ylim=(0, None))
-            panel.set_xticks(values, [str(value) for value in values], minor=False)
+            panel.set(xscale="log")
+            panel.set_xticks(values, [str(value) if value < 8192 else f"{value // 1024}K" for value in values], minor=False)
             panel.minorticks_off()
+    for row in axes:                                      # shares one scale
+        row[0].set_ylim(bottom=0)
     axes[0, 0].set(ylabel="seconds")
     axes[0, 0].legend()
     axes[1, 0].set(ylabel="peak memory, GB")
