@@ -43,8 +43,8 @@ def nobody_is_left():
     servers = [server.pid for servers in sandbox.idle.values() for server in servers]
     for _ in range(100):                                           # a server forks a moment after it has answered
         time.sleep(0.02)
-        everybody = filter(str.isdecimal, os.listdir("/proc"))
-        parents = sorted(parent for parent in map(parent_of, everybody) if parent in [1, *servers])
+        everybody = map(parent_of, filter(str.isdecimal, os.listdir("/proc")))
+        parents = sorted(parent for parent in everybody if parent in [1, *servers])
         if parents == sorted(servers):
             return
     raise AssertionError(f"{servers=}, {parents=}")
