@@ -158,7 +158,7 @@ def series_of(lines: list[dict]) -> dict[str, list[list]]:
 
 def digits(value: float | None, count: int) -> float | None:
     """A number as JSON may hold it, to so many significant digits."""
-    value = None if value is None else or_none(value)
+    value = or_none(value)
     return None if value is None else float(f"{value:.{count}g}")
 
 

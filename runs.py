@@ -292,8 +292,8 @@ def points_text(reward: float | None) -> str:
 
 
 def or_none(value) -> float | None:
-    """A number that JSON can hold: NaN and infinities become null."""
-    return float(value) if math.isfinite(value) else None
+    """A number that JSON can hold: NaN and infinities become null, and what is None stays it."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def read_jsonl(path: Path) -> list[dict]:
