@@ -54,7 +54,10 @@ def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5):
             assert (tensor - others[file][name]).norm() <= rounding, name
 
 
-EVERYTHING = "--use_grpo --use_kl_penalty true --max_steps 3 --log_rollouts_every 1 --learning_rate 1e-6 --save_steps 1"
+EVERYTHING = (
+    "--use_grpo --use_kl_penalty true --max_steps 3 --log_rollouts_every 1 --learning_rate 1e-6 "
+    "--cold_start_learning_rate 1e-6 --save_steps 1"
+)
 
 
 @pytest.mark.parametrize("flags", [
@@ -62,7 +65,7 @@ EVERYTHING = "--use_grpo --use_kl_penalty true --max_steps 3 --log_rollouts_ever
     f"{EVERYTHING} --kl_estimator exact --batch_size 3 --max_tokens_per_forward 100 --dynamic_sampling 1",
     f"{EVERYTHING} --reference_mode ema --ema_alpha 0.5 --use_value_head --ppo_epochs 2 --minibatch_size 8",
     f"{EVERYTHING} --lora_rank 4 --cold_start_steps 2 --gradient_checkpointing",
-    f"{EVERYTHING} --batch_size 1 --baseline global_mean --importance_cap 2",
+    f"{EVERYTHING} --batch_size 1 --baseline global_mean --importance_cap 2 --seed 1",
     "--use_grpo false --max_steps 3",
 ], ids=["plain", "uneven", "value head", "lora", "one prompt", "supervised"])
 def test_two_processes_make_the_run_of_one(tmp_path, flags):
