@@ -19,7 +19,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from devices import bucket, cut_graph, eager_device, forward_pass
 from model import logits_of, product, scaled
@@ -96,7 +96,8 @@ def completion_log_probs(
     chosen, predictor = pad(chosen, missing).to(device), pad(predictor, missing).to(device)
 
     def hidden_states(model):
-        return model.base_model(**inputs).last_hidden_state.flatten(0, 1)[predictor]             # (N, H)
+        # Siblings' first tokens come from one place. An index's backward pass would add up there in any order of the threads.
+        return embedding(predictor, model.base_model(**inputs).last_hidden_state.flatten(0, 1))  # (N, H)
 
     reference_hidden = None
     if reference is not None:

@@ -70,6 +70,19 @@ def test_packing_and_any_split_give_the_same_gradient(architecture, tokenizer, s
         assert difference < 1e-5, f"{name}: {difference}"
 
 
+def test_the_gradient_of_many_siblings_is_the_same_each_time_bit_for_bit(model, tokenizer):
+    """All first tokens are predicted in one place, where two threads must not add up as they happen to come."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        config = GRPOConfig(num_completions_per_prompt=1200, generation_max_length=1)
+        rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], config, seed=0)
+        first, *others = (gradient(model, rollout, [torch.arange(1200)]) for _ in range(20))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer, monkeypatch):
     config = GRPOConfig(generation_max_length=40, num_completions_per_prompt=20)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], config, seed=0)
