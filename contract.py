@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from data import encode_prompt
-from devices import bytes_here, gathered_weights, peak_memory_gb
+from devices import bytes_here, gathered_weights, local, peak_memory_gb
 from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
 from model import has_adapter, trained
 from packing import pack_rows
@@ -72,13 +72,13 @@ def activation_bytes(run) -> float:
     kept: dict[int, int] = {}
 
     def count(tensor):
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with gathered_weights(run.model), saved_tensors_hooks(count, lambda tensor: tensor):
-        weights = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+        weights = {local(p).untyped_storage().data_ptr() for p in run.model.parameters()}
         result = completion_log_probs(run.model, rollout, shared_prompt=run.shared_prompt)
     del result                                            # kept alive until here, so that no address was used twice
     return sum(kept.values()) / pack_rows(rollout, torch.arange(len(rollout.completions)), run.shared_prompt).ids.numel()

@@ -6,8 +6,9 @@ torch.distributed and torch_xla.
 
 Every process samples and scores a share of the prompts and forwards a share of the packs. What is small, completions, rewards
 and advantages, is gathered: every process knows all of it and takes the same decisions. What is large, weights, gradients and
-the optimiser's state, is sharded (FSDP2). Alone, everything here answers as the first of one process.
-Left out on purpose: tensor and pipeline parallelism.
+the optimiser's state, is sharded (FSDP2). Processes that divide every layer's matrices among them (tensor parallelism)
+have the same share and do the same, as if they were one. Alone, everything here answers as the first of one process.
+Left out on purpose: pipeline parallelism.
 
 XLA compiles, and one process drives all its devices. What is asked of it between two cuts becomes one program, kept for
 whenever the same is asked for again with the same shapes. So there shapes are rounded up (bucket), and programs end where
@@ -16,20 +17,31 @@ loops turn (cut_graph). On a CPU or a GPU neither does anything.
 
 import ctypes
 import importlib.util
+import logging
 import math
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+# Only checkpoints gather weights that are divided in two ways, and time does not matter there.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}      # of transformers' tensor-parallel plans, in torch
+PARTIAL = "replicated_with_grad_allreduce"                             # norms of a process's own heads
+together = 1                                                           # processes with the same share: --mesh tp=N
 
 
 def best_device() -> torch.device:
@@ -79,10 +91,15 @@ def is_main() -> bool:
     return process_number() == 0
 
 
+def num_shares() -> int:
+    """Among how many the work is divided."""
+    return num_processes() // together
+
+
 def share(things: list) -> list:
     """What this process has to do, as evenly as can be; all shares in order are all things."""
-    n, size, rank = len(things), num_processes(), process_number()
-    return things[n * rank // size : n * (rank + 1) // size]
+    n, size, number = len(things), num_shares(), process_number() // together
+    return things[n * number // size : n * (number + 1) // size]
 
 
 def rounds(batches: list) -> Iterator[tuple[object, bool]]:
@@ -90,9 +107,9 @@ def rounds(batches: list) -> Iterator[tuple[object, bool]]:
 
     A forward pass of a sharded model needs all processes: whoever has nothing left to do repeats something for nothing.
     """
-    size = num_processes()
+    size = num_shares()
     for start in range(0, len(batches), size):
-        mine = start + process_number()
+        mine = start + process_number() // together
         yield batches[min(mine, len(batches) - 1)], mine < len(batches)
 
 
@@ -106,7 +123,7 @@ def gather(thing) -> list:
 
 
 def everywhere(work: Callable) -> list:
-    """The results of work() in all processes, in order. Where one fails, all stop, and that one says why."""
+    """The results of work() for all shares, in order. Where one process fails, all stop, and that one says why."""
     failure = result = None
     try:
         result = work()
@@ -117,16 +134,23 @@ def everywhere(work: Callable) -> list:
         raise failure
     if not all(fine for fine, _ in parts):
         raise SystemExit(1)
-    return [result for _, result in parts]
+    return [result for _, result in parts[::together]]
 
 
 def all_sum(count):
-    """The sum over all processes of a number, or of a tensor on the CPU; itself where there is one process."""
+    """The sum over all shares of a number, or of a tensor on the CPU; itself where there is one process."""
     if num_processes() == 1:
         return count
     total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
-    dist.all_reduce(total)
+    add_up(total)
     return total if isinstance(count, Tensor) else total.item()
+
+
+def add_up(tensor: Tensor) -> None:
+    """In place, over all shares. Those who have the same one count once."""
+    if process_number() % together:
+        tensor.zero_()
+    dist.all_reduce(tensor)
 
 
 # ---- sharded weights -------------------------------------------------------------------------------------------------
@@ -135,21 +159,46 @@ def all_sum(count):
 def shard(model, layers: list, mesh: dict[str, int]) -> None:
     """Share the weights out over all processes, each layer a unit that is gathered when it is needed.
 
-    mesh  {"replicate": n, "fsdp": m}: n copies of the weights, each over m processes
+    mesh    {"replicate": k, "fsdp": m, "tp": n}: k copies of the weights, each over m times n processes; the last n also divide
+            every layer's matrices, and the work on them
+    raises  ValueError in one line if the model cannot be divided like that
     """
+    global together
     if num_processes() == 1:
         return
-    device = next(model.parameters()).device
+    device, together = next(model.parameters()).device, mesh["tp"]
     over = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    partial = divide_matrices(model, over["tp"]) if together > 1 else []
     for module in [*layers, model]:
-        fully_shard(module, mesh=over)
+        fully_shard(module, mesh=over["replicate", "fsdp"] if mesh["replicate"] > 1 else over["fsdp"])
         module.set_gradient_divide_factor(1.0)            # a sum over processes: losses have their denominators already
         module.set_force_sum_reduction_for_comms(True)
+    for name, parameter in model.base_model.named_parameters():
+        if any(fnmatch(name, f"{pattern}.*") for pattern in partial):
+            parameter.partial_over = over["tp"].get_group()
     model.mesh, model.as_forward_pass = mesh, lambda function: function()
     register_fsdp_forward_method(model, "as_forward_pass")
     with torch.no_grad():                                 # the first pass settles which module is the outermost
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     reshard(model)
+
+
+def divide_matrices(model, over) -> list[str]:
+    """Tensor parallelism after transformers' plan for the model: every process has some heads, and columns of the MLP.
+
+    returns  patterns of the modules that all processes have, each with a gradient from its own heads alone
+    """
+    config = model.config.get_text_config()
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    divided = [config.num_key_value_heads, config.intermediate_size] if plan else []
+    if not plan or set(plan.values()) - {*STYLES, PARTIAL} or any(size % over.size() for size in divided):
+        raise ValueError(
+            f"--mesh tp={over.size()}: {config.model_type} cannot be divided like that, "
+            + (f"with {divided[0]} key heads and {divided[1]} columns" if divided else "transformers has no plan for it")
+            + "; use fsdp alone"
+        )
+    parallelize_module(model.base_model, over, {name: STYLES[how]() for name, how in plan.items() if how in STYLES})
+    return [name for name, how in plan.items() if how == PARTIAL]
 
 
 def forward_pass(model, function: Callable):
@@ -196,26 +245,36 @@ def sharded_like(tensor, parameter):
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, or what is still under way to it; others as they are."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 def bytes_here(tensor) -> int:
     """What a tensor takes in this process."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
+    part = local(tensor)
+    return part.numel() * part.element_size()
 
 
 def clip_gradient(parameters: list, longest: float) -> float:
     """Cut the gradient to a length. Returns its length before, over all processes.
 
-    Adds up first what processes found out apart: gradients of parameters that are not sharded.
+    Adds up first what processes found out apart: gradients of parameters that are not sharded, and of norms of a process's
+    own heads. Once here, and not with every backward pass, so that what is added up already is not added up again.
     """
-    with_gradient = [p for p in parameters if p.grad is not None]
-    sharded = [p for p in with_gradient if isinstance(p.grad, DTensor)]
-    alike = [p for p in with_gradient if not isinstance(p.grad, DTensor)]
+    by_mesh: dict[object, list] = {}                      # None: not sharded
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+            if hasattr(parameter, "partial_over"):
+                dist.all_reduce(parameter.grad.to_local(), group=parameter.partial_over)
     if num_processes() > 1:
-        for parameter in alike:
-            dist.all_reduce(parameter.grad)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in part]) for part in (sharded, alike) if part]
+        for parameter in by_mesh.get(None, []):
+            add_up(parameter.grad)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in part]) for part in by_mesh.values()]
     norm = math.hypot(*(float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms))
-    for part in sharded, alike:
+    for part in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(part, longest, torch.tensor(norm))
     return norm
 

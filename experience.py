@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conversations import responders
-from devices import all_sum, everywhere, gathered_weights, num_processes, rounds, share
+from devices import all_sum, everywhere, gathered_weights, num_shares, rounds, share
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
 )
@@ -256,7 +256,7 @@ def look_back(run, model, rollout: Rollout, value_head=None) -> tuple[Tensor, Te
 def passes(run, rollout: Rollout, rows: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """What this process forwards of some rows: micro-batches, and whether each counts (devices.rounds)."""
     limit = run.config.training.max_tokens_per_forward
-    return rounds(micro_batches(rollout, rows, limit, run.shared_prompt, num_processes(), run.device))
+    return rounds(micro_batches(rollout, rows, limit, run.shared_prompt, num_shares(), run.device))
 
 
 def minibatches(run, num_rows: int) -> Iterator[Tensor]:

@@ -111,7 +111,8 @@ def completion_log_probs(
             partial(policy_logits, model, temperature=temperature, top_k=top_k, top_p=top_p), reference_hidden,
             None if reference is None else lambda hidden: logits_of(reference, hidden) / temperature,
         )
-        return *parts, None if value_head is None else value_head(hidden).to(parts[0].dtype)
+        values = None if value_head is None else value_head(hidden).to(parts[0].dtype)
+        return [None if part is None else part.clone() for part in (*parts, values)]             # FSDP warns of views
 
     logp, entropy, kl, values = forward_pass(model, ask)
     cut_graph(device)

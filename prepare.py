@@ -218,6 +218,8 @@ def set_up(config: Config) -> Run:
         raise ValueError("--attn_implementation=flex_attention: torch has a backward pass of it on a GPU alone; take sdpa")
     if device.type == "xla" and config.model.precision == "float16":
         raise ValueError("--precision=float16: on XLA its loss would not be scaled; take bfloat16")
+    if config.training.adam_8bit:
+        adam_8bit()
     mesh = mesh_of(config)
     folder = RunFolder(config)
     functions, environment = load_reward_functions(config), load_environment(config.grpo.environment)
@@ -299,18 +301,19 @@ def mesh_of(config: Config) -> dict[str, int]:
     """How the processes share the weights, for devices.shard: all together, or as --mesh says."""
     processes, text = num_processes(), config.training.mesh
     sizes = [part.partition("=") for part in text.split(",")] if text else [("fsdp", "=", str(processes))]
-    mesh = {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
-    if list(mesh) not in (["fsdp"], ["replicate", "fsdp"]) or math.prod(mesh.values()) != processes:
+    asked = {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
+    mesh = {"replicate": 1, "fsdp": 1, "tp": 1} | asked
+    if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
-            f"--mesh={text}: write fsdp=N or replicate=M,fsdp=N, where M * N is the number of processes, {processes} here"
+            f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N, where K * M * N is the number of processes, {processes} here"
         )
     if processes > 1:
         for name, asked in (
             ("reference_offload", config.grpo.reference_offload), ("precision", config.model.precision == "float16"),
-            ("explain", config.training.explain),
+            ("explain", config.training.explain), ("adam_8bit", config.training.adam_8bit), ("lora_rank", config.model.lora_rank > 0 and mesh["tp"] > 1),
         ):
             if asked:
-                raise ValueError(f"--{name}: not in several processes; leave it out, or take bfloat16 for a precision")
+                raise ValueError(f"--{name}: not in several processes{' with tp' * (name == 'lora_rank')}; leave it out, or take bfloat16 for a precision")
     return mesh
 
 
@@ -337,9 +340,11 @@ def begin_phase(run: Run, phase: Phase) -> None:
     if phase.name == "grpo" and grpo.use_value_head:
         run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
         parameters.append({"params": list(run.value_head.parameters())})
-    run.optimizer = torch.optim.AdamW(
-        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay,
-        fused=run.device.type != "xla",                   # XLA fuses by itself
+    adam, options = torch.optim.AdamW, {"fused": run.device.type != "xla"}       # XLA fuses by itself
+    if training.adam_8bit:
+        adam, options = adam_8bit(), {}
+    run.optimizer = adam(
+        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay, **options
     )
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.model.precision == "float16")
     warmup = math.ceil(training.warmup_ratio * phase.steps)
@@ -347,6 +352,15 @@ def begin_phase(run: Run, phase: Phase) -> None:
     run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, factor)
     if not restore_phase(run) and phase.name == "grpo":
         run.folder.say("the loss stays near 0 by construction (siblings' advantages cancel): watch reward and entropy")
+
+
+def adam_8bit() -> type:
+    """AdamW with its state in 8 bits; what it saved can be read once this has been called. Raises ValueError without torchao."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise ValueError("--adam_8bit: needs torchao; pip install torchao, or leave it out") from None
+    return AdamW8bit
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:

@@ -265,7 +265,7 @@ def log_evaluation(run: Run) -> float:
 
 def log_step(run: Run, phase: Phase, metrics: dict, completions: list[dict]) -> None:
     """Write down a step, show it, and now and then show a whole completion."""
-    metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "peak_memory_gb": peak_memory_gb(run.device)}
+    metrics |= {"learning_rate": float(run.scheduler.get_last_lr()[0]), "peak_memory_gb": peak_memory_gb(run.device)}
     if phase.name == "grpo" and (advice := diagnose([*run.folder.history, metrics], run.config)):
         metrics["advice"] = advice
     run.folder.log(run.step, phase.name, metrics)

@@ -83,6 +83,17 @@ def test_copies_of_the_weights_that_are_sharded_each(tmp_path):
     assert_same_run(tmp_path / "one", tmp_path / "four")
 
 
+@pytest.mark.parametrize("mesh,flags", [
+    ("tp=2", "--use_value_head --gradient_checkpointing"),
+    ("fsdp=2,tp=2", "--reference_mode ema --ema_alpha 0.5 --max_steps 2 --cold_start_steps 1"),
+])
+def test_processes_that_divide_the_matrices_of_a_layer(tmp_path, mesh, flags):
+    processes = 2 if mesh == "tp=2" else 4
+    launch(1, tmp_path / "one", *EVERYTHING.split(), *flags.split())
+    launch(processes, tmp_path / "many", *EVERYTHING.split(), *flags.split(), "--mesh", mesh)
+    assert_same_run(tmp_path / "one", tmp_path / "many")
+
+
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     flags = [*EVERYTHING.split(), "--reference_mode", "ema", "--ema_alpha", "0.5", "--use_value_head"]
     launch(1, tmp_path / "whole", *flags)
@@ -109,7 +120,8 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
 
 
 @pytest.mark.parametrize("flags,message", [
-    (["--mesh", "fsdp=3"], "--mesh=fsdp=3"), (["--mesh", "tp=2"], "--mesh=tp=2"),
+    (["--mesh", "fsdp=3"], "--mesh=fsdp=3"), (["--mesh", "tp=4"], "--mesh=tp=4"),
+    (["--mesh", "ep=2"], "--mesh=ep=2"), (["--mesh", "tp=2", "--lora_rank", "4"], "--lora_rank: not in several processes with tp"),
     (["--reference_offload"], "--reference_offload"),
 ])
 def test_what_several_processes_cannot_do_is_one_line(tmp_path, flags, message):

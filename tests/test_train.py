@@ -5,6 +5,7 @@ import json
 import math
 import signal
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,10 @@ CARRIED = (
 )
 
 
-@pytest.mark.parametrize("stop_after,more", [(0, ""), (2, ""), (5, ""), (20, CARRIED), (5, "--use_value_head")])
+@pytest.mark.parametrize("stop_after,more", [
+    (0, ""), (2, ""), (5, ""), (20, CARRIED), (5, "--use_value_head"),
+    pytest.param(5, "--adam_8bit", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")),
+])
 def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, more, capsys):
     flags = f"--use_grpo --use_kl_penalty --max_steps 4 --save_steps 0 --learning_rate 1e-3 {more}".split()
     whole = run_folder(tmp_path / "whole", *flags)
