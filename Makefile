@@ -15,7 +15,7 @@ demo: $(VENV)/ready
 	$(BIN)/python train.py --use_grpo
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 check: test
 	$(BIN)/ruff check .
