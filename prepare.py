@@ -298,22 +298,24 @@ def load_reference(run: Run, checkpoint: Path, state: dict):
 
 
 def mesh_of(config: Config) -> dict[str, int]:
-    """How the processes share the weights, for devices.shard: all together, or as --mesh says."""
+    """How the processes share the weights, for devices.shard: over all of them, or as --mesh says."""
     processes, text = num_processes(), config.training.mesh
     sizes = [part.partition("=") for part in text.split(",")] if text else [("fsdp", "=", str(processes))]
-    asked = {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
-    mesh = {"replicate": 1, "fsdp": 1, "tp": 1} | asked
+    mesh = {"replicate": 1, "fsdp": 1, "tp": 1}
+    mesh |= {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
     if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
-            f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N, where K * M * N is the number of processes, {processes} here"
+            f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, here {processes}"
         )
-    if processes > 1:
-        for name, asked in (
-            ("reference_offload", config.grpo.reference_offload), ("precision", config.model.precision == "float16"),
-            ("explain", config.training.explain), ("adam_8bit", config.training.adam_8bit), ("lora_rank", config.model.lora_rank > 0 and mesh["tp"] > 1),
-        ):
-            if asked:
-                raise ValueError(f"--{name}: not in several processes{' with tp' * (name == 'lora_rank')}; leave it out, or take bfloat16 for a precision")
+    several = {
+        "reference_offload": config.grpo.reference_offload, "precision": config.model.precision == "float16",
+        "explain": config.training.explain, "adam_8bit": config.training.adam_8bit,
+    }
+    for name in several:
+        if several[name] and processes > 1:
+            raise ValueError(f"--{name}: not in several processes; leave it out, or take bfloat16 for a precision")
+    if config.model.lora_rank and mesh["tp"] > 1:
+        raise ValueError(f"--lora_rank={config.model.lora_rank}: not with tp in --mesh; shard with fsdp alone")
     return mesh
 
 
@@ -355,7 +357,7 @@ def begin_phase(run: Run, phase: Phase) -> None:
 
 
 def adam_8bit() -> type:
-    """AdamW with its state in 8 bits; what it saved can be read once this has been called. Raises ValueError without torchao."""
+    """AdamW with its state in 8 bits. What it saved can be read once this has been called. ValueError without torchao."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError:

@@ -121,8 +121,8 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
 
 @pytest.mark.parametrize("flags,message", [
     (["--mesh", "fsdp=3"], "--mesh=fsdp=3"), (["--mesh", "tp=4"], "--mesh=tp=4"),
-    (["--mesh", "ep=2"], "--mesh=ep=2"), (["--mesh", "tp=2", "--lora_rank", "4"], "--lora_rank: not in several processes with tp"),
-    (["--reference_offload"], "--reference_offload"),
+    (["--mesh", "ep=2"], "--mesh=ep=2"), (["--reference_offload"], "--reference_offload"),
+    (["--mesh", "tp=2", "--lora_rank", "4"], "--lora_rank=4: not with tp"),
 ])
 def test_what_several_processes_cannot_do_is_one_line(tmp_path, flags, message):
     done = launch(2, tmp_path / "run", *EVERYTHING.split(), *flags, fails=True)
