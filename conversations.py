@@ -139,9 +139,9 @@ def describe_conversations(rollout) -> dict:
 
 
 def as_text(messages: str | list[dict]) -> str:
-    """What people read: a prompt or a completion that is text as it is, of messages a line for each."""
-    if isinstance(messages, str):
-        return messages
+    """What people read: text as it is, of messages a line for each; of a prompt that was cut its token ids."""
+    if isinstance(messages, str) or isinstance(messages[0], int):
+        return str(messages)
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 

@@ -8,7 +8,7 @@ The run folder: what a run writes down, and what it shows on the console.
     reward_errors.jsonl  calls of reward functions that raised or took too long, if there were any
     curves.png       the learning curve
     report.html      everything above, to look at in a browser
-    tensorboard/     the same metrics
+    tensorboard/     the same metrics, or with --report_to wandb what that keeps here
     checkpoints/, final/
 """
 
@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from config import PROFILES, Config
 from devices import all_sum, gather, is_main, num_processes
 from packing import completion_lengths
+from trackers import open_tracker, refuse_missing
 
 UNITS = {                       # the console line: metric, label, format
     "loss": "loss {:.3f} nat",
@@ -56,6 +57,7 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder")
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--output_dir={self.path}: is a file; name a folder")
+        refuse_missing(training.report_to)
         self.writes = is_main()
         self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
         self.progress = Progress(
@@ -77,10 +79,7 @@ class RunFolder:
             if kept or name in ("metrics.jsonl", "rollouts.jsonl"):
                 (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in kept))
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
-        if self.config.training.report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-            self.tracker = SummaryWriter(self.path / "tensorboard", purge_step=last_step + 1)
+        self.tracker = open_tracker(self.config.training.report_to, self.path, self.config.as_dict(), last_step)
 
     def say(self, text: str = "") -> None:
         """A line on the console, above the progress bar."""
@@ -97,9 +96,8 @@ class RunFolder:
         if phase == "grpo":
             self.history.append(line)
         if self.tracker:
-            for name, value in line.items():
-                if isinstance(value, int | float) and name != "step":
-                    self.tracker.add_scalar(f"{phase}/{name}", value, step)
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+            self.tracker.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
     def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
         """What is about to happen: the settings, the model and the amount of work."""
@@ -143,6 +141,8 @@ class RunFolder:
         every = training.log_rollouts_every
         if every and (step - 1) // every > (step - 1 - updates) // every:        # the first one, and after so many steps
             self.keep("rollouts.jsonl", step, "grpo", completions)
+            if self.tracker:
+                self.tracker.show(step, completions)
             shown = completions[0]
             self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {points_text(shown['reward'])} points")
 

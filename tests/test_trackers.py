@@ -1,0 +1,70 @@
+"""Trackers get the numbers of metrics.jsonl under the same names, and completions as tables. Theirs are stood in for."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import QUICK
+
+import train
+from config import parse_config
+from runs import RunFolder, read_jsonl
+from trackers import TensorBoard
+
+RUN = [*QUICK, "--use_grpo", "--cold_start_steps", "1", "--max_steps", "2", "--log_rollouts_every", "1", "--report_to"]
+
+
+def stand_in(monkeypatch, name):
+    """A module of that name which notes what it is asked."""
+    asked = SimpleNamespace(inits=[], logs=[], finished=0)
+
+    def finish():
+        asked.finished += 1
+
+    module = SimpleNamespace(
+        init=lambda **options: asked.inits.append(options), log=lambda values, step: asked.logs.append((step, values)),
+        finish=finish, Table=lambda dataframe: dataframe, __spec__=SimpleNamespace(name=name),
+    )
+    monkeypatch.setitem(sys.modules, name, module)
+    return asked
+
+
+@pytest.mark.parametrize("service", ["wandb", "trackio"])
+def test_a_service_gets_every_number_once_and_completions_and_goes_on_where_it_was(tmp_path, monkeypatch, service):
+    asked = stand_in(monkeypatch, service)
+    folder = tmp_path / "run"
+    train.main([*RUN, service, "--output_dir", str(folder)])
+    written = {
+        (line["step"], f"{line['phase']}/{name}"): value for line in read_jsonl(folder / "metrics.jsonl")
+        for name, value in line.items() if isinstance(value, int | float) and name != "step"
+    }
+    numbers = [(step, name, value) for step, values in asked.logs for name, value in values.items() if name != "completions"]
+    assert {(step, name): value for step, name, value in numbers} == written and len(numbers) == len(written)
+    tables = [(step, values["completions"]) for step, values in asked.logs if "completions" in values]
+    saved = read_jsonl(folder / "rollouts.jsonl")
+    assert [step for step, _ in tables] == [2, 3]
+    assert [text for _, table in tables for text in table["completion"]] == [record["completion"] for record in saved]
+    assert asked.finished == 1 and asked.inits[0]["config"]["grpo"]["num_completions_per_prompt"] == 4
+    train.main(["--output_dir", str(folder), "--resume"])
+    first, again = asked.inits
+    assert again["name"] == first["name"] and again.get("id") == first.get("id") and again["resume"] == "allow"
+    assert (first.get("id") == first["name"]) == (service == "wandb")
+    train.main([*RUN, service, "--output_dir", str(tmp_path / "other" / "run")])
+    assert asked.inits[2]["name"] != first["name"], "another run of the same folder name is another run"
+
+
+def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="--report_to=wandb: is not installed; pip install wandb"):
+        RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]))
+
+
+def test_a_table_of_completions_survives_what_models_write(tmp_path):
+    written = []
+    board = TensorBoard(tmp_path, 0)
+    board.writer.add_text = lambda name, text, step: written.append((name, text, step))
+    talk = [{"role": "assistant", "content": "a|b`c\n\nd"}, {"role": "user", "content": "e"}]
+    board.show(3, [{"prompt": [5, 6], "completion": talk, "reward": 1.0, "advantage": 0.5, "finished": True}])
+    board.close()
+    (name, text, step), = written
+    assert (name, step) == ("completions", 3) and len(text.splitlines()) == 3
+    assert text.splitlines()[2] == "`[5, 6]` | `assistant: a/b'c  d user: e` | `1.0` | `0.5` | `True`"
