@@ -2,6 +2,8 @@
 Ask a model, or measure it, or look at a run.
 
     python infer.py --model_path outputs/demo/final --question "47+85=?"
+    python infer.py --model_path outputs/demo/final --chat --environment calculator --max_turns 4
+    python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers answers.jsonl --samples 4
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --limit 256
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --samples 16 --against_model outputs/sft/final
     python infer.py --model_path outputs/lora/final --merge_into merged
@@ -17,15 +19,16 @@ from pathlib import Path
 
 import torch
 
+from chat import Speaker, answer_file, chat
 from check import can_share_prompts
 from config import GRPOConfig, ModelConfig
-from conversations import as_text, load_environment, refuse_missing_columns, responders
+from conversations import load_environment, refuse_missing_columns, responders
 from data import load_examples, with_instruction
 from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
 from evaluation import compare, majority_vote, summarise, wilson_interval
 from model import has_adapter, load_policy, merged_copy, move, save_policy
 from report import write_report
-from rewards import FORM, compute_rewards_for_completions, correctness
+from rewards import compute_rewards_for_completions, correctness
 from sample import occurrences, sample_completions_for_prompts
 
 
@@ -113,7 +116,7 @@ def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, sam
 def evaluate_as_asked(args, source: ModelConfig, config, environment) -> None:
     """--evaluate: print the estimates, and with --json write them and every problem down."""
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
-    found = load_examples(args.evaluate, args.split, limit=args.limit, columns=columns)
+    found = load_examples(args.evaluate, args.split, limit=args.limit or 256, columns=columns)
     examples = [example for example in found if example.get("answer") is not None]
     if not examples:
         raise ValueError(f"--evaluate={args.evaluate}: no example has an answer to compare with")
@@ -156,15 +159,18 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Ask a model, or measure it.", allow_abbrev=False)
     parser.add_argument("--model_path", default="", help="folder or hub id, such as RUN/final")
     parser.add_argument("--question", help="print the model's answer to this")
+    parser.add_argument("--chat", action="store_true", help="a conversation on the console")
+    parser.add_argument("--questions", metavar="DATASET", help="answer all prompts of this: what --dataset of train.py takes")
+    parser.add_argument("--answers", metavar="FILE", help="where to write those answers, a line of JSON each")
     parser.add_argument("--evaluate", metavar="DATASET", help="print its accuracy on this: what --dataset of train.py takes")
     parser.add_argument("--merge_into", metavar="FOLDER", help="write the model there with its adapter added to its weights")
     parser.add_argument("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     parser.add_argument("--against", metavar="RUN", default="", help="another run, to lie beside it in the report")
-    parser.add_argument("--samples", type=int, default=1, help="completions of each problem to evaluate; above 1 also pass@k")
+    parser.add_argument("--samples", type=int, default=1, help="completions of each problem; above 1 also pass@k")
     parser.add_argument("--against_model", metavar="MODEL", default="", help="evaluate this one too, and the difference")
     parser.add_argument("--json", metavar="FILE", default="", help="write what was evaluated there")
     parser.add_argument("--split", default="test")
-    parser.add_argument("--limit", type=int, default=256, help="problems to evaluate (default %(default)s)")
+    parser.add_argument("--limit", type=int, help="problems to evaluate or answer; default 256 to evaluate, all to answer")
     parser.add_argument("--prompt_column", default="", help="as in training")
     parser.add_argument("--answer_column", default="", help="as in training")
     parser.add_argument("--environment", default="", help="who answers the model, as in training")
@@ -200,40 +206,38 @@ def main(argv: list[str]) -> None:
     if args.evaluate:
         evaluate_as_asked(args, source, config, environment)
         return
-    example = with_instruction({"prompt": args.question}, args.instruction)
-    refuse_missing_columns(args.environment, environment, [example])
-    model, tokenizer = load_policy(source)
-    tokenizer.tools = getattr(environment, "tools", None)
-    move(model, best_device())
-    shared_prompt = can_share_prompts(model, tokenizer, example["prompt"])
-    rollout = sample_completions_for_prompts(
-        model, tokenizer, [example["prompt"]], config, seed=args.seed, num_completions=1, shared_prompt=shared_prompt,
-        respond=responders(environment, [example]),
-    )
-    text = rollout.completions[0]
-    if environment:
-        text = as_text(text)
-    form = None if environment else FORM.search(text)
-    print(f"reasoning: {form[1].strip()}\nanswer: {form[2].strip()}" if form else text)
-    if not rollout.finished[0]:
-        print(f"(cut off at --generation_max_length={args.generation_max_length})")
+    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
+    questions = load_examples(args.questions, args.split, limit=args.limit, columns=columns) if args.questions else []
+    speaker = Speaker.load(source, config, args.seed)
+    if args.chat:
+        chat(speaker, args.instruction)
+    elif args.questions:
+        examples = [with_instruction(example, args.instruction) for example in questions]
+        answer_file(speaker, examples, args.samples, Path(args.answers))
+    else:
+        speaker.answer(with_instruction({"prompt": args.question}, args.instruction)["prompt"])
 
 
 def refuse_contradictions(args) -> None:
     """Raise ValueError, one line, for what the user has to change."""
-    if sum(map(bool, (args.question, args.evaluate, args.merge_into, args.report))) != 1:
-        raise ValueError("give --question \"...\", --evaluate DATASET, --merge_into FOLDER or --report RUN, one of them")
-    if args.limit < 1:
+    if sum(map(bool, (args.question, args.chat, args.questions, args.evaluate, args.merge_into, args.report))) != 1:
+        raise ValueError("give --question, --chat, --questions, --evaluate, --merge_into or --report, one of them; see --help")
+    if bool(args.questions) != bool(args.answers):
+        raise ValueError("--questions DATASET and --answers FILE belong together")
+    if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit={args.limit}: at least one problem has to be asked")
     if args.samples < 1:
         raise ValueError(f"--samples={args.samples}: at least one completion of each problem")
     if args.samples > 1 and args.generation_temperature == 0:
         raise ValueError(f"--samples={args.samples}: at --generation_temperature=0 all of them would be the same; try 1")
-    for name, asked in ("samples", args.samples > 1), ("against_model", args.against_model), ("json", args.json):
+    if args.samples > 1 and not args.evaluate and not args.questions:
+        raise ValueError(f"--samples={args.samples}: belongs to --evaluate or --questions")
+    for name, asked in ("against_model", args.against_model), ("json", args.json):
         if asked and not args.evaluate:
             raise ValueError(f"--{name}={getattr(args, name)}: belongs to --evaluate DATASET")
-    if args.json and not Path(args.json).resolve().parent.is_dir():
-        raise ValueError(f"--json={args.json}: there is no folder {Path(args.json).parent} to write it to")
+    for name, path in ("json", args.json), ("answers", args.answers):
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"--{name}={path}: there is no folder {Path(path).parent} to write it to")
     if args.against and not args.report:
         raise ValueError(f"--against={args.against}: belongs to --report RUN; for two models see --against_model")
 

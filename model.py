@@ -164,6 +164,16 @@ def check_model_folder(path: str, trust_remote_code: bool) -> None:
         raise ValueError(f"--model_path={path}: config.json is unusable: {first_line(error)}") from None
 
 
+def refuse_too_long(model: PreTrainedModel, longest: int, wanted: int) -> None:
+    """Refuse completions that would outgrow the positions that the model knows; longest: prompt; both in tokens."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if known and longest + wanted > known:
+        raise ValueError(
+            f"--generation_max_length={wanted}: with prompts of up to {longest} tokens that exceeds the model's {known} "
+            f"positions; at most {known - longest}, or shorten prompts with --max_prompt_length"
+        )
+
+
 def first_line(error: Exception) -> str:
     """The first line of a long message."""
     return str(error).strip().splitlines()[0]

@@ -26,7 +26,7 @@ from data import (
 from devices import best_device, gathered_weights, keep_freed_memory, num_processes, shard, sharded_like
 from model import (
     AdapterReference, ValueHead, copy_into, frozen_copy, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy,
-    move, recompute_activations, save_policy, trained,
+    move, recompute_activations, refuse_too_long, save_policy, trained,
 )
 from rewards import RewardError, load_reward_function, missing_columns, name_of
 from runs import RunFolder
@@ -174,17 +174,6 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> N
     refuse_missing_columns(config.grpo.environment, load_environment(config.grpo.environment), dataset)
 
 
-def check_positions(config: Config, model, longest: int) -> None:
-    """Refuse completions that would outgrow the positions that the model knows. longest: prompt, in tokens."""
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    wanted = config.grpo.generation_max_length
-    if known and longest + wanted > known:
-        raise ValueError(
-            f"--generation_max_length={wanted}: with prompts of up to {longest} tokens that exceeds the model's {known} "
-            f"positions; at most {known - longest}, or shorten prompts with --max_prompt_length"
-        )
-
-
 def start_up_check(model, tokenizer, examples: list[dict], config: Config, functions: list, environment, say: Callable) -> bool:
     """Run the check of check.py; print what is worth knowing, all of it with --check. Refuse if a promise is broken.
 
@@ -243,7 +232,7 @@ def set_up(config: Config) -> Run:
     if config.training.gradient_checkpointing:
         recompute_activations(model)
     shard(model, layers_of(model), mesh)
-    check_positions(config, model, max(longest, longest_held_out))
+    refuse_too_long(model, max(longest, longest_held_out), config.grpo.generation_max_length)
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, environment, folder.say)
     if config.training.use_grpo:

@@ -47,7 +47,7 @@ class Rollout:
 
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None, shared_prompt: bool = True,
-    at_once: int | None = None, occurrence: list[int] | None = None, respond: list | None = None,
+    at_once: int | None = None, occurrence: list[int] | None = None, respond: list | None = None, watch=None,
 ) -> Rollout:
     """Draw a group of completions for each prompt.
 
@@ -61,6 +61,7 @@ def sample_completions_for_prompts(
     at_once          completions at once, if not the config's
     occurrence       what occurrences() says of the prompts, if these are part of a larger batch
     respond          for each prompt a function of its conversation, which says what comes next (conversations.py)
+    watch            a function of the new tokens (n,) of the first completion, called while they come in
     """
     group_size = num_completions or config.num_completions_per_prompt
     greedy = config.generation_temperature == 0
@@ -79,7 +80,7 @@ def sample_completions_for_prompts(
         Conversation(tokenizer, prompt, answer, config, stops)
         for prompt, answer in zip(prompts, respond, strict=True) for _ in range(group_size)
     ]
-    drawn = Drawn(uniforms, stops, tokenizer.pad_token_id, policy, device, talks)
+    drawn = Drawn(uniforms, stops, tokenizer.pad_token_id, policy, device, talks, watch)
     # What has gone through a recurrent layer cannot be taken back, so there a turn has to be answered at once.
     steps_between_looks = 1 if talks and not shared_prompt else STEPS_BETWEEN_LOOKS[device.type]
     groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
@@ -142,7 +143,7 @@ def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn,
 class Drawn:
     """What has been drawn so far, and how to draw more. Tensors have more entries than there are completions: for nobody."""
 
-    def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device, talks: list | None = None):
+    def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device, talks=None, watch=None):
         self.nobody, limit = uniforms.shape
         size = bucket(self.nobody + 1, device)
         self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, size - self.nobody), (0, 0)))).to(device)         # (B + 1, T)
@@ -154,6 +155,7 @@ class Drawn:
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stops, self.policy, self.pad_id = torch.tensor(stops, dtype=torch.long, device=device), policy, pad_id
         self.talks = talks                                # B conversations with environments, or None
+        self.watch, self.watched = watch, 0               # who looks at the first completion, and how much of it was seen
 
     def take(self, owners: Tensor, logits: Tensor) -> None:
         """Draw a token for each owner, or take the given one: owners (n,), logits (n, V). What is done gets no more."""
@@ -175,6 +177,9 @@ class Drawn:
     def unfinished(self, owners: list[int]) -> list[int]:
         """Which of them go on, after an answer if their turn has ended. The one place where the host waits for the device."""
         count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
+        if self.watch and count[0] > self.watched:
+            self.watch(self.ids[0, self.watched : count[0]].cpu())
+            self.watched = count[0]
         ended = [owner for owner in owners if self.talks and stopped[owner]]
         answered = []
         for owner, ids in zip(ended, self.ids[self.rows(ended)].tolist() if ended else [], strict=False):

@@ -36,11 +36,12 @@ def test_every_train_command_is_accepted(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_exists(page):
     names = {field.name for section in SECTIONS for field in dataclasses.fields(section)}
-    names |= {"question", "evaluate", "merge_into", "report", "against", "samples", "against_model", "json"}     # of infer.py
+    names |= {"question", "chat", "questions", "answers", "evaluate", "merge_into", "report", "against"}          # of infer.py
+    names |= {"samples", "against_model", "json"}
     names |= {"seeds", "kills", "lint"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"requirement"}                                                     # of pip
-    for flag in re.findall(r"--([a-z_]+)", page.read_text()):
+    for flag in re.findall(r"--([a-z_0-9]+)", page.read_text()):
         assert flag in names or flag == "help", flag
 
 

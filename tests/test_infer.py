@@ -1,9 +1,16 @@
 """Asking and measuring."""
 
-import pytest
+import copy
+import json
 
+import pytest
+import torch
+
+import chat
 import infer
-from config import ModelConfig
+import sample
+from config import GRPOConfig, ModelConfig
+from data import encode_reply
 from infer import evaluate, wilson_interval
 from model import load_policy, save_policy
 
@@ -19,19 +26,76 @@ def test_wilson_intervals_of_the_literature(successes, n, low, high):
     assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_a_question_is_answered_with_reasoning_set_apart(folder, capsys, monkeypatch):
-    infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
-    assert "--generation_max_length=5" in capsys.readouterr().out
-    real = infer.sample_completions_for_prompts
+def scripted(monkeypatch, tokenizer, *turns):
+    """Samples those texts instead of what the model would say, token by token. Returns the prompts that it was asked.
 
-    def scripted(*args, **kwargs):
-        rollout = real(*args, **kwargs)
-        rollout.completions = ["<reasoning>1 and 1</reasoning><answer>2</answer>"]
-        return rollout
+    turns  of each completion; a number between them stands for so many tokens of an environment
+    """
+    asked, stop, tokens = [], [tokenizer.eos_token_id], []
+    for turn in turns:
+        tokens += [0] * turn if isinstance(turn, int) else tokenizer.encode(turn, add_special_tokens=False) + stop
+    real = chat.sample_completions_for_prompts
 
-    monkeypatch.setattr(infer, "sample_completions_for_prompts", scripted)
+    def sample_completions(model, tokenizer, prompts, *args, **kwargs):
+        asked.append(copy.deepcopy(prompts))
+        return real(model, tokenizer, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(sample, "draw", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
+    monkeypatch.setattr(chat, "sample_completions_for_prompts", sample_completions)
+    monkeypatch.setattr(chat, "can_share_prompts", lambda *_: False)             # then a turn is answered at once
+    return asked
+
+
+def test_a_question_is_answered_word_by_word_with_reasoning_set_apart(folder, tokenizer, capsys, monkeypatch):
+    scripted(monkeypatch, tokenizer, "<reasoning>1 and 1</reasoning><answer>2</answer>")
+    pieces, real = [], chat.Words.on_finalized_text
+
+    def note(self, text, stream_end=False):
+        pieces.append(text)
+        real(self, text, stream_end)
+
+    monkeypatch.setattr(chat.Words, "on_finalized_text", note)
+    infer.main(["--model_path", folder, "--question", "1+1=?"])
+    assert capsys.readouterr().out == "reasoning: 1 and 1\nanswer: 2\n"
+    assert [piece for piece in pieces if piece] == ["<reasoning>1 ", "and ", "1</reasoning><answer>2</answer>"]
+
+
+def test_an_answer_that_is_cut_says_so(folder, capsys):
     infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
-    assert capsys.readouterr().out.startswith("reasoning: 1 and 1\nanswer: 2\n")
+    assert "(cut off at --generation_max_length=5)" in capsys.readouterr().out
+
+
+def test_a_chat_remembers_what_was_said_and_ends_at_an_empty_line(folder, tokenizer, capsys, monkeypatch):
+    asked, typed = scripted(monkeypatch, tokenizer, "two", "four"), iter(["1+1?", "2+2?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    infer.main(["--model_path", folder, "--chat", "--instruction", "Be brief."])
+    assert capsys.readouterr().out == "two\nfour\n"
+    first = {"role": "user", "content": "Be brief.\n1+1?"}
+    assert asked == [[[first]], [[first, {"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]]]
+
+
+def test_a_chat_with_tools_shows_what_they_answered(folder, tokenizer, capsys, monkeypatch):
+    prompt, stops = [{"role": "user", "content": "2+2?"}], [tokenizer.eos_token_id]
+    reply = encode_reply(tokenizer, prompt, {"role": "tool", "content": "4"}, stops)
+    scripted(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
+    typed = iter(["2+2?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    infer.main(["--model_path", folder, "--chat", "--environment", "calculator", "--max_turns", "3"])
+    assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
+
+
+def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "AT_ONCE", 2)
+    rows = [{"prompt": f"{n}+1=?", "answer": str(n + 1), "level": n} for n in range(3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--questions", str(tmp_path / "in.jsonl"), "--answers", str(tmp_path / "out.jsonl")]
+    infer.main(["--model_path", folder, *files, "--generation_max_length", "6", "--samples", "2"])
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [{name: line[name] for name in rows[0]} for line in written] == [row for row in rows for _ in range(2)]
+    config = GRPOConfig(generation_max_length=6, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+    alone = chat.Speaker.load(ModelConfig(model_path=folder), config, 0).sample([rows[2]], 2)
+    assert [line["completion"] for line in written[4:]] == alone.completions
+    assert [line["finished"] for line in written[4:]] == alone.finished.tolist()
 
 
 def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
@@ -53,7 +117,12 @@ def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
     assert "accuracy 0.000 [0.000, 0.490] of 4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["--question", "q", "--evaluate", "arithmetic"]])
-def test_one_thing_at_a_time(argv):
-    with pytest.raises(ValueError, match="one of them"):
+@pytest.mark.parametrize("argv,message", [
+    ([], "one of them"), (["--question", "q", "--evaluate", "arithmetic"], "one of them"),
+    (["--questions", "arithmetic"], "--answers FILE belong together"), (["--question", "q", "--samples", "2"], "--samples=2"),
+    (["--questions", "arithmetic", "--answers", "no/such/folder.jsonl"], "there is no folder no/such"),
+    (["--question", "q", "--generation_max_length", "9999"], "exceeds the model's 4096 positions"),
+])
+def test_what_cannot_be_asked_is_one_line(argv, message):
+    with pytest.raises(ValueError, match=message):
         infer.main(argv)
