@@ -27,7 +27,7 @@ def test_wilson_intervals_of_the_literature(successes, n, low, high):
 
 
 def scripted(monkeypatch, tokenizer, *turns):
-    """Samples those texts instead of what the model would say, token by token. Returns the prompts that it was asked.
+    """Samples those texts instead of what the model would say, token by token. Returns the prompts and seeds that it was asked.
 
     turns  of each completion; a number between them stands for so many tokens of an environment
     """
@@ -37,7 +37,7 @@ def scripted(monkeypatch, tokenizer, *turns):
     real = chat.sample_completions_for_prompts
 
     def sample_completions(model, tokenizer, prompts, *args, **kwargs):
-        asked.append(copy.deepcopy(prompts))
+        asked.append((copy.deepcopy(prompts), kwargs["seed"]))
         return real(model, tokenizer, prompts, *args, **kwargs)
 
     monkeypatch.setattr(sample, "draw", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
@@ -71,7 +71,8 @@ def test_a_chat_remembers_what_was_said_and_ends_at_an_empty_line(folder, tokeni
     infer.main(["--model_path", folder, "--chat", "--instruction", "Be brief."])
     assert capsys.readouterr().out == "two\nfour\n"
     first = {"role": "user", "content": "Be brief.\n1+1?"}
-    assert asked == [[[first]], [[first, {"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]]]
+    then = [first, {"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]
+    assert asked == [([[first]], 0), ([then], 1)], "another seed each time"
 
 
 def test_a_chat_with_tools_shows_what_they_answered(folder, tokenizer, capsys, monkeypatch):

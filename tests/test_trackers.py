@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import QUICK
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from config import parse_config
@@ -68,3 +69,14 @@ def test_a_table_of_completions_survives_what_models_write(tmp_path):
     (name, text, step), = written
     assert (name, step) == ("completions", 3) and len(text.splitlines()) == 3
     assert text.splitlines()[2] == "`[5, 6]` | `assistant: a/b'c  d user: e` | `1.0` | `0.5` | `True`"
+
+
+def test_what_tensorboard_was_told_after_the_checkpoint_is_told_again_and_counts_once(tmp_path):
+    for last_step, value in (0, 1.0), (2, 2.0):
+        board = TensorBoard(tmp_path, last_step)
+        for step in range(last_step + 1, 5):
+            board.log(step, {"grpo/loss": value})
+        board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("grpo/loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
