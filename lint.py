@@ -103,8 +103,8 @@ def measure(function: Callable, examples: list[dict], timeout: float = 0.0) -> t
     return means, (time.perf_counter() - started) / max(1, count), failures
 
 
-def flags_of(points: dict[str, float]) -> list[str]:
-    """What is odd about mean points by kind, a phrase each."""
+def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
+    """What is odd about mean points by kind, a phrase each. A total must tell right from wrong; of its parts some need not."""
     if not points:
         return ["scores nothing in this data: does it have the columns?"]
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
@@ -115,6 +115,10 @@ def flags_of(points: dict[str, float]) -> list[str]:
         above = [f"{kind} ({points[kind]:.2f})" for kind in kinds if points.get(kind, -math.inf) > limit]
         if above:
             flags.append(f"gives more to {', '.join(above)} than to {lower} ({points[lower]:.2f})")
+    gold = points.get("gold", math.inf)
+    equal = [kind for kind in ("empty", "wrong", "confident", "form", "spam") if abs(points.get(kind, -math.inf) - gold) < 1e-9]
+    if is_total and equal:
+        flags.append(f"gives as much to {', '.join(equal)} as to gold ({gold:.2f})")
     return flags
 
 
@@ -131,7 +135,8 @@ def lint(functions: list[Callable], weights: list[float], examples: list[dict]) 
         name = name_of(function)
         points, seconds, failures = measure(function, examples)
         table.append(row_of(name, points))
-        found = [f"failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]] or flags_of(points)
+        found = [f"failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]]
+        found = found or flags_of(points, is_total=len(functions) == 1)
         flags += [f"{name} {flag}" for flag in found]
         if seconds > SLOW:
             flags.append(f"{name} takes {seconds:.2f} s a completion")
@@ -139,7 +144,7 @@ def lint(functions: list[Callable], weights: list[float], examples: list[dict]) 
             total[kind] = total.get(kind, 0.0) + weight * value
     if len(functions) > 1:
         table.append(row_of("total", total))
-        flags += [f"the total {flag}" for flag in flags_of(total)]
+        flags += [f"the total {flag}" for flag in flags_of(total, is_total=True)]
     return table, flags
 
 

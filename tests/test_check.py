@@ -33,8 +33,8 @@ def test_a_head_without_the_soft_cap_is_found(model, tokenizer, settings, monkey
 def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokenizer, settings, monkeypatch):
     real = logprobs.pack_rows
 
-    def siblings_see_each_other(rollout, rows, shared_prompt):
-        packs = real(rollout, rows, shared_prompt)
+    def siblings_see_each_other(rollout, rows, shared_prompt, *device):
+        packs = real(rollout, rows, shared_prompt, *device)
         packs.places.sibling = packs.places.sibling.clamp(max=1) if shared_prompt else packs.places.sibling
         return packs
 
