@@ -38,7 +38,7 @@ def test_correctness_has_no_flags():
         (lambda completions, **columns: [float("certain" in c) for c in completions], "more to confident (1.00) than to gold"),
         (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "spam (1.00) than to"),
         (lambda completions, **columns: [float("..." in c) for c in completions], "form (1.00) than to wrong"),
-        (lambda completions, answer, **columns: [float(f">{a}<" in c) for c, a in zip(completions, answer)], "as much to spam as"),
+        (lambda completions, answer, **columns: [float(f">{a}<" in c) for c, a in zip(completions, answer)], "as much to spam"),
         (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to everything"),
         (lambda completions, **columns: [None for c in completions], "scores nothing"),
         (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),
