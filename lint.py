@@ -8,12 +8,15 @@ prints a table of mean points, then a line for everything to flag. Exit code 1 i
 
 import argparse
 import inspect
+import itertools
 import math
+import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from data import demonstration, load_examples
 from reward_library import as_number, extract_answer, text_of
@@ -45,7 +48,8 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     right = extract_answer(gold) or answer
     if answer and right:
         number = as_number(answer)
-        wrong_answer = f"not {answer}" if number is None else str(2 * number + 7)
+        changed = re.sub(r"\d+", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)        # of LaTeX, the first number
+        wrong_answer = str(2 * number + 7) if number is not None else changed if changed != answer else f"not {answer}"
         head, found, tail = gold.rpartition(right)
         wrong = head + wrong_answer + tail if found else wrong_answer
         spam = "".join(f"<answer>{text}</answer>" for text in (wrong_answer, right, f"{wrong_answer}1"))
@@ -71,9 +75,11 @@ def last_turn(example: dict) -> str | None:
 
 def as_rollout(completions: list) -> SimpleNamespace:
     """Texts, or conversations, as if they had been sampled: a token for each word of the last turn, and one to stop."""
-    lengths = torch.tensor([len(text_of(completion).split()) + 1 for completion in completions])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return SimpleNamespace(completions=completions, completion_ids=mask.long(), completion_mask=mask)
+    words = [text_of(completion).split() for completion in completions]
+    numbers = {word: number for number, word in enumerate(itertools.chain(*words))}
+    ids = [torch.tensor([*map(numbers.get, text), -1]) for text in words]
+    mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in ids], batch_first=True)
+    return SimpleNamespace(completions=completions, completion_ids=pad_sequence(ids, batch_first=True), completion_mask=mask)
 
 
 def measure(function: Callable, examples: list[dict], timeout: float = 0.0) -> tuple[dict[str, float], float, list[dict]]:

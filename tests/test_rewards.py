@@ -1,6 +1,7 @@
 """Reward functions by example, and how they are chosen, called and added up."""
 
 import importlib.util
+import json
 import math
 import sys
 import threading
@@ -312,23 +313,39 @@ def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
         assert isinstance(points, float) and math.isfinite(points)
 
 
-def test_reward_functions_of_trl_run_unchanged(tmp_path):
+OF_TRL = """
+from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
+from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
+
+cosine = get_cosine_scaled_reward(max_len=4)
+repetition = get_repetition_penalty_reward(ngram_size=1)
+too_long = get_soft_overlong_punishment(max_completion_len=3, soft_punish_cache=2)
+"""
+TRLS_POINTS = {                 # for a right and a wrong completion of two tokens, as its documentation has them
+    "accuracy_reward": [1.0, 0.0],
+    "reasoning_accuracy_reward": [1.0, 0.0],
+    "cosine": [0.75, -0.75],
+    "think_format_reward": [1.0, 0.0],
+    "repetition": [0.0, 0.0],
+    "too_long": [-0.5, -0.5],
+}
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0], ids=["", "in a thread"])
+@pytest.mark.parametrize("name", TRLS_POINTS)
+def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
     pytest.importorskip("trl", reason="needs trl")
-    file = tmp_path / "of_trl.py"
-    file.write_text("from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward\n"
-                    "too_long = get_soft_overlong_punishment(max_completion_len=3, soft_punish_cache=2)\n")
-    prompt = [{"role": "user", "content": "What is half of 1?"}]
-    (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "solution": "$\\\\frac{1}{2}$"}\n')
-    (example,) = load_examples(str(tmp_path / "data.jsonl"))
-    names = ["think_format_reward", "too_long"] + ["accuracy_reward"] * bool(importlib.util.find_spec("math_verify"))
-    functions = [load_reward_function(f"{file}:{name}") for name in names]
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "cosine") and not importlib.util.find_spec("math_verify"):
+        pytest.skip("needs math-verify")
+    (tmp_path / "of_trl.py").write_text(OF_TRL)
+    row = {"prompt": [{"role": "user", "content": "What is half of 1?"}], "solution": "$\\frac{1}{2}$"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    function = load_reward_function(f"{tmp_path}/of_trl.py:{name}")
     texts = ["<think>\nhalf\n</think>\nSo \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}"]
-    example["prompt"] = prompt
-    _, points = compute_rewards_for_completions(functions, [1.0] * len(names), rollout_of(*texts), [example])
-    assert points["think_format_reward"].tolist() == [[1.0, 0.0]]
-    assert points[rewards.name_of(functions[1])].tolist() == [[-0.5, -0.5]]
-    if len(names) == 3:
-        assert points["accuracy_reward"].tolist() == [[1.0, 0.0]]
+    total, _ = compute_rewards_for_completions(
+        [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=timeout
+    )
+    torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
 
 
 # ---- adding up -----------------------------------------------------------------------------------------------------
