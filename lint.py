@@ -48,7 +48,7 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     right = extract_answer(gold) or answer
     if answer and right:
         number = as_number(answer)
-        changed = re.sub(r"\d+", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)        # of LaTeX, the first number
+        changed = re.sub(r"\d+", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)       # of LaTeX, the first number
         wrong_answer = str(2 * number + 7) if number is not None else changed if changed != answer else f"not {answer}"
         head, found, tail = gold.rpartition(right)
         wrong = head + wrong_answer + tail if found else wrong_answer
