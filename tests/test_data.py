@@ -443,7 +443,8 @@ USER, ASSISTANT = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "c
 SYSTEM = {"role": "system", "content": "Add."}
 FORMATS = {                     # row, and the example that it is
     "prompt only": ({"prompt": "1+1=?"}, {"prompt": "1+1=?"}),
-    "prompt and other columns": ({"prompt": "1+1=?", "level": 3, "rejected": "3"}, {"prompt": "1+1=?", "level": 3, "rejected": "3"}),
+    "prompt and other columns": (
+        {"prompt": "1+1=?", "level": 3, "rejected": "3"}, {"prompt": "1+1=?", "level": 3, "rejected": "3"}),
     "prompt and completion": (
         {"prompt": "1+1=?", "completion": "2"}, {"prompt": "1+1=?", "completion": "2"}),
     "conversational prompt": ({"prompt": [SYSTEM, USER]}, {"prompt": [SYSTEM, USER]}),
