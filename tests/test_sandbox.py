@@ -201,13 +201,14 @@ def test_files_and_folders_that_everybody_may_use_cannot_be_used(way):
 
 
 LOOK_AROUND = """
-import ctypes
-libc, page, near = ctypes.CDLL(None), 4096, sorted(map(id, [object(), 'x' * 9999, {}, [], ctypes, bytearray(10**4)]))
+import ctypes, os
+(out, into), libc, page = os.pipe(), ctypes.CDLL(None), 4096
+near = sorted(map(id, [object(), 'x' * 9999, {}, [], ctypes, bytearray(10**4)]))
 looked = found = 0
 for base in near:
     for address in range((base - (8 << 20)) // page * page, base + (8 << 20), page):
-        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(page), ctypes.create_string_buffer(1)) == 0:
-            parts = ctypes.string_at(address, page).split(b'finds-')
+        if libc.write(into, ctypes.c_void_p(address), page) == page:           # -1 where nothing is, and no signal
+            parts = os.read(out, page).split(b'finds-')
             found += sum(part.startswith(b'me') for part in parts[1:])
             looked += 1
 print(looked > 100, found > 0)
