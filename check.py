@@ -12,10 +12,11 @@ import torch
 
 from config import GRPOConfig
 from conversations import Conversation, play, responders
-from data import demonstration, encode_prompt, encode_reply
+from encode import encode_prompt, encode_reply
 from lint import as_rollout, completions_of, flags_of
 from logprobs import completion_log_probs
 from model import precision_of
+from problems import demonstration
 from rewards import compute_rewards_for_completions
 from sample import Rollout, left_pad, made_up, positions_of, sample_completions_for_prompts, stop_token_ids
 

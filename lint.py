@@ -18,7 +18,8 @@ from types import SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from data import demonstration, load_examples
+from data import load_examples
+from problems import demonstration
 from reward_library import as_number, extract_answer, text_of
 from rewards import BUILT_IN, RESERVED, compute_rewards_for_completions, load_reward_function, missing_columns, name_of
 
@@ -40,7 +41,7 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
 
     Of a conversation it is the last turn that differs.
     """
-    answer, gold = example.get("answer"), last_turn(example)
+    answer, gold = example.get("answer"), text_of(example.get("completion") or "")
     gold = gold or (demonstration("because", answer) if answer else None)
     form = demonstration("...", "...")
     if not gold:
@@ -52,10 +53,10 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
         wrong_answer = str(2 * number + 7) if number is not None else changed if changed != answer else f"not {answer}"
         head, found, tail = gold.rpartition(right)
         wrong = head + wrong_answer + tail if found else wrong_answer
-        spam = "".join(f"<answer>{text}</answer>" for text in (wrong_answer, right, f"{wrong_answer}1"))
-        spam = demonstration("One of these.", "").removesuffix("<answer></answer>") + spam
+        answers = (f"<answer>{text}</answer>" for text in (wrong_answer, right, f"{wrong_answer}1"))
+        spam = "<reasoning>One of these.</reasoning>" + "".join(answers)
     else:
-        wrong = last_turn(other or {}) or "I do not know."
+        wrong = text_of((other or {}).get("completion") or "I do not know.")
         spam = ""
     wrong = example.get("wrong") or wrong
     spam = spam or f"{wrong}\n{gold}\n{wrong}"
@@ -65,12 +66,6 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
         "gold": gold, "empty": "", "wrong": wrong, "confident": wrong.replace(start, start + certain, 1), "form": form,
         "spam": spam, "repeated": "\n".join([gold] * 3), "truncated": gold[: len(gold) // 2],
     }
-
-
-def last_turn(example: dict) -> str | None:
-    """The demonstration, of a conversation its last turn."""
-    completion = example.get("completion")
-    return text_of(completion) if completion else None
 
 
 def as_rollout(completions: list) -> SimpleNamespace:

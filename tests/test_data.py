@@ -19,11 +19,10 @@ from tokenizers import processors
 import train
 from config import parse_config
 from conftest import start_run
-from data import (
-    BUILT_IN, PromptMemory, ShuffledBatches, View, encode_completion, encode_prompt, load_examples, prompt_key,
-    with_instruction,
-)
+from data import PromptMemory, ShuffledBatches, View, load_examples, prompt_key, with_instruction
+from encode import encode_completion, encode_prompt
 from prepare import load_data
+from problems import PROBLEMS
 from rewards import correctness, countdown, reasoning_coherence
 from runs import read_jsonl
 
@@ -395,7 +394,7 @@ def test_of_one_file_some_is_set_aside_as_it_always_was(tmp_path, seed):
     assert len(data_of("--dataset", str(tmp_path / "data.jsonl"))[1]) == 20, "a fifth at most"
 
 
-@pytest.mark.parametrize("task", BUILT_IN)
+@pytest.mark.parametrize("task", PROBLEMS)
 def test_no_built_in_problem_is_both_trained_and_tested_on(task):
     train_set, held_out = data_of("--dataset", task, "--eval_limit", "1000", "--seed", "3")
     assert len(train_set) == 9000 and len(held_out) == 1000
