@@ -199,7 +199,7 @@ def test_a_column_that_is_not_there_lists_those_that_are(tmp_path, name):
         ("mute.jsonl", '{"prompt": [{"role": "user"}]}\n', "chat messages must look like"),
         ("strings.jsonl", '{"prompt": ["a"]}\n', "chat messages must look like"),
         ("null.jsonl", '{"prompt": null}\n', "columns prompt; it needs one of prompt, question"),
-        ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n', "must be text or one"),
+        ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n', "must be text, an assistant"),
         ("completion.jsonl", '{"prompt": "a", "completion": 5}\n', "completion must be text"),
         ("bad.json", "{", "not JSON"),
         ("dict.json", '{"a": 1}', "must hold a list"),

@@ -49,6 +49,7 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("<answer>1e400</answer>", "inf", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
         ("<answer>132", "132", 0.0),
+        ("<answer>132</answer> or <answer>", "132", 0.0),
         ("<answer>9**9**9</answer>", "132", 0.0),
         ([{"role": "assistant", "content": GOLD}], "132", 1.0),
     ],
@@ -67,6 +68,7 @@ def test_correctness_cannot_score_without_an_answer():
         (GOLD, 1.0),
         (GOLD + " and so on", 0.8),
         ("<reasoning></reasoning><answer>1</answer>", 0.8),
+        ("<reasoning>x</reasoning><answer> </answer>", 0.8),
         ("<answer>1</answer><reasoning>x</reasoning>", 0.4),
         ("<answer>1</answer>", 0.2),
         ("<reasoning>" * 3, 0.0),
@@ -94,6 +96,10 @@ def test_explanation_quality(reasoning, points):
         ("<reasoning>x</reasoning><answer>1,000</answer>", "1000", 3.0, 2.0, 3.0, 0.0),
         ("<reasoning>x</reasoning><answer>125</answer>", "132", 3.0, 2.0, 0.5, 0.0),
         ("<reasoning>x</reasoning><answer>110</answer>", "132", 3.0, 2.0, 0.25, 0.0),
+        ("<reasoning>x</reasoning><answer>145</answer>", "132", 3.0, 2.0, 0.5, 0.0),
+        ("<reasoning>x</reasoning><answer>158</answer>", "132", 3.0, 2.0, 0.25, 0.0),
+        ("<reasoning>x</reasoning><answer>159</answer>", "132", 3.0, 2.0, -1.0, 0.0),
+        ("<reasoning>x</reasoning><answer>inf</answer>", "132", 3.0, 2.0, -0.5, 0.0),
         ("<reasoning>x</reasoning><answer>7</answer>", "132", 3.0, 2.0, -1.0, 0.0),
         ("<reasoning>x</reasoning><answer>7</answer>", "0", 3.0, 2.0, -1.0, 0.0),
         ("<reasoning>x</reasoning><answer>many</answer>", "132", 3.0, 2.0, -0.5, 0.0),
@@ -213,8 +219,8 @@ def test_xml_tags(text, tags, points):
 
 def test_answer_pattern():
     date = r"\d{4}-\d\d-\d\d"
-    texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "2024-01-31", ""]
-    assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 4 + [None]) == [1.0, 0.0, 0.0, 0.0, None]
+    texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "<answer>2024-01-31?</answer>", "2024-01-31", ""]
+    assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 5 + [None]) == [1.0, 0.0, 0.0, 0.0, 0.0, None]
 
 
 @pytest.mark.parametrize(
@@ -429,16 +435,26 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
     file.write_text("def short(completions, **columns):\n    return [-len(c) for c in completions]\n\nnumber = 3\n")
     assert load_reward_function(f"{file}:short")(["abc"]) == [-3]
     (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "same.py").write_text("def correctness(completions, **columns): ...\ndef narrow(completions): ...\n")
     for name, message in {
         "corectness": "unknown.*correctness",
         f"{file}:long": "has no function long",
         f"{file}:number": "has no function number",
         f"{tmp_path}/none.py:f": "no file",
         f"{tmp_path}/broken.py:f": "no_such_module",
+        f"{tmp_path}/same.py:correctness": "there is a built-in reward function correctness; rename yours",
+        f"{tmp_path}/same.py:narrow": "it must accept columns it does not use",
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             load_reward_function(name)
         assert "\n" not in str(error.value)
+
+
+def test_a_function_may_ask_for_the_answer_under_trls_names_and_never_for_the_demonstration():
+    def curious(completions, solution, completion, level=0, **columns): ...
+
+    assert rewards.missing_columns(curious, {"prompt", "completion", "answer"}) == ["completion"]
+    assert rewards.missing_columns(curious, {"prompt", "completion"}) == ["solution", "completion"]
 
 
 # ---- functions that fail, and ways to add up ---------------------------------------------------------------------------
