@@ -27,7 +27,7 @@ def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -
     """Token ids of a demonstration, ending with one stop token: the one that the chat template puts there, else EOS."""
     text = completion
     if tokenizer.chat_template:
-        messages = as_messages(prompt)
+        messages = as_messages(prompt)                    # of ids nothing: how a turn ends does not depend on it
         before = render(tokenizer, messages, add_generation_prompt=True)
         whole = render(tokenizer, [*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False)
         if whole.startswith(before + completion):
@@ -48,8 +48,8 @@ def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[
     """
     if not tokenizer.chat_template:
         said = message["content"]
-        as_text = isinstance(prompt, str) or is_ids(prompt)
-        text = f"\n{said}\n" if as_text else f"\n{message['role']}: {said}\nassistant: "
+        in_lines = isinstance(prompt, str) or is_ids(prompt)
+        text = f"\n{said}\n" if in_lines else f"\n{message['role']}: {said}\nassistant: "
         return tokenizer(text, add_special_tokens=False).input_ids
 
     def after_turn(*messages):

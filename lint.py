@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data import load_examples
 from problems import demonstration
-from reward_library import as_number, extract_answer, text_of
+from reward_library import extract_answer, text_of
 from rewards import BUILT_IN, RESERVED, compute_rewards_for_completions, load_reward_function, missing_columns, name_of
 
 KINDS = {
@@ -48,9 +48,8 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
         return {"empty": "", "wrong": "I do not know.", "form": form}
     right = extract_answer(gold) or answer
     if answer and right:
-        number = as_number(answer)
-        changed = re.sub(r"\d+", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)       # of LaTeX, the first number
-        wrong_answer = str(2 * number + 7) if number is not None else changed if changed != answer else f"not {answer}"
+        changed = re.sub(r"\d{1,9}", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)
+        wrong_answer = changed if changed != answer else f"not {answer}"
         head, found, tail = gold.rpartition(right)
         wrong = head + wrong_answer + tail if found else wrong_answer
         answers = (f"<answer>{text}</answer>" for text in (wrong_answer, right, f"{wrong_answer}1"))
@@ -71,8 +70,8 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
 def as_rollout(completions: list) -> SimpleNamespace:
     """Texts, or conversations, as if they had been sampled: a token for each word of the last turn, and one to stop."""
     words = [text_of(completion).split() for completion in completions]
-    numbers = {word: number for number, word in enumerate(itertools.chain(*words))}
-    ids = [torch.tensor([*map(numbers.get, text), -1]) for text in words]
+    numbers = {word: number for number, word in enumerate(itertools.chain(*words), start=1)}
+    ids = [torch.tensor([*map(numbers.get, text), 0]) for text in words]
     mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in ids], batch_first=True)
     return SimpleNamespace(completions=completions, completion_ids=pad_sequence(ids, batch_first=True), completion_mask=mask)
 

@@ -62,6 +62,7 @@ def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():
     assert lint.completions_of(one, other)["wrong"] == "y = 2"
     assert lint.completions_of(one | {"wrong": "x = 3"}, other)["wrong"] == "x = 3"
     assert lint.completions_of({"prompt": "p", "answer": "Paris"})["wrong"].endswith("<answer>not Paris</answer>")
+    assert lint.completions_of({"prompt": "p", "answer": "-7"})["wrong"].endswith("<answer>-21</answer>")
     boxed = {"prompt": "p", "answer": "$\\boxed{\\frac{3}{2}}$", "completion": "so $\\boxed{\\frac{3}{2}}$"}
     assert lint.completions_of(boxed)["wrong"] == "so $\\boxed{\\frac{13}{2}}$"
     gold = "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"

@@ -427,6 +427,9 @@ def test_a_function_that_raises_names_itself_the_completion_and_the_exception():
     assert total.isfinite().all(), "the other function still counts"
     with pytest.raises(RuntimeError, match="returned 1 values for 4"):
         compute_rewards_for_completions([lambda completions, **columns: [1.0]], [1.0], rollout, EXAMPLES)
+    for infinite in math.inf, -math.inf:
+        with pytest.raises(RuntimeError, match="returned an infinite number of points"):
+            compute_rewards_for_completions([lambda completions, p=infinite, **columns: [p] * 4], [1.0], rollout, EXAMPLES)
 
 
 def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
