@@ -460,6 +460,15 @@ def test_a_function_may_ask_for_the_answer_under_trls_names_and_never_for_the_de
     assert rewards.missing_columns(curious, {"prompt", "completion"}) == ["solution", "completion"]
 
 
+def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
+    def asked(completions, solution, **columns):
+        return [float(text == solution[0]) for text in completions]
+
+    for columns, points in ({"answer": "a"}, [1.0, 0.0]), ({"answer": "a", "solution": "b"}, [0.0, 1.0]):
+        total, _ = compute_rewards_for_completions([asked], [1.0], rollout_of("a", "b"), [{"prompt": "p"} | columns])
+        assert total.tolist() == [points]
+
+
 # ---- functions that fail, and ways to add up ---------------------------------------------------------------------------
 
 
@@ -470,11 +479,12 @@ def test_a_function_that_hangs_is_given_up_on():
         released.wait(20)
         return [1.0] * len(completions)
 
-    failures, started = [], time.monotonic()
+    failures, started, threads = [], time.monotonic(), set(threading.enumerate())
     total, points = compute_rewards_for_completions(
         [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, failures=failures
     )
     assert points["hangs"].isnan().all() and total.tolist() == [[1.0, 2.0], [1.0, 1.0]]
+    assert [thread.daemon for thread in set(threading.enumerate()) - threads] == [True], "it does not keep a run from ending"
     assert [f["function"] for f in failures] == ["hangs"] and "0.2 s (--reward_timeout)" in failures[0]["error"]
     with pytest.raises(RuntimeError, match=r"hangs raised TimeoutError: no answer within 0\.2 s"):
         compute_rewards_for_completions([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
@@ -527,6 +537,9 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     settings["reward_clips"] = [0.0, 0.02, 0.0]
     clipped = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
     assert clipped[0, 2] - clipped[0, 1] == pytest.approx(0, abs=1e-6), "0.02 and 0.03, cut to 0.02"
+    partly = torch.where(right == 1, torch.nan, short)
+    unscored = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": partly, "c": nobody})
+    assert torch.equal(unscored.isnan(), partly.isnan())
     summed = shape_rewards(GRPOConfig(), None, right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"
     assert (compute_group_advantages(points).argsort() == points.argsort()).all()
