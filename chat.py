@@ -16,9 +16,10 @@ from transformers import TextStreamer
 
 from check import can_share_prompts
 from config import GRPOConfig, ModelConfig
-from conversations import as_text, load_environment, refuse_missing_columns, responders
-from data import encode_prompt, with_instruction
+from conversations import load_environment, refuse_missing_columns, responders
+from data import with_instruction
 from devices import best_device
+from encode import as_text, encode_prompt
 from model import load_policy, move, refuse_too_long
 from sample import Rollout, sample_completions_for_prompts
 

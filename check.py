@@ -12,10 +12,11 @@ import torch
 
 from config import GRPOConfig
 from conversations import Conversation, play, responders
-from data import demonstration, encode_prompt, encode_reply
+from encode import encode_prompt, encode_reply
 from lint import as_rollout, completions_of, flags_of
 from logprobs import completion_log_probs
 from model import precision_of
+from problems import demonstration
 from rewards import compute_rewards_for_completions
 from sample import Rollout, left_pad, made_up, positions_of, sample_completions_for_prompts, stop_token_ids
 
@@ -189,7 +190,7 @@ def check_rewards(example: dict, config, reward_functions: list, begin=None) -> 
     by_function = "; ".join(f"{name} {', '.join(f'{p:g}' for p in row[0].tolist())}" for name, row in per_function.items())
     found = ", ".join(f"{kind} {value:.2f}" for kind, value in points.items()) + f" points ({by_function})"
     findings = [Finding("rewards", bool(points), found, "no reward function can score this data: does it have answers?")]
-    flags = flags_of(points) if points else []
+    flags = flags_of(points, is_total=True) if points else []
     return findings + [Finding("rewards", None, f"the total {flag}: is that what you want?") for flag in flags]
 
 

@@ -10,8 +10,8 @@ import os
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from data import encode_prompt
 from devices import bytes_here, gathered_weights, local, peak_memory_gb
+from encode import encode_prompt
 from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
 from model import has_adapter, trained
 from packing import pack_rows

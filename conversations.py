@@ -10,7 +10,7 @@ pair of that and the points that this turn of the policy is worth. Columns are t
 It is asked after every turn that the policy ended itself, the last one included, so that it can give points for it.
 
 Tokens in, tokens out: what was sampled stays as it is, what the environment says is encoded on its own and appended
-(data.encode_reply), and nothing is ever tokenised again. A cache goes on where it was.
+(encode.encode_reply), and nothing is ever tokenised again. A cache goes on where it was.
 Left out on purpose: environments that run at the same time, or ahead. They are asked one after the other.
 """
 
@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable
 from functools import cache, partial
 
-from data import as_messages, encode_reply
+from encode import as_messages, encode_reply, is_ids
 from packing import completion_lengths
 from rewards import RESERVED, extract_answer, function_from_file
 
@@ -42,8 +42,8 @@ class Conversation:
     def __init__(self, tokenizer, prompt, respond: Callable, config, stops: list[int]):
         """respond: a function of the conversation alone; config has max_turns, generation_max_length and reward_errors."""
         self.tokenizer, self.prompt, self.respond, self.config, self.stops = tokenizer, prompt, respond, config, stops
-        as_ids = isinstance(prompt, list) and isinstance(prompt[0], int)         # a prompt that was truncated
-        self.messages = as_messages(tokenizer.decode(prompt) if as_ids else prompt)
+        self.text_of = partial(tokenizer.decode, skip_special_tokens=True)       # what the tokens of a turn say
+        self.messages = as_messages(tokenizer.decode(prompt) if is_ids(prompt) else prompt)
         self.opening = len(self.messages)
         self.begin = 0                                    # of the policy's turn, counted in tokens after the prompt
         self.turns = 0                                    # that the policy has ended
@@ -86,10 +86,6 @@ class Conversation:
         cut = [{"role": "assistant", "content": self.text_of(ids[self.begin :])}] if self.begin < len(ids) else []
         return self.messages[self.opening :] + cut
 
-    def text_of(self, ids: list[int]) -> str:
-        """What the tokens of a turn say."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
 
 def as_message_and_points(answer) -> tuple[dict | None, float]:
     """What an environment may return, as a chat message or None, and points. Raises TypeError or ValueError."""
@@ -106,13 +102,9 @@ def as_message_and_points(answer) -> tuple[dict | None, float]:
     if not message["content"].strip():
         raise ValueError("it returned an empty message; None ends a conversation")
     content = message["content"].encode(errors="replace").decode()               # half a surrogate pair cannot be tokenised
-    return message | {"content": shortened(content)}, float(points)
-
-
-def shortened(text: str) -> str:
-    """At most LONGEST_MESSAGE characters of a message, which says what is missing."""
-    missing = len(text) - LONGEST_MESSAGE
-    return text if missing <= 0 else f"{text[:LONGEST_MESSAGE]} [{missing} more characters were cut]"
+    if len(content) > LONGEST_MESSAGE:
+        content = f"{content[:LONGEST_MESSAGE]} [{len(content) - LONGEST_MESSAGE} more characters were cut]"
+    return message | {"content": content}, float(points)
 
 
 def play(conversation: Conversation, turns: list[str]) -> tuple[list[dict], float]:
@@ -136,13 +128,6 @@ def describe_conversations(rollout) -> dict:
     begins[:, 1:] &= ~mask[:, :-1]
     answers = completion_lengths(mask).sum() - mask.sum()
     return {"turns": float(begins.sum()) / len(mask), "environment_tokens": float(answers) / len(mask)}
-
-
-def as_text(messages: str | list[dict]) -> str:
-    """What people read: text as it is, of messages a line for each; of a prompt that was cut its token ids."""
-    if isinstance(messages, str) or isinstance(messages[0], int):
-        return str(messages)
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 # ---- choosing one ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """
-Where prompts come from: built-in problems, files and hubs; how they become tokens; and the order they are used in.
+Where prompts come from: built-in problems (problems.py), files and hubs; and the order they are used in.
 
 An example is a dict with "prompt" (a string, or a list of chat messages) and, where known, "answer" (for rewards) and
 "completion" (a demonstration, for supervised training; text, or the messages of a conversation). Other columns are passed on
@@ -23,7 +23,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from jinja2 import TemplateError  # transformers renders chat templates with it
+from encode import as_messages, is_ids
+from problems import PROBLEMS, demonstration
 
 READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}        # who of `datasets` reads it, if not we
 COLUMNS = {                     # the names that columns are found under, the first one first
@@ -49,8 +50,8 @@ def load_examples(
     returns    a sequence that holds no rows but reads them, slices of it are lists; every row was looked at once
     raises     ValueError, one line that names the source and, where there is one, the line
     """
-    if source in BUILT_IN:
-        return BUILT_IN[source](split, seed)[:limit]
+    if source in PROBLEMS:
+        return PROBLEMS[source](split, seed)[:limit]
     rows = read_rows(source, split, bad_lines)
     count = min(limit or len(rows), len(rows))
     if count == 0:
@@ -78,97 +79,6 @@ class View(Sequence):
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
-
-
-# ---- built-in problems ---------------------------------------------------------------------------------------------
-
-
-def arithmetic(split: str, seed: int) -> list[dict]:
-    """Sums of two numbers below 100: 9000 problems to train on, 1000 others to test on."""
-    problems = [(a, b) for a in range(100) for b in range(100)]
-    random.Random("which problems are held out").shuffle(problems)
-    problems = problems[1000:] if split == "train" else problems[:1000]
-    random.Random(seed).shuffle(problems)
-    return [
-        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), str(a + b))}
-        for a, b in problems
-    ]
-
-
-def column_sums(a: int, b: int) -> str:
-    """Addition as it is done on paper: 47+85 is "7+5=12 4+8=12 12+1=13", from which 132 can be read off."""
-    ones, tens = a % 10 + b % 10, a // 10 + b // 10
-    carry = f" {tens}+1={tens + 1}" if ones > 9 else ""
-    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
-
-
-def countdown(split: str, seed: int) -> list[dict]:
-    """Make a target of 10 to 99 from three numbers of 1 to 25 with + - * /: 9000 problems to train on, 1000 others to test on.
-
-    A problem has the columns `numbers` and `target`, for the reward function of the same name. It has many answers, so there
-    is no column `answer`. Problems are made from an answer, so that each has one, through whole numbers above 0.
-    """
-    draws, problems = random.Random("which problems there are"), {}
-    while len(problems) < 10_000:
-        numbers = [draws.randint(1, 25) for _ in range(3)]
-        steps, expression, target = random_expression(numbers, draws)
-        if 10 <= target <= 99:                            # the same numbers in another order are the same problem
-            problems.setdefault((*sorted(numbers), target), {
-                "prompt": f"Make {target} from {', '.join(map(str, numbers))} with + - * /, each once.", "numbers": numbers,
-                "target": target, "completion": demonstration(steps, expression),
-            })
-    chosen = list(problems.values())[1000:] if split == "train" else list(problems.values())[:1000]
-    random.Random(seed).shuffle(chosen)
-    return chosen
-
-
-def random_expression(numbers: list[int], draws: random.Random) -> tuple[str, str, int]:
-    """Combine two numbers at a time until one is left: ("3*4=12 12+7=19", "(3*4)+7", 19)."""
-    parts, steps = [(number, str(number)) for number in numbers], []
-    while len(parts) > 1:
-        (a, left), (b, right) = (parts.pop(draws.randrange(len(parts))) for _ in range(2))
-        results = {"+": a + b, "*": a * b} | ({"-": a - b} if a > b else {}) | ({"/": a // b} if a % b == 0 else {})
-        sign = draws.choice(list(results))
-        steps.append(f"{a}{sign}{b}={results[sign]}")
-        parts.append((results[sign], f"({left}{sign}{right})"))
-    ((value, expression),) = parts
-    return " ".join(steps), expression[1:-1], value
-
-
-def demonstration(reasoning: str, answer: str) -> str:
-    """The form that the format rewards look for."""
-    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
-
-
-def guess_letter(split: str, seed: int) -> list[dict]:
-    """Letters to be found between two others, 8 to 16 in question: games in 108 ranges to train on, in 27 others to test on.
-
-    The demonstrations guess at random among what is still possible, in as many turns as it takes.
-    """
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    ranges = [letters[low : low + size] for size in range(8, 17) for low in range(len(letters) - size + 1)]
-    random.Random("which ranges are held out").shuffle(ranges)
-    games = [(possible, letter) for possible in (ranges[27:] if split == "train" else ranges[:27]) for letter in possible]
-    random.Random(seed).shuffle(games)
-    return [
-        {"prompt": f"{possible[0]}-{possible[-1]}?", "answer": letter, "completion": guesses(possible, letter)}
-        for possible, letter in games
-    ]
-
-
-def guesses(possible: str, letter: str) -> list[dict]:
-    """A game of guess_letter, as the policy's and the environment's messages."""
-    chance, messages, guess = random.Random(f"{possible} {letter}"), [], ""
-    while guess != letter:
-        guess = chance.choice(possible)
-        messages.append({"role": "assistant", "content": f"<answer>{guess}</answer>"})
-        if guess != letter:
-            messages.append({"role": "user", "content": "up" if letter > guess else "down"})
-        possible = "".join(other for other in possible if (other > guess) == (letter > guess) and other != guess)
-    return messages
-
-
-BUILT_IN = {"arithmetic": arithmetic, "countdown": countdown, "guess_letter": guess_letter}
 
 
 # ---- files and hubs ------------------------------------------------------------------------------------------------
@@ -254,7 +164,7 @@ def parse(line: bytes):
 def read_hub(source: str, split: str) -> Sequence[dict]:
     """One split of a data set on the Hugging Face hub, or of a folder that `datasets` understands."""
     name, _, configuration = source.partition(":")
-    kinds = f"not built in ({', '.join(BUILT_IN)}) and not a file ending in {', '.join(READERS)}"
+    kinds = f"not built in ({', '.join(PROBLEMS)}) and not a file ending in {', '.join(READERS)}"
     if "/" not in name:
         raise ValueError(f"{source}: {kinds}; ids on the hub look like openai/gsm8k")
     import datasets  # slow to import
@@ -377,9 +287,6 @@ def takes_turns(messages) -> bool:
         return False
 
 
-# ---- text to tokens ------------------------------------------------------------------------------------------------
-
-
 def with_instruction(example: dict, instruction: str) -> dict:
     """The example with text put before its prompt, or before the first message of its conversation."""
     if not instruction:
@@ -391,105 +298,12 @@ def with_instruction(example: dict, instruction: str) -> dict:
     return example | {"prompt": [first, *prompt[1:]]}
 
 
-def encode_prompt(tokenizer, prompt) -> list[int]:
-    """Token ids of a prompt, ready to be continued: with the chat template where the tokenizer has one.
-
-    prompt  a string, chat messages, or token ids (returned as they are). BOS comes once: from the template if there
-            is one, from the tokenizer otherwise.
-    """
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return prompt
-    messages = as_messages(prompt)
-    if tokenizer.chat_template:
-        return tokenizer(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False).input_ids
-    if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
-    lines = [f"{message['role']}: {message['content']}" for message in messages]
-    return tokenizer("\n".join([*lines, "assistant: "])).input_ids
-
-
-def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
-    """Token ids of a demonstration, ending with one stop token: the one that the chat template puts there, else EOS."""
-    text = completion
-    if tokenizer.chat_template:
-        messages = as_messages("" if isinstance(prompt[0], int) else prompt)     # how a turn ends does not depend on it
-        before = render(tokenizer, messages, add_generation_prompt=True)
-        whole = render(tokenizer, [*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False)
-        if whole.startswith(before + completion):
-            text = whole[len(before) :]
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
-    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
-
-
-def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[int]:
-    """Token ids of what an environment says: from behind the stop token of a turn to where the next turn begins.
-
-    prompt  what the conversation began with: without a chat template, text is answered by lines of text, and messages by
-            lines that begin with a role
-    Rendered behind a turn that is made up, with and without the message: templates may show earlier turns in another way
-    later on (Qwen 3 leaves out their thoughts), but what has been sampled stays. A tool's message that the template refuses or
-    leaves out is said by the user.
-    """
-    if not tokenizer.chat_template:
-        said = message["content"]
-        as_text = isinstance(prompt, str) or isinstance(prompt[0], int)
-        text = f"\n{said}\n" if as_text else f"\n{message['role']}: {said}\nassistant: "
-        return tokenizer(text, add_special_tokens=False).input_ids
-
-    def after_turn(*messages):
-        before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
-        return render(tokenizer, [*before, *messages], add_generation_prompt=bool(messages)).partition("madeupturn")[2]
-
-    try:
-        text = after_turn(message)
-    except ValueError:
-        text = ""
-    if message["content"].strip() not in text or not text:
-        text = after_turn(message | {"role": "user"})
-    end, ids = (tokenizer(part, add_special_tokens=False).input_ids for part in (after_turn(), text))
-    stop = next((i for i, token in enumerate(end) if token in stop_ids), -1)     # the turn has ended with such a token already
-    return ids[stop + 1 :] if ids[: stop + 1] == end[: stop + 1] else ids
-
-
-def encode_demonstration(tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]) -> tuple[list[int], list[bool]]:
-    """Token ids of a demonstration, and which of them the assistant says; completion: text, or messages in turn."""
-    ids, spoken = [], []
-    for message in completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]:
-        own = message["role"] == "assistant"
-        part = (
-            encode_completion(tokenizer, prompt, message["content"], stop_ids) if own
-            else encode_reply(tokenizer, prompt, message, stop_ids)
-        )
-        ids += part
-        spoken += [own] * len(part)
-    return ids, spoken
-
-
-def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
-    """A conversation as text. Templates refuse what they do not know, such as Gemma 2's a system message.
-
-    The model is told about tools, in the form of its template, if tokenizer.tools has any.
-    """
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt, tokenize=False
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
-
-
-def as_messages(prompt) -> list[dict]:
-    """A prompt as chat messages: text is what a user says."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-
-
 # ---- order ---------------------------------------------------------------------------------------------------------
 
 
 def prompt_key(prompt) -> str:
     """The same for prompts that differ in white space or case alone, or in being text or a user's message."""
-    if isinstance(prompt[0], int):
+    if is_ids(prompt):
         return str(prompt)
     return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())
 
@@ -563,11 +377,8 @@ class ShuffledBatches:
                 self.epoch, self.order = epoch, array("q", range(len(self.examples)))
                 random.Random(f"{self.seed} {epoch}").shuffle(self.order)
             example = self.examples[self.order[index]]
-            if self.memory is None or self.draw() < self.memory.chance(example["prompt"]):
+            draw = random.Random(f"{self.seed} at {self.position}")
+            if self.memory is None or draw.random() < self.memory.chance(example["prompt"]):
                 batch.append(example)
             self.position += 1
         return batch
-
-    def draw(self) -> float:
-        """A random number from [0, 1) for this position."""
-        return random.Random(f"{self.seed} at {self.position}").random()

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from conversations import as_text
+from encode import as_text
 from experience import Experience, Groups, look_back, prepare_experience, sample_groups
 from grpo import LOSSES, Tokens, compute_group_advantages, kl_penalty
 from prepare import Run, begin_phase

@@ -8,15 +8,19 @@ prints a table of mean points, then a line for everything to flag. Exit code 1 i
 
 import argparse
 import inspect
+import itertools
 import math
+import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from data import demonstration, load_examples
-from reward_library import as_number, extract_answer, text_of
+from data import load_examples
+from problems import demonstration
+from reward_library import extract_answer, text_of
 from rewards import BUILT_IN, RESERVED, compute_rewards_for_completions, load_reward_function, missing_columns, name_of
 
 KINDS = {
@@ -37,21 +41,21 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
 
     Of a conversation it is the last turn that differs.
     """
-    answer, gold = example.get("answer"), last_turn(example)
+    answer, gold = example.get("answer"), text_of(example.get("completion") or "")
     gold = gold or (demonstration("because", answer) if answer else None)
     form = demonstration("...", "...")
     if not gold:
         return {"empty": "", "wrong": "I do not know.", "form": form}
     right = extract_answer(gold) or answer
     if answer and right:
-        number = as_number(answer)
-        wrong_answer = f"not {answer}" if number is None else str(2 * number + 7)
+        changed = re.sub(r"\d{1,9}", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)
+        wrong_answer = changed if changed != answer else f"not {answer}"
         head, found, tail = gold.rpartition(right)
         wrong = head + wrong_answer + tail if found else wrong_answer
-        spam = "".join(f"<answer>{text}</answer>" for text in (wrong_answer, right, f"{wrong_answer}1"))
-        spam = demonstration("One of these.", "").removesuffix("<answer></answer>") + spam
+        answers = (f"<answer>{text}</answer>" for text in (wrong_answer, right, f"{wrong_answer}1"))
+        spam = "<reasoning>One of these.</reasoning>" + "".join(answers)
     else:
-        wrong = last_turn(other or {}) or "I do not know."
+        wrong = text_of((other or {}).get("completion") or "I do not know.")
         spam = ""
     wrong = example.get("wrong") or wrong
     spam = spam or f"{wrong}\n{gold}\n{wrong}"
@@ -63,17 +67,13 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     }
 
 
-def last_turn(example: dict) -> str | None:
-    """The demonstration, of a conversation its last turn."""
-    completion = example.get("completion")
-    return text_of(completion) if completion else None
-
-
 def as_rollout(completions: list) -> SimpleNamespace:
     """Texts, or conversations, as if they had been sampled: a token for each word of the last turn, and one to stop."""
-    lengths = torch.tensor([len(text_of(completion).split()) + 1 for completion in completions])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return SimpleNamespace(completions=completions, completion_ids=mask.long(), completion_mask=mask)
+    words = [text_of(completion).split() for completion in completions]
+    numbers = {word: number for number, word in enumerate(itertools.chain(*words), start=1)}
+    ids = [torch.tensor([*map(numbers.get, text), 0]) for text in words]
+    mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in ids], batch_first=True)
+    return SimpleNamespace(completions=completions, completion_ids=pad_sequence(ids, batch_first=True), completion_mask=mask)
 
 
 def measure(function: Callable, examples: list[dict], timeout: float = 0.0) -> tuple[dict[str, float], float, list[dict]]:
@@ -103,8 +103,8 @@ def measure(function: Callable, examples: list[dict], timeout: float = 0.0) -> t
     return means, (time.perf_counter() - started) / max(1, count), failures
 
 
-def flags_of(points: dict[str, float]) -> list[str]:
-    """What is odd about mean points by kind, a phrase each."""
+def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
+    """What is odd about mean points by kind, a phrase each. A total must tell right from wrong; of its parts some need not."""
     if not points:
         return ["scores nothing in this data: does it have the columns?"]
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
@@ -115,6 +115,10 @@ def flags_of(points: dict[str, float]) -> list[str]:
         above = [f"{kind} ({points[kind]:.2f})" for kind in kinds if points.get(kind, -math.inf) > limit]
         if above:
             flags.append(f"gives more to {', '.join(above)} than to {lower} ({points[lower]:.2f})")
+    gold = points.get("gold", math.inf)
+    equal = [kind for kind in ("empty", "wrong", "confident", "form", "spam") if abs(points.get(kind, -math.inf) - gold) < 1e-9]
+    if is_total and equal:
+        flags.append(f"gives as much to {', '.join(equal)} as to gold ({gold:.2f})")
     return flags
 
 
@@ -131,7 +135,8 @@ def lint(functions: list[Callable], weights: list[float], examples: list[dict]) 
         name = name_of(function)
         points, seconds, failures = measure(function, examples)
         table.append(row_of(name, points))
-        found = [f"failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]] or flags_of(points)
+        found = [f"failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]]
+        found = found or flags_of(points, is_total=len(functions) == 1)
         flags += [f"{name} {flag}" for flag in found]
         if seconds > SLOW:
             flags.append(f"{name} takes {seconds:.2f} s a completion")
@@ -139,7 +144,7 @@ def lint(functions: list[Callable], weights: list[float], examples: list[dict]) 
             total[kind] = total.get(kind, 0.0) + weight * value
     if len(functions) > 1:
         table.append(row_of("total", total))
-        flags += [f"the total {flag}" for flag in flags_of(total)]
+        flags += [f"the total {flag}" for flag in flags_of(total, is_total=True)]
     return table, flags
 
 

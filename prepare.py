@@ -20,10 +20,9 @@ from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
 from contract import contract
 from conversations import EnvironmentRaised, load_environment, refuse_missing_columns
-from data import (
-    READERS, PromptMemory, ShuffledBatches, View, encode_prompt, load_examples, prompt_key, with_instruction,
-)
+from data import READERS, PromptMemory, ShuffledBatches, View, load_examples, prompt_key, with_instruction
 from devices import best_device, gathered_weights, keep_freed_memory, num_processes, shard, sharded_like
+from encode import encode_prompt
 from model import (
     AdapterReference, ValueHead, copy_into, frozen_copy, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy,
     move, recompute_activations, refuse_too_long, save_policy, trained,
@@ -217,7 +216,7 @@ def set_up(config: Config) -> Run:
     checkpoint = latest_checkpoint(folder.path, folder.say) if config.training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
-    tokenizer.tools = getattr(environment, "tools", None)                        # for its chat template, in data.render
+    tokenizer.tools = getattr(environment, "tools", None)                        # for its chat template, in encode.render
     if config.training.use_grpo:
         validate_grpo_setup(config, tokenizer, train_set)
     train_set, longest = fit_prompts(train_set, tokenizer, config, folder.say)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from config import PROFILES, SECTIONS, Config, ModelConfig
-from conversations import as_text
+from encode import as_text
 from grpo import compute_group_advantages
 from model import load_tokenizer
 from runs import or_none, read_jsonl

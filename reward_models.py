@@ -33,8 +33,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from data import as_messages
 from devices import best_device, eager_device
+from encode import as_messages, as_text
 from reward_library import text_of
 
 REPLY_BYTES = 1 << 20           # the longest reply of a judge that is read
@@ -72,14 +72,9 @@ def classifier(
     return function
 
 
-def messages_of(prompt) -> list[dict]:
-    """A prompt as chat messages; one that was cut and is kept as token ids of another tokenizer has nothing to show."""
-    return as_messages("" if isinstance(prompt, list) and isinstance(prompt[0], int) else prompt)
-
-
 def conversation(tokenizer, prompt, text: str) -> str:
     """Prompt and completion as the model's chat template has them, or one after the other."""
-    messages = messages_of(prompt)
+    messages = as_messages(prompt)
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": text}], tokenize=False)
     return "\n".join([*(message["content"] for message in messages), text])
@@ -134,8 +129,7 @@ def judge(
 
 def as_question(question: str, prompt, text: str, top: float) -> str:
     """What the judge reads."""
-    said = "\n".join(f"{message['role']}: {message['content']}" for message in messages_of(prompt))
-    shown = f"<prompt>\n{said}\n</prompt>\n\n<reply>\n{text}\n</reply>"
+    shown = f"<prompt>\n{as_text(as_messages(prompt))}\n</prompt>\n\n<reply>\n{text}\n</reply>"
     return f"{question}\n\n{shown}\n\nAnswer with one number from 0 to {top:g}."
 
 

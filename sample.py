@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 from cache import PackedCache, PlainCache
 from conversations import Conversation
-from data import encode_demonstration, encode_prompt
 from devices import bucket, cut_graph
+from encode import encode_demonstration, encode_prompt
 from logprobs import restrict_logits
 from model import merged_adapter
 from packing import Places

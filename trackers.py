@@ -11,7 +11,7 @@ import importlib.util
 import uuid
 from pathlib import Path
 
-from conversations import as_text
+from encode import as_text
 
 COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # of rollouts.jsonl, that a table shows
 NOT_IN_A_CELL = str.maketrans({"|": "/", "\n": " ", "`": "'"})

@@ -21,7 +21,8 @@ from conversations import (
     LONGEST_MESSAGE, Conversation, EnvironmentRaised, answer_calls, calculate, columns_for, describe_conversations,
     guess_letter, load_environment, play, responders,
 )
-from data import encode_completion, encode_demonstration, encode_prompt, encode_reply, load_examples, render
+from data import load_examples
+from encode import encode_completion, encode_demonstration, encode_prompt, encode_reply, render
 from experience import shape_rewards, token_advantages
 from grpo import policy_loss
 from logprobs import completion_log_probs

@@ -19,11 +19,10 @@ from tokenizers import processors
 import train
 from config import parse_config
 from conftest import start_run
-from data import (
-    BUILT_IN, PromptMemory, ShuffledBatches, View, encode_completion, encode_prompt, load_examples, prompt_key,
-    with_instruction,
-)
+from data import PromptMemory, ShuffledBatches, View, load_examples, prompt_key, with_instruction
+from encode import encode_completion, encode_prompt
 from prepare import load_data
+from problems import PROBLEMS
 from rewards import correctness, countdown, reasoning_coherence
 from runs import read_jsonl
 
@@ -200,8 +199,7 @@ def test_a_column_that_is_not_there_lists_those_that_are(tmp_path, name):
         ("mute.jsonl", '{"prompt": [{"role": "user"}]}\n', "chat messages must look like"),
         ("strings.jsonl", '{"prompt": ["a"]}\n', "chat messages must look like"),
         ("null.jsonl", '{"prompt": null}\n', "columns prompt; it needs one of prompt, question"),
-        ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n',
-             "such messages with others between them"),
+        ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n', "must be text, an assistant"),
         ("completion.jsonl", '{"prompt": "a", "completion": 5}\n', "completion must be text"),
         ("bad.json", "{", "not JSON"),
         ("dict.json", '{"a": 1}', "must hold a list"),
@@ -396,10 +394,10 @@ def test_of_one_file_some_is_set_aside_as_it_always_was(tmp_path, seed):
     assert len(data_of("--dataset", str(tmp_path / "data.jsonl"))[1]) == 20, "a fifth at most"
 
 
-@pytest.mark.parametrize("task", BUILT_IN)
+@pytest.mark.parametrize("task", PROBLEMS)
 def test_no_built_in_problem_is_both_trained_and_tested_on(task):
     train_set, held_out = data_of("--dataset", task, "--eval_limit", "1000", "--seed", "3")
-    assert (len(train_set), len(held_out)) == {"guess_letter": (1246, 314)}.get(task, (9000, 1000))
+    assert (len(train_set), len(held_out)) == ((1246, 314) if task == "guess_letter" else (9000, 1000))
     assert not {e["prompt"] for e in train_set} & {e["prompt"] for e in held_out}
 
 
@@ -444,6 +442,8 @@ USER, ASSISTANT = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "c
 SYSTEM = {"role": "system", "content": "Add."}
 FORMATS = {                     # row, and the example that it is
     "prompt only": ({"prompt": "1+1=?"}, {"prompt": "1+1=?"}),
+    "prompt and other columns": (
+        {"prompt": "1+1=?", "level": 3, "rejected": "3"}, {"prompt": "1+1=?", "level": 3, "rejected": "3"}),
     "prompt and completion": (
         {"prompt": "1+1=?", "completion": "2"}, {"prompt": "1+1=?", "completion": "2"}),
     "conversational prompt": ({"prompt": [SYSTEM, USER]}, {"prompt": [SYSTEM, USER]}),

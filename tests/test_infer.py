@@ -10,7 +10,7 @@ import chat
 import infer
 import sample
 from config import GRPOConfig, ModelConfig
-from data import encode_reply
+from encode import encode_reply
 from infer import evaluate, wilson_interval
 from model import load_policy, save_policy
 

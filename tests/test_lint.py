@@ -38,6 +38,7 @@ def test_correctness_has_no_flags():
         (lambda completions, **columns: [float("certain" in c) for c in completions], "more to confident (1.00) than to gold"),
         (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "spam (1.00) than to"),
         (lambda completions, **columns: [float("..." in c) for c in completions], "form (1.00) than to wrong"),
+        (lambda completions, answer, **columns: [float(f">{a}<" in c) for c, a in zip(completions, answer)], "as much to spam"),
         (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to everything"),
         (lambda completions, **columns: [None for c in completions], "scores nothing"),
         (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),
@@ -61,10 +62,20 @@ def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():
     assert lint.completions_of(one, other)["wrong"] == "y = 2"
     assert lint.completions_of(one | {"wrong": "x = 3"}, other)["wrong"] == "x = 3"
     assert lint.completions_of({"prompt": "p", "answer": "Paris"})["wrong"].endswith("<answer>not Paris</answer>")
+    assert lint.completions_of({"prompt": "p", "answer": "-7"})["wrong"].endswith("<answer>-21</answer>")
+    boxed = {"prompt": "p", "answer": "$\\boxed{\\frac{3}{2}}$", "completion": "so $\\boxed{\\frac{3}{2}}$"}
+    assert lint.completions_of(boxed)["wrong"] == "so $\\boxed{\\frac{13}{2}}$"
     gold = "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"
     texts = lint.completions_of({"prompt": "p", "answer": "10", "completion": gold})
     assert texts["wrong"] == "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"
     assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"]
+
+
+def test_functions_of_tokens_see_one_for_each_word():
+    rollout = lint.as_rollout(["a b a", "", [{"role": "assistant", "content": "b c"}]])
+    first, empty, last = (ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask))
+    assert len(first) == 4 and first[0] == first[2] != first[1] == last[0] != last[1]
+    assert empty == [first[3]] == [last[2]] and len(last) == 3
 
 
 def test_the_exit_code_says_whether_there_are_flags(capsys, tmp_path):

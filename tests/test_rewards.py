@@ -1,6 +1,7 @@
 """Reward functions by example, and how they are chosen, called and added up."""
 
 import importlib.util
+import json
 import math
 import sys
 import threading
@@ -48,6 +49,7 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("<answer>1e400</answer>", "inf", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
         ("<answer>132", "132", 0.0),
+        ("<answer>132</answer> or <answer>", "132", 0.0),
         ("<answer>9**9**9</answer>", "132", 0.0),
         ([{"role": "assistant", "content": GOLD}], "132", 1.0),
     ],
@@ -66,6 +68,7 @@ def test_correctness_cannot_score_without_an_answer():
         (GOLD, 1.0),
         (GOLD + " and so on", 0.8),
         ("<reasoning></reasoning><answer>1</answer>", 0.8),
+        ("<reasoning>x</reasoning><answer> </answer>", 0.8),
         ("<answer>1</answer><reasoning>x</reasoning>", 0.4),
         ("<answer>1</answer>", 0.2),
         ("<reasoning>" * 3, 0.0),
@@ -93,6 +96,10 @@ def test_explanation_quality(reasoning, points):
         ("<reasoning>x</reasoning><answer>1,000</answer>", "1000", 3.0, 2.0, 3.0, 0.0),
         ("<reasoning>x</reasoning><answer>125</answer>", "132", 3.0, 2.0, 0.5, 0.0),
         ("<reasoning>x</reasoning><answer>110</answer>", "132", 3.0, 2.0, 0.25, 0.0),
+        ("<reasoning>x</reasoning><answer>145</answer>", "132", 3.0, 2.0, 0.5, 0.0),
+        ("<reasoning>x</reasoning><answer>158</answer>", "132", 3.0, 2.0, 0.25, 0.0),
+        ("<reasoning>x</reasoning><answer>159</answer>", "132", 3.0, 2.0, -1.0, 0.0),
+        ("<reasoning>x</reasoning><answer>inf</answer>", "132", 3.0, 2.0, -0.5, 0.0),
         ("<reasoning>x</reasoning><answer>7</answer>", "132", 3.0, 2.0, -1.0, 0.0),
         ("<reasoning>x</reasoning><answer>7</answer>", "0", 3.0, 2.0, -1.0, 0.0),
         ("<reasoning>x</reasoning><answer>many</answer>", "132", 3.0, 2.0, -0.5, 0.0),
@@ -212,8 +219,8 @@ def test_xml_tags(text, tags, points):
 
 def test_answer_pattern():
     date = r"\d{4}-\d\d-\d\d"
-    texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "2024-01-31", ""]
-    assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 4 + [None]) == [1.0, 0.0, 0.0, 0.0, None]
+    texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "<answer>2024-01-31?</answer>", "2024-01-31", ""]
+    assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 5 + [None]) == [1.0, 0.0, 0.0, 0.0, 0.0, None]
 
 
 @pytest.mark.parametrize(
@@ -312,23 +319,39 @@ def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
         assert isinstance(points, float) and math.isfinite(points)
 
 
-def test_reward_functions_of_trl_run_unchanged(tmp_path):
+OF_TRL = """
+from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
+from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
+
+cosine = get_cosine_scaled_reward(max_len=4)
+repetition = get_repetition_penalty_reward(ngram_size=1)
+too_long = get_soft_overlong_punishment(max_completion_len=3, soft_punish_cache=2)
+"""
+TRLS_POINTS = {                 # for a right and a wrong completion of two tokens, as its documentation has them
+    "accuracy_reward": [1.0, 0.0],
+    "reasoning_accuracy_reward": [1.0, 0.0],
+    "cosine": [0.75, -0.75],
+    "think_format_reward": [1.0, 0.0],
+    "repetition": [0.0, 0.0],
+    "too_long": [-0.5, -0.5],
+}
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0], ids=["", "in a thread"])
+@pytest.mark.parametrize("name", TRLS_POINTS)
+def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
     pytest.importorskip("trl", reason="needs trl")
-    file = tmp_path / "of_trl.py"
-    file.write_text("from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward\n"
-                    "too_long = get_soft_overlong_punishment(max_completion_len=3, soft_punish_cache=2)\n")
-    prompt = [{"role": "user", "content": "What is half of 1?"}]
-    (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "solution": "$\\\\frac{1}{2}$"}\n')
-    (example,) = load_examples(str(tmp_path / "data.jsonl"))
-    names = ["think_format_reward", "too_long"] + ["accuracy_reward"] * bool(importlib.util.find_spec("math_verify"))
-    functions = [load_reward_function(f"{file}:{name}") for name in names]
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "cosine") and not importlib.util.find_spec("math_verify"):
+        pytest.skip("needs math-verify")
+    (tmp_path / "of_trl.py").write_text(OF_TRL)
+    row = {"prompt": [{"role": "user", "content": "What is half of 1?"}], "solution": "$\\frac{1}{2}$"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    function = load_reward_function(f"{tmp_path}/of_trl.py:{name}")
     texts = ["<think>\nhalf\n</think>\nSo \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}"]
-    example["prompt"] = prompt
-    _, points = compute_rewards_for_completions(functions, [1.0] * len(names), rollout_of(*texts), [example])
-    assert points["think_format_reward"].tolist() == [[1.0, 0.0]]
-    assert points[rewards.name_of(functions[1])].tolist() == [[-0.5, -0.5]]
-    if len(names) == 3:
-        assert points["accuracy_reward"].tolist() == [[1.0, 0.0]]
+    total, _ = compute_rewards_for_completions(
+        [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=timeout
+    )
+    torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
 
 
 # ---- adding up -----------------------------------------------------------------------------------------------------
@@ -404,6 +427,9 @@ def test_a_function_that_raises_names_itself_the_completion_and_the_exception():
     assert total.isfinite().all(), "the other function still counts"
     with pytest.raises(RuntimeError, match="returned 1 values for 4"):
         compute_rewards_for_completions([lambda completions, **columns: [1.0]], [1.0], rollout, EXAMPLES)
+    for infinite in math.inf, -math.inf:
+        with pytest.raises(RuntimeError, match="returned an infinite number of points"):
+            compute_rewards_for_completions([lambda completions, p=infinite, **columns: [p] * 4], [1.0], rollout, EXAMPLES)
 
 
 def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
@@ -412,16 +438,35 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
     file.write_text("def short(completions, **columns):\n    return [-len(c) for c in completions]\n\nnumber = 3\n")
     assert load_reward_function(f"{file}:short")(["abc"]) == [-3]
     (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "same.py").write_text("def correctness(completions, **columns): ...\ndef narrow(completions): ...\n")
     for name, message in {
         "corectness": "unknown.*correctness",
         f"{file}:long": "has no function long",
         f"{file}:number": "has no function number",
         f"{tmp_path}/none.py:f": "no file",
         f"{tmp_path}/broken.py:f": "no_such_module",
+        f"{tmp_path}/same.py:correctness": "there is a built-in reward function correctness; rename yours",
+        f"{tmp_path}/same.py:narrow": "it must accept columns it does not use",
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             load_reward_function(name)
         assert "\n" not in str(error.value)
+
+
+def test_a_function_may_ask_for_the_answer_under_trls_names_and_never_for_the_demonstration():
+    def curious(completions, solution, completion, level=0, **columns): ...
+
+    assert rewards.missing_columns(curious, {"prompt", "completion", "answer"}) == ["completion"]
+    assert rewards.missing_columns(curious, {"prompt", "completion"}) == ["solution", "completion"]
+
+
+def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
+    def asked(completions, solution, **columns):
+        return [float(text == solution[0]) for text in completions]
+
+    for columns, points in ({"answer": "a"}, [1.0, 0.0]), ({"answer": "a", "solution": "b"}, [0.0, 1.0]):
+        total, _ = compute_rewards_for_completions([asked], [1.0], rollout_of("a", "b"), [{"prompt": "p"} | columns])
+        assert total.tolist() == [points]
 
 
 # ---- functions that fail, and ways to add up ---------------------------------------------------------------------------
@@ -434,11 +479,12 @@ def test_a_function_that_hangs_is_given_up_on():
         released.wait(20)
         return [1.0] * len(completions)
 
-    failures, started = [], time.monotonic()
+    failures, started, threads = [], time.monotonic(), set(threading.enumerate())
     total, points = compute_rewards_for_completions(
         [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, failures=failures
     )
     assert points["hangs"].isnan().all() and total.tolist() == [[1.0, 2.0], [1.0, 1.0]]
+    assert [thread.daemon for thread in set(threading.enumerate()) - threads] == [True], "it does not keep a run from ending"
     assert [f["function"] for f in failures] == ["hangs"] and "0.2 s (--reward_timeout)" in failures[0]["error"]
     with pytest.raises(RuntimeError, match=r"hangs raised TimeoutError: no answer within 0\.2 s"):
         compute_rewards_for_completions([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
@@ -491,6 +537,9 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     settings["reward_clips"] = [0.0, 0.02, 0.0]
     clipped = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
     assert clipped[0, 2] - clipped[0, 1] == pytest.approx(0, abs=1e-6), "0.02 and 0.03, cut to 0.02"
+    partly = torch.where(right == 1, torch.nan, short)
+    unscored = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": partly, "c": nobody})
+    assert torch.equal(unscored.isnan(), partly.isnan())
     summed = shape_rewards(GRPOConfig(), None, right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"
     assert (compute_group_advantages(points).argsort() == points.argsort()).all()

@@ -8,7 +8,7 @@ import torch
 from conftest import PROMPTS
 
 from config import GRPOConfig
-from data import encode_prompt
+from encode import encode_prompt
 from logprobs import completion_log_probs, restrict_logits
 from sample import draw, sample_completions_for_prompts, sampling_mode, stop_token_ids, uniform_streams
 

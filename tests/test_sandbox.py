@@ -4,6 +4,8 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,7 +94,7 @@ def test_at_least_one_way_is_tested():
     ],
 )
 def test_a_program_runs_and_what_became_of_it_is_said(way, code, ok, stdout, reason):
-    result = run_python(code, timeout_s=1 if reason == "time" else 10, way=way)
+    result = run_python(code, timeout_s=0.5 if reason == "time" else 10, way=way)
     assert (result.ok, result.stdout, result.reason) == (ok, stdout, reason), result
 
 
@@ -101,8 +103,6 @@ def test_a_traceback_is_in_stderr(way):
 
 
 def test_many_threads_may_call_at_once(way):
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda i: run_python(f"print({i})", way=way).stdout, range(64)))
     assert results == [f"{i}\n" for i in range(64)]
@@ -158,18 +158,34 @@ def test_there_are_enough_hostile_programs():
     assert len(HOSTILE) >= 40
 
 
+@cache
+def run_hostile_programs(way):
+    """Name -> result, seconds, what a file of ours says afterwards, and the output of the next program. Some at once: many
+    only wait for their time to end, and whoever harms a neighbour is found out too.
+    """
+    def run(name):
+        with tempfile.TemporaryDirectory() as folder:
+            victim = Path(folder) / "file"
+            victim.write_text(SECRET)
+            code = f"{PREAMBLE}\nVICTIM, HOME = {folder!r}, {os.path.expanduser('~')!r}\n{HOSTILE[name]}\n"
+            started = time.monotonic()
+            result = run_python(code, timeout_s=1.5, memory_mb=256, way=way)
+            seconds = time.monotonic() - started
+            return result, seconds, victim.read_text(), run_python("print(6 * 7)", way=way).stdout
+
+    with ThreadPoolExecutor(8) as threads:
+        return dict(zip(HOSTILE, threads.map(run, HOSTILE)))
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_is_contained(way, name, tmp_path):
-    victim = tmp_path / "file"
-    victim.write_text(SECRET)
-    code = f"{PREAMBLE}\nVICTIM, HOME = {str(tmp_path)!r}, {os.path.expanduser('~')!r}\n{HOSTILE[name]}\n"
-    started = time.monotonic()
-    result = run_python(code, timeout_s=0.8, memory_mb=256, way=way)
-    assert time.monotonic() - started < 5
+def test_a_hostile_program_is_contained(way, name):
+    result, seconds, victim, next_output = run_hostile_programs(way)[name]
+    assert seconds < 6
     assert "ESCAPED" not in result.stdout + result.stderr, result
-    assert victim.read_text() == SECRET
+    assert victim == SECRET
     assert os.path.exists(os.__file__)
-    assert run_python("print(6 * 7)", way=way).stdout == "42\n", "the next program"
+    assert next_output == "42\n"
+    assert name not in SLOW_ONES or result.reason == "time"
 
 
 def test_files_and_folders_that_everybody_may_use_cannot_be_used(way):
@@ -184,19 +200,15 @@ def test_files_and_folders_that_everybody_may_use_cannot_be_used(way):
         assert os.listdir(folder) == ["file"]
 
 
-@pytest.mark.parametrize("name", sorted(SLOW_ONES))
-def test_what_does_not_end_is_ended(name):
-    assert run_python(f"{PREAMBLE}\n{HOSTILE[name]}", timeout_s=0.8).reason == "time"
-
-
 LOOK_AROUND = """
-import ctypes
-libc, page, near = ctypes.CDLL(None), 4096, sorted(map(id, [object(), 'x' * 9999, {}, [], ctypes, bytearray(10**4)]))
+import ctypes, os
+(out, into), libc, page = os.pipe(), ctypes.CDLL(None), 4096
+near = sorted(map(id, [object(), 'x' * 9999, {}, [], ctypes, bytearray(10**4)]))
 looked = found = 0
 for base in near:
     for address in range((base - (8 << 20)) // page * page, base + (8 << 20), page):
-        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(page), ctypes.create_string_buffer(1)) == 0:
-            parts = ctypes.string_at(address, page).split(b'finds-')
+        if libc.write(into, ctypes.c_void_p(address), page) == page:           # -1 where nothing is, and no signal
+            parts = os.read(out, page).split(b'finds-')
             found += sum(part.startswith(b'me') for part in parts[1:])
             looked += 1
 print(looked > 100, found > 0)
@@ -252,6 +264,7 @@ def test_there_are_enough_cheats():
 
 def test_no_cheat_earns_anything(monkeypatch):
     monkeypatch.setattr("reward_programs.SECONDS_PER_TEST", 1.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)                 # some at once: they wait for their time to end
     points = passes_tests(list(CHEATS.values()), [TESTS] * len(CHEATS))
     assert dict(zip(CHEATS, points)) == dict.fromkeys(CHEATS, 0.0)
     assert passes_tests([HONEST["plain"][0]], [TESTS]) == [1.0], "and the next program"

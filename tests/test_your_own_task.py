@@ -1,0 +1,67 @@
+"""docs/your-own-task.md must do what it says: its files are written, its commands are run, with fewer steps."""
+
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import infer
+import lint
+import train
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/your-own-task.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
+COMMANDS = re.findall(r"^ {4}python (\S+) ?(.*)$", PAGE.replace("\\\n        ", ""), flags=re.MULTILINE)
+FEWER = "--max_steps 2 --cold_start_steps 2 --batch_size 4 --limit 40 --eval_limit 4 --report_to none"
+
+
+def run(program, words):
+    """What `python program words` does, with fewer steps; returns what its main function does."""
+    if program == "train.py":
+        return train.main([*words, *FEWER.split()])
+    if program in FILES:
+        runpy.run_path(program)
+        return None
+    return {"infer.py": infer, "rewards.py": lint}[program].main(words)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Folder; and program, code and output of every command, in order, in a folder with nothing but the page's files."""
+    folder, results = tmp_path_factory.mktemp("task"), []
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    for program, arguments in COMMANDS:
+        words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', arguments)]
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+            patch.chdir(folder)
+            code = run(program, words)
+        results.append((program, code, output.getvalue()))
+    return folder, results
+
+
+def test_the_users_files_have_fewer_than_40_lines():
+    assert len(FILES) == 5
+    assert sum(bool(line.strip()) for text in FILES.values() for line in text.splitlines()) < 40
+
+
+def test_every_command_of_the_page_runs(ran):
+    folder, results = ran
+    assert len(results) == 7
+    for program, code, output in results:
+        assert not code or "has_answer" in output, f"{program}: {output}"
+    assert (folder / "outputs/words/report.html").exists() and (folder / "outputs/turns/final").is_dir()
+
+
+def test_the_linter_says_what_the_page_says(ran):
+    printed = [output for program, _, output in ran[1] if program == "rewards.py"]
+    assert len(printed) == 2
+    for output in printed:
+        for line in filter(None, output.splitlines()):
+            assert line in PAGE.splitlines(), line
+    assert "- has_answer gives as much" in printed[0] and "\n- " not in printed[1]
+    assert [code for program, code, _ in ran[1] if program == "rewards.py"] == [1, 0]
