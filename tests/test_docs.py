@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import get_args
@@ -10,7 +11,7 @@ from typing import get_args
 import pytest
 
 import grpo
-from config import SECTIONS, GRPOConfig, parse_config
+from config import HEADINGS, SECTIONS, GRPOConfig, parse_config
 from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES
 from test_grpo import SCALES, formulas
 
@@ -40,8 +41,29 @@ def test_every_flag_exists(page):
     names |= {"seeds", "kills", "lint"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"requirement"}                                                     # of pip
-    for flag in re.findall(r"--([a-z_]+)", page.read_text()):
+    names |= {"no_use_kl_penalty"}                                               # made by transformers' parser
+    for flag in re.findall(r"--([a-z_0-9]+)", page.read_text()):
         assert flag in names or flag == "help", flag
+
+
+def test_the_page_of_all_flags_is_what_config_says():
+    page = runpy.run_path(str(ROOT / "docs/make_configuration.py"))["page"]()
+    assert (ROOT / "docs/configuration.md").read_text() == page, "run python docs/make_configuration.py"
+
+
+def test_help_shows_every_flag_under_a_heading_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0 and set(HEADINGS.values()) <= set(lines)
+    for section in SECTIONS:
+        for field in dataclasses.fields(section):
+            at = next(number for number, line in enumerate(lines) if line.startswith(f"  --{field.name} "))
+            said = " ".join(" ".join(lines[at : at + 3]).split())                # a flag takes up to three lines
+            assert field.metadata["help"][:40] in said, field.name
+            if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+                assert any(line.rstrip().endswith(f"[{field.default}]") for line in lines[at : at + 3]), field.name
 
 
 def test_sizes_stay_what_the_readme_says():
