@@ -70,18 +70,19 @@ def draw_flow(model, examples: list[dict], rollout) -> None:
         (grpo.policy_loss, f"a scalar {tuple(loss.shape)}"),
         (train.update, "one step of AdamW"),
     ]
-    figure = Figure(figsize=(7, 5))
+    figure = Figure(figsize=(6, 5.4))
     axes = figure.add_axes([0, 0, 1, 1])
     axes.axis("off")
-    axes.set(xlim=(0, 10), ylim=(-0.5, len(boxes) - 0.5))
+    axes.set(xlim=(0, 8), ylim=(-0.5, len(boxes) - 0.5))
     for number, (function, result) in enumerate(boxes):
         y = len(boxes) - 1 - number
         file = Path(inspect.getfile(function)).name
         colour = "#dbe9f6" if number in (5, 6, 7) else "#f3f3f3"
         axes.text(3.1, y, f"{file}\n{function.__name__}", ha="center", va="center", fontsize=9,
                   bbox=dict(boxstyle="round,pad=0.45", facecolor=colour, edgecolor=GREY))
-        axes.text(5.9, y - 0.5 * (number < len(boxes) - 1), result, va="center", fontsize=8.5, color="0.25")
-        if number < len(boxes) - 1:
+        last = number == len(boxes) - 1
+        axes.text(4.6 if last else 3.3, y if last else y - 0.5, result, va="center", fontsize=8.5, color="0.25")
+        if not last:
             axes.annotate("", (3.1, y - 0.66), (3.1, y - 0.34), arrowprops=dict(arrowstyle="->", color="0.4"))
     axes.annotate("", (0.75, 2.2), (0.75, -0.2), arrowprops=dict(arrowstyle="->", color=BLUE))
     axes.text(0.6, 1, "again for each micro-batch,\nthen for each update", rotation=90, ha="right", va="center", color=BLUE)
@@ -117,7 +118,8 @@ def draw_pack(rollout) -> None:
         queries, keys = (Places(*(t.unsqueeze(d) for t in places.tensors)) for d in (1, 0))
         visible = may_look(queries, keys, window)
         axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.6)
-        axes.set_xticks(range(len(names)), [f"{n}\n{p}" for n, p in zip(names, places.position.tolist(), strict=True)], fontsize=5)
+        labels = [f"{name}\n{position}" for name, position in zip(names, places.position.tolist(), strict=True)]
+        axes.set_xticks(range(len(names)), labels, fontsize=5)
         axes.set_yticks(range(len(names)), names, fontsize=6)
         borders = [i for i in range(1, len(names)) if names[i] != names[i - 1]]
         for border in borders:
@@ -132,11 +134,11 @@ def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch
     """policy_loss of single tokens, each in a call of its own denominator 1, and its slope by logp."""
     logp = ratio.log()[:, None].requires_grad_()
     mask = torch.ones_like(logp, dtype=torch.bool)
-    losses = []
+    losses, ones = [], dict(num_tokens=1, num_sequences=1, max_tokens=1)
     for row in range(len(ratio)):
         at = slice(row, row + 1)
         loss, _ = grpo.policy_loss(
-            logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], num_tokens=1, num_sequences=1, max_tokens=1, **kind
+            logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], **ones, **kind
         )
         losses.append(loss)
     (slope,) = torch.autograd.grad(torch.stack(losses).sum(), logp)
@@ -221,9 +223,11 @@ def draw_curve() -> None:
     grpo_steps = [line for line in steps if line["phase"] == "grpo"]
     figure = Figure(figsize=(7, 2.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot([m["step"] for m in evals], [m["eval_accuracy"] for m in evals], marker=".", color=BLUE)
-    left.fill_between([m["step"] for m in evals], [m["eval_accuracy_low"] for m in evals], [m["eval_accuracy_high"] for m in evals],
-                      color=BLUE, alpha=0.2)
+    at, low, middle, high = (
+        [line[name] for line in evals] for name in ("step", "eval_accuracy_low", "eval_accuracy", "eval_accuracy_high")
+    )
+    left.plot(at, middle, marker=".", color=BLUE)
+    left.fill_between(at, low, high, color=BLUE, alpha=0.2)
     left.set(xlabel="optimiser step", ylabel="held-out accuracy, 95 %")
     for name, colour in ("tied_groups", ORANGE), ("entropy", GREEN):
         right.plot([m["step"] for m in grpo_steps], [m[name] for m in grpo_steps], label=name, color=colour)

@@ -78,7 +78,8 @@ def gradient(run, experience):
 
 CASES = {
     "ties": Case(
-        "grpo.py", "torch.where(scored & ~tied,", "torch.where(scored,", "advantage of each of eight completions with 0.7 points",
+        "grpo.py", "torch.where(scored & ~tied,", "torch.where(scored,",
+        "advantage of each of eight completions with 0.7 points",
         "import torch; from grpo import compute_group_advantages\n"
         "print(float(compute_group_advantages(torch.full((1, 8), 0.7))[0, 0].abs()))",
     ),
@@ -100,14 +101,16 @@ CASES = {
         "packing.py", "number, row + 1, len(prompt)))", "number, row + 1, end - k * longest))", "the same", PACKED_AND_ALONE,
     ),
     "temperature": Case(
-        "train.py", "batch, **grpo.policy, shared", "batch, shared", "mean of |ratio - 1| on the first update, temperature 0.8, "
-        "top-p 0.9, top-k 50", STEP + "print(gradient(*first('--profile balanced --num_completions_per_prompt 4 "
+        "train.py", "batch, **grpo.policy, shared", "batch, shared",
+        "mean of |ratio - 1| on the first update, temperature 0.8, top-p 0.9, top-k 50",
+        STEP + "print(gradient(*first('--profile balanced --num_completions_per_prompt 4 "
         "--generation_max_length 16 --use_kl_penalty false'))[0]['ratio_deviation'])",
     ),
     "denominator": Case(
         "train.py", "sampling_logp[batch], counts)", "sampling_logp[batch], experience.counts(batch, 0))",
         "length of the gradient in passes of 128 tokens over that in a single pass",
-        STEP + "print(gradient(*first('--max_tokens_per_forward 128'))[1] / gradient(*first('--max_tokens_per_forward 99999'))[1])",
+        STEP + "pieces, whole = (gradient(*first(f'--max_tokens_per_forward {n}'))[1] for n in (128, 99999))\n"
+        "print(pieces / whole)",
     ),
     "fresh gradients": Case(
         "train.py", "    run.optimizer.zero_grad(set_to_none=run.device.type != \"xla\")                "
@@ -135,7 +138,7 @@ k3 = kl_penalty(logp, q.log(), estimator="k3", ratio=(logp - logp.detach()).exp(
 print(float(torch.cosine_similarity(found, true, dim=0)))""",
     ),
     "position, not id": Case(
-        "sample.py", "mask = torch.arange(int(lengths.max())) < lengths[:, None]               # (B, T) by position, never by id",
+        "sample.py", "mask = torch.arange(int(lengths.max())) < lengths[:, None]",
         "mask = self.ids.cpu()[: self.nobody, : int(lengths.max())] != self.pad_id",
         "share of the stop tokens that are trained on, where pad and EOS are one id",
         SETTING + """
@@ -179,7 +182,8 @@ def main() -> None:
         if args.json:
             print(json.dumps([name, *both]), flush=True)
         else:
-            print(f"| {name} | {case.file} | {case.what} | {as_text(both[0])} | {as_text(both[1])} |", flush=True)
+            what = case.what.replace("|", "\\|")
+            print(f"| {name} | {case.file} | {what} | {as_text(both[0])} | {as_text(both[1])} |", flush=True)
 
 
 if __name__ == "__main__":
