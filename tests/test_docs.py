@@ -52,6 +52,16 @@ def test_the_page_of_all_flags_is_what_config_says():
     assert (ROOT / "docs/configuration.md").read_text() == page, "run python docs/make_configuration.py"
 
 
+def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
+    metrics, written = (ROOT / "docs/metrics.md").read_text(), (ROOT / "runs.py").read_text()
+    looked_at = re.findall(r"^\|[^|]+\|([^|]+)\|", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+    names = {name for cell in looked_at for name in re.findall(r"`([a-z_/<>.]+)`", cell)}
+    assert len(names) > 20
+    for name in names:
+        known = name if name.startswith("reward/<") else name.split("/")[0] + "/<function>" if "reward/" in name else name
+        assert f"`{known}`" in metrics or name in written, name
+
+
 def test_help_shows_every_flag_under_a_heading_with_its_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as stop:
