@@ -59,7 +59,7 @@ def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
     assert len(names) > 20
     for name in names:
         known = name if name.startswith("reward/<") else name.split("/")[0] + "/<function>" if "reward/" in name else name
-        assert f"`{known}`" in metrics or ("." in name or "/" in name) and name in written, name
+        assert f"`{known}`" in metrics or (("." in name or "/" in name) and name in written), name
 
 
 def test_help_shows_every_flag_under_a_heading_with_its_default(capsys, monkeypatch):
