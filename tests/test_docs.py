@@ -16,13 +16,18 @@ from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES
 from test_grpo import SCALES, formulas
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target.split("#")[0]).exists(), target
+        name, _, anchor = target.partition("#")
+        to = page.parent / name if name else page
+        assert target.startswith("http") or to.exists(), target
+        if anchor and not target.startswith("http"):
+            headings = re.findall(r"^#+ (.*)$", to.read_text(), flags=re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page, kind="python[^\n]*"):
@@ -33,6 +33,21 @@ def test_all_python_of_a_page_compiles(page):
     for block in blocks(page):
         signature = block.rstrip().endswith("-> list[float | None]")             # of a function, without its body
         compile(block.rstrip() + ": ...\n" if signature else block, page, "exec")
+
+
+def test_the_functions_of_the_readme_do_what_it_says(monkeypatch):
+    import train
+
+    started, names = [], {}
+    monkeypatch.setattr(train, "train", started.append)
+    for block in blocks(ROOT / "README.md"):
+        exec("from train import *" if "train(" in block else "", names)
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["short"](["a" * 50], answer=["1"]) == [0.5]
+    said = [{"role": "assistant", "content": "It is 132."}]
+    assert names["respond"](said, answer="132") is None and names["respond"](said, answer="7") == "No, try again."
+    (config,) = started
+    assert config.training.use_grpo and config.grpo.num_completions_per_prompt == 8
 
 
 def test_each_line_that_the_walkthrough_leaves_out_is_there_once_and_has_a_row():
