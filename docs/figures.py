@@ -98,7 +98,7 @@ def draw_groups() -> None:
     for axes, values, title in zip(figure.subplots(1, 2), (points, advantages), ("points r (P, G)", "advantages A (P, G)"),
                                    strict=True):
         centre = values - values.nanmean() if title[0] == "p" else values
-        axes.imshow(centre.nan_to_num(), cmap="RdBu", vmin=-1.6, vmax=1.6, aspect="auto")
+        axes.imshow(centre.nan_to_num().numpy(), cmap="RdBu", vmin=-1.6, vmax=1.6, aspect="auto")
         for (p, g), value in zip(torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist(), values.flatten().tolist(),
                                  strict=True):
             axes.text(g, p, "none" if value != value else f"{value:+.2f}" if title[0] == "a" else f"{value:.1f}", ha="center",
@@ -117,7 +117,7 @@ def draw_pack(rollout) -> None:
     for axes, window in zip(figure.subplots(1, 2), (None, 6), strict=True):
         queries, keys = (Places(*(t.unsqueeze(d) for t in places.tensors)) for d in (1, 0))
         visible = may_look(queries, keys, window)
-        axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.6)
+        axes.imshow(visible.numpy(), cmap="Blues", vmin=0, vmax=1.6)
         labels = [f"{name}\n{position}" for name, position in zip(names, places.position.tolist(), strict=True)]
         axes.set_xticks(range(len(names)), labels, fontsize=5)
         axes.set_yticks(range(len(names)), names, fontsize=6)

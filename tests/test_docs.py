@@ -13,6 +13,7 @@ import pytest
 import grpo
 from config import HEADINGS, SECTIONS, GRPOConfig, parse_config
 from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES
+from runs import read_jsonl
 from test_grpo import SCALES, formulas
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +56,21 @@ def test_every_flag_exists(page):
 def test_the_page_of_all_flags_is_what_config_says():
     page = runpy.run_path(str(ROOT / "docs/make_configuration.py"))["page"]()
     assert (ROOT / "docs/configuration.md").read_text() == page, "run python docs/make_configuration.py"
+
+
+def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(monkeypatch):
+    module = runpy.run_path(str(ROOT / "docs/figures.py"))
+    kept, drawn = ROOT / "docs/figures", []
+    monkeypatch.setattr("sys.argv", ["figures.py"])
+    module["main"].__globals__["save"] = lambda figure, name: drawn.append(name)
+    module["main"]()
+    assert sorted(drawn) == sorted(path.stem for path in kept.glob("*.svg"))
+    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("walkthrough", "lecture")}
+    assert all(f"figures/{name}.svg" in pages["walkthrough"] for name in drawn)
+    ends = [line for line in read_jsonl(kept / "curve.jsonl") if line["phase"] == "eval" and line["step"] in (100, 200)]
+    for line in ends:
+        text = f"{line['eval_accuracy']:.3f} [{line['eval_accuracy_low']:.3f}, {line['eval_accuracy_high']:.3f}]"
+        assert all(text in page for page in pages.values()), text
 
 
 def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
