@@ -12,10 +12,12 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import HfArgumentParser
 
@@ -431,10 +433,38 @@ class Config:
 
 
 SECTIONS = (ModelConfig, DataConfig, GRPOConfig, TrainingConfig)
+HEADINGS = {                    # of --help and docs/configuration.md, each from this flag to the next one that has one
+    "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling", "environment": "Conversations",
+    "reward_functions": "Rewards", "normalize_advantages": "Advantages", "loss_type": "Loss", "use_value_head": "Value head",
+    "ppo_epochs": "Updates on a rollout", "use_kl_penalty": "KL to a reference", "use_grpo": "The run", "num_epochs": "Length",
+    "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes", "eval_steps": "Measured and written",
+}
+
+
+def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
+    """(heading, name, kind, default, help) of every flag, in order; of a choice, the kind is what can be chosen."""
+    heading = ""
+    for f in (f for section in SECTIONS for f in dataclasses.fields(section)):
+        heading, chosen = HEADINGS.get(f.name, heading), get_args(f.type)
+        several = f.default_factory is not dataclasses.MISSING
+        default = " ".join(f.default_factory()) if several else f.default
+        kind = f"{chosen[0].__name__} ..." if several else "|".join(filter(None, chosen)) or f.type.__name__
+        yield heading, f.name, kind, str(default).lower() if isinstance(default, bool) else str(default), f.metadata["help"]
 
 
 class OneLineParser(HfArgumentParser):
-    """transformers' parser of dataclasses, with errors of one line."""
+    """transformers' parser of dataclasses, with help under headings and errors of one line."""
+
+    def format_help(self) -> str:
+        lines, last, width = [__doc__.strip()], "", min(128, shutil.get_terminal_size().columns)
+        for heading, name, kind, default, help in described_flags():
+            lines += ["", heading] if heading != last else []
+            flag, last = f"  --{name} {kind}", heading
+            lines += [flag] if len(flag) > 38 else []
+            first = "" if len(flag) > 38 else flag
+            text = help + (f" [{default}]" if default else "")
+            lines += textwrap.wrap(text, width, initial_indent=first.ljust(40), subsequent_indent=" " * 40)
+        return "\n".join(lines) + "\n"
 
     def error(self, message: str):
         raise ValueError(message)

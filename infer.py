@@ -25,7 +25,6 @@ from config import GRPOConfig, ModelConfig
 from conversations import load_environment, refuse_missing_columns, responders
 from data import load_examples, with_instruction
 from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
-from encode import as_text
 from evaluation import compare, majority_vote, summarise, wilson_interval
 from model import has_adapter, load_policy, merged_copy, move, save_policy
 from report import write_report

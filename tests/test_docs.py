@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import get_args
@@ -10,18 +11,24 @@ from typing import get_args
 import pytest
 
 import grpo
-from config import SECTIONS, GRPOConfig, parse_config
+from config import HEADINGS, SECTIONS, GRPOConfig, parse_config
 from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES
+from runs import read_jsonl
 from test_grpo import SCALES, formulas
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target.split("#")[0]).exists(), target
+        name, _, anchor = target.partition("#")
+        to = page.parent / name if name else page
+        assert target.startswith("http") or to.exists(), target
+        if anchor and not target.startswith("http"):
+            headings = re.findall(r"^#+ (.*)$", to.read_text(), flags=re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -41,8 +48,55 @@ def test_every_flag_exists(page):
     names |= {"seeds", "kills", "lint"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"requirement"}                                                     # of pip
+    names |= {"train", "only"}                                                   # of docs/figures.py and docs/left_out.py
+    names |= {"no_use_kl_penalty"}                                               # made by transformers' parser
     for flag in re.findall(r"--([a-z_0-9]+)", page.read_text()):
         assert flag in names or flag == "help", flag
+
+
+def test_the_page_of_all_flags_is_what_config_says():
+    page = runpy.run_path(str(ROOT / "docs/make_configuration.py"))["page"]()
+    assert (ROOT / "docs/configuration.md").read_text() == page, "run python docs/make_configuration.py"
+
+
+def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(monkeypatch):
+    module = runpy.run_path(str(ROOT / "docs/figures.py"))
+    kept, drawn = ROOT / "docs/figures", []
+    monkeypatch.setattr("sys.argv", ["figures.py"])
+    module["main"].__globals__["save"] = lambda figure, name: drawn.append(name)
+    module["main"]()
+    assert sorted(drawn) == sorted(path.stem for path in kept.glob("*.svg"))
+    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("walkthrough", "lecture")}
+    assert all(f"figures/{name}.svg" in pages["walkthrough"] for name in drawn)
+    ends = [line for line in read_jsonl(kept / "curve.jsonl") if line["phase"] == "eval" and line["step"] in (100, 200)]
+    for line in ends:
+        text = f"{line['eval_accuracy']:.3f} [{line['eval_accuracy_low']:.3f}, {line['eval_accuracy_high']:.3f}]"
+        assert all(text in page for page in pages.values()), text
+
+
+def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
+    metrics, written = (ROOT / "docs/metrics.md").read_text(), (ROOT / "runs.py").read_text()
+    looked_at = re.findall(r"^\|[^|]+\|([^|]+)\|", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+    names = {name for cell in looked_at for name in re.findall(r"`([a-z_/<>.]+)`", cell)}
+    assert len(names) > 20
+    for name in names:
+        known = name if name.startswith("reward/<") else name.split("/")[0] + "/<function>" if "reward/" in name else name
+        assert f"`{known}`" in metrics or (("." in name or "/" in name) and name in written), name
+
+
+def test_help_shows_every_flag_under_a_heading_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0 and set(HEADINGS.values()) <= set(lines)
+    for section in SECTIONS:
+        for field in dataclasses.fields(section):
+            at = next(number for number, line in enumerate(lines) if line.startswith(f"  --{field.name} "))
+            said = " ".join(" ".join(lines[at : at + 3]).split())                # a flag takes up to three lines
+            assert field.metadata["help"][:40] in said, field.name
+            if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+                assert any(line.rstrip().endswith(f"[{field.default}]") for line in lines[at : at + 3]), field.name
 
 
 def test_sizes_stay_what_the_readme_says():

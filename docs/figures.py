@@ -1,0 +1,257 @@
+"""
+Draws the figures of docs/walkthrough.md and docs/lecture.md, with the functions that train: nothing is drawn by hand.
+
+    python docs/figures.py               docs/figures/*.svg, in seconds
+    python docs/figures.py --train       first the run whose curve is drawn: a minute or two
+
+The run is the small task of bench/losses.py: sums of the digits 0 to 4, a supervised cold start, then GRPO.
+"""
+
+import argparse
+import inspect
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/figures"
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import data  # noqa: E402
+import experience  # noqa: E402
+import grpo  # noqa: E402
+import logprobs  # noqa: E402
+import rewards  # noqa: E402
+import sample  # noqa: E402
+import train  # noqa: E402
+from config import GRPOConfig, ModelConfig  # noqa: E402
+from model import load_policy  # noqa: E402
+from packing import Places, may_look, pack_rows  # noqa: E402
+from runs import read_jsonl  # noqa: E402
+
+matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+BLUE, ORANGE, GREEN, RED, GREY = "tab:blue", "tab:orange", "tab:green", "tab:red", "0.6"
+
+
+def save(figure: Figure, name: str) -> None:
+    """The same bytes each time, so that a figure changes only when what it shows does."""
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
+
+
+def random_groups() -> tuple:
+    """A random tiny model, two prompts and three completions of each: examples and rollout."""
+    torch.manual_seed(0)
+    model, tokenizer = load_policy(ModelConfig())
+    examples = data.load_examples("arithmetic", limit=2)
+    config = GRPOConfig(num_completions_per_prompt=3, generation_max_length=6)
+    prompts = [example["prompt"] for example in examples]
+    return model, examples, sample.sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0)
+
+
+def draw_flow(model, examples: list[dict], rollout) -> None:
+    """The functions a step goes through, with the shapes of what they hand on: of a real one, 2 prompts x 3 completions."""
+    points, _ = rewards.compute_rewards_for_completions([rewards.reasoning_coherence], [1.0], rollout, examples)
+    advantages = grpo.compute_group_advantages(points)
+    logp = logprobs.completion_log_probs(model, rollout).logp
+    mask = rollout.completion_mask
+    loss, _ = grpo.policy_loss(logp, logp.detach(), advantages.view(-1, 1), mask, num_tokens=int(mask.sum()))
+    boxes = [
+        (data.load_examples, f"{len(examples)} dicts"),
+        (sample.sample_completions_for_prompts, f"completion_ids {tuple(rollout.completion_ids.shape)}, sampling_logp"),
+        (rewards.compute_rewards_for_completions, f"points {tuple(points.shape)}"),
+        (grpo.compute_group_advantages, f"advantages {tuple(advantages.shape)}"),
+        (experience.prepare_experience, "what stays the same during the updates"),
+        (logprobs.completion_log_probs, f"logp {tuple(logp.shape)}, with gradient"),
+        (grpo.policy_loss, f"a scalar {tuple(loss.shape)}"),
+        (train.update, "one step of AdamW"),
+    ]
+    figure = Figure(figsize=(6, 5.4))
+    axes = figure.add_axes([0, 0, 1, 1])
+    axes.axis("off")
+    axes.set(xlim=(0, 8), ylim=(-0.5, len(boxes) - 0.5))
+    for number, (function, result) in enumerate(boxes):
+        y = len(boxes) - 1 - number
+        file = Path(inspect.getfile(function)).name
+        colour = "#dbe9f6" if number in (5, 6, 7) else "#f3f3f3"
+        axes.text(3.1, y, f"{file}\n{function.__name__}", ha="center", va="center", fontsize=9,
+                  bbox=dict(boxstyle="round,pad=0.45", facecolor=colour, edgecolor=GREY))
+        last = number == len(boxes) - 1
+        axes.text(4.6 if last else 3.3, y if last else y - 0.5, result, va="center", fontsize=8.5, color="0.25")
+        if not last:
+            axes.annotate("", (3.1, y - 0.66), (3.1, y - 0.34), arrowprops=dict(arrowstyle="->", color="0.4"))
+    axes.annotate("", (0.75, 2.2), (0.75, -0.2), arrowprops=dict(arrowstyle="->", color=BLUE))
+    axes.text(0.6, 1, "again for each micro-batch,\nthen for each update", rotation=90, ha="right", va="center", color=BLUE)
+    save(figure, "flow")
+
+
+def draw_groups() -> None:
+    """Points of four groups, and the advantages that compute_group_advantages makes of them."""
+    nan = torch.nan
+    points = torch.tensor([[1, 0, 0, 1.0], [1.3, 0.3, 0.3, 0.3], [0.7, 0.7, 0.7, 0.7], [1.0, nan, 0.5, 0.0]])
+    advantages = grpo.compute_group_advantages(points)
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    for axes, values, title in zip(figure.subplots(1, 2), (points, advantages), ("points r (P, G)", "advantages A (P, G)"),
+                                   strict=True):
+        centre = values - values.nanmean() if title[0] == "p" else values
+        axes.imshow(centre.nan_to_num().numpy(), cmap="RdBu", vmin=-1.6, vmax=1.6, aspect="auto")
+        for (p, g), value in zip(torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist(), values.flatten().tolist(),
+                                 strict=True):
+            axes.text(g, p, "none" if value != value else f"{value:+.2f}" if title[0] == "a" else f"{value:.1f}", ha="center",
+                      va="center")
+        axes.set(title=title, xticks=range(4), yticks=range(4), xlabel="completion g", ylabel="prompt p")
+        axes.spines[:].set_visible(False)
+    save(figure, "groups")
+
+
+def draw_pack(rollout) -> None:
+    """Who may look at whom in a pack of one prompt and its three completions, without and with a window of 6 positions."""
+    packs = pack_rows(rollout, torch.arange(3), shared_prompt=True)
+    places = packs.places[0]
+    names = "".join("p" if s == 0 else "abc"[s - 1] for s in places.sibling.tolist())
+    figure = Figure(figsize=(7.4, 3.9), layout="constrained")
+    for axes, window in zip(figure.subplots(1, 2), (None, 6), strict=True):
+        queries, keys = (Places(*(t.unsqueeze(d) for t in places.tensors)) for d in (1, 0))
+        visible = may_look(queries, keys, window)
+        axes.imshow(visible.numpy(), cmap="Blues", vmin=0, vmax=1.6)
+        labels = [f"{name}\n{position}" for name, position in zip(names, places.position.tolist(), strict=True)]
+        axes.set_xticks(range(len(names)), labels, fontsize=5)
+        axes.set_yticks(range(len(names)), names, fontsize=6)
+        borders = [i for i in range(1, len(names)) if names[i] != names[i - 1]]
+        for border in borders:
+            axes.axhline(border - 0.5, color="0.7", linewidth=0.6)
+            axes.axvline(border - 0.5, color="0.7", linewidth=0.6)
+        axes.set(title="full attention" if window is None else f"window of {window} positions", xlabel="key, and its position",
+                 ylabel="query")
+    save(figure, "pack")
+
+
+def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """policy_loss of single tokens, each in a call of its own denominator 1, and its slope by logp."""
+    logp = ratio.log()[:, None].requires_grad_()
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    losses, ones = [], dict(num_tokens=1, num_sequences=1, max_tokens=1)
+    for row in range(len(ratio)):
+        at = slice(row, row + 1)
+        loss, _ = grpo.policy_loss(
+            logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], **ones, **kind
+        )
+        losses.append(loss)
+    (slope,) = torch.autograd.grad(torch.stack(losses).sum(), logp)
+    return torch.stack(losses).detach(), slope[:, 0]
+
+
+def draw_clip() -> None:
+    """Loss and gradient of one token over its ratio."""
+    ratio = torch.linspace(0.05, 4, 159)
+    figure = Figure(figsize=(7.4, 4.6), layout="constrained")
+    for column, advantage in zip(figure.subplots(2, 2, sharex=True).T, (1.0, -1.0), strict=True):
+        kinds = {"dapo, grpo, dr_grpo": {}, "cispo, clip_high 2": dict(loss_type="cispo", clip_high=2.0)}
+        kinds |= {"with dual_clip 3": dict(dual_clip=3.0)} if advantage < 0 else {}
+        for (label, kind), colour, width in zip(kinds.items(), (BLUE, ORANGE, GREEN), (2.5, 1.5, 1.2), strict=False):
+            for axes, values in zip(column, loss_and_slope(ratio, advantage, **kind), strict=True):
+                axes.plot(ratio, values, label=label, color=colour, linewidth=width)
+        for axes in column:
+            axes.axvspan(0.8, 1.2, color="0.92")
+            axes.axhline(0, color=GREY, linewidth=0.6)
+        column[0].set(title=f"A = {advantage:+.0f}", ylabel="loss of a token")
+        column[1].set(xlabel="ratio (grey: 1 - clip_low to 1 + clip_high)", ylabel="its slope by logp")
+        column[1].legend(frameon=False, fontsize=8)
+    save(figure, "clip")
+
+
+def mean_gradients(p: torch.Tensor, q: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradient of the mean of each estimator with respect to the logits of p, tokens drawn from p, by enumeration."""
+    logits = p.log().requires_grad_()
+    logp = logits.log_softmax(0)
+    ratio = (logp - logp.detach()).exp()
+    terms = {name: grpo.kl_penalty(logp, q.log(), estimator=name) for name in ("k1", "k2", "k3")}
+    terms["ratio * k3"] = grpo.kl_penalty(logp, q.log(), estimator="k3", ratio=ratio)
+    means = {name: (p * term).sum() for name, term in terms.items()}
+    means["KL(policy || reference)"] = (logp.exp() * (logp - q.log())).sum()
+    means["KL(reference || policy)"] = (q * (q.log() - logp)).sum()
+    return {name: torch.autograd.grad(mean, logits, retain_graph=True)[0] for name, mean in means.items()}
+
+
+def draw_kl() -> None:
+    """Values of the estimators at one token, and what their mean gradient is for a policy of two tokens."""
+    x = torch.linspace(-2.5, 2.5, 201)
+    figure = Figure(figsize=(7.4, 3.1), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, colour in ("k1", GREY), ("k2", GREEN), ("k3", ORANGE):
+        left.plot(x, grpo.kl_penalty(torch.zeros_like(x), x, estimator=name), label=name, color=colour)
+    left.set(xlabel="x = ref_logp - logp of the sampled token", ylabel="nat", title="value at a token", ylim=(-2.6, 6))
+    shares = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
+    found = [mean_gradients(torch.stack([s, 1 - s]), torch.tensor([0.3, 0.7], dtype=torch.float64)) for s in shares]
+    styles = {
+        "KL(policy || reference)": dict(color=BLUE, linewidth=5, alpha=0.35), "ratio * k3": dict(color=RED),
+        "k2": dict(color=GREEN, linestyle="--"), "KL(reference || policy)": dict(color="k", linewidth=5, alpha=0.15),
+        "k3": dict(color=ORANGE), "k1": dict(color=GREY),
+    }
+    for name, style in styles.items():
+        right.plot(shares, [gradient[name][0] for gradient in found], label=name, **style)
+    right.set(xlabel="policy's probability of a token; the reference's is 0.3", ylabel="slope by its logit",
+              title="mean gradient")
+    for axes in left, right:
+        axes.axhline(0, color="0.8", linewidth=0.6)
+        axes.legend(frameon=False, fontsize=7)
+    save(figure, "kl")
+
+
+def train_small() -> None:
+    """The small task's run, its figures kept in docs/figures/curve.jsonl."""
+    import losses
+
+    names = "step", "phase", "eval_accuracy", "eval_accuracy_low", "eval_accuracy_high", "mean_reward", "tied_groups", "entropy"
+    with tempfile.TemporaryDirectory() as folder:
+        losses.write_task(Path(folder))
+        data_flags = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/test.jsonl --eval_limit 128 --eval_steps 10"
+        task = f"{losses.GRPO} {data_flags} --save_steps 0 --report_to none --cold_start_steps 100"
+        train.main(f"{task} --cold_start_learning_rate 1e-3 --output_dir {folder}/run".split())
+        kept = [{n: line[n] for n in names if n in line} for line in read_jsonl(Path(folder) / "run/metrics.jsonl")]
+    (FOLDER / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def draw_curve() -> None:
+    """Held-out accuracy, and what happens to ties and entropy meanwhile."""
+    lines = read_jsonl(FOLDER / "curve.jsonl")
+    evals, steps = ([line for line in lines if (line["phase"] == "eval") == held_out] for held_out in (True, False))
+    grpo_steps = [line for line in steps if line["phase"] == "grpo"]
+    figure = Figure(figsize=(7, 2.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    at, low, middle, high = (
+        [line[name] for line in evals] for name in ("step", "eval_accuracy_low", "eval_accuracy", "eval_accuracy_high")
+    )
+    left.plot(at, middle, marker=".", color=BLUE)
+    left.fill_between(at, low, high, color=BLUE, alpha=0.2)
+    left.set(xlabel="optimiser step", ylabel="held-out accuracy, 95 %")
+    for name, colour in ("tied_groups", ORANGE), ("entropy", GREEN):
+        right.plot([m["step"] for m in grpo_steps], [m[name] for m in grpo_steps], label=name, color=colour)
+    right.set(xlabel="optimiser step", ylim=(0, None))
+    right.legend(frameon=False)
+    for axes in left, right:
+        axes.axvline(grpo_steps[0]["step"], color=GREY, linestyle=":")
+    save(figure, "curve")
+
+
+def main() -> None:
+    """Draw all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", action="store_true", help="first the run of the learning curve")
+    if parser.parse_args().train:
+        train_small()
+    model, examples, rollout = random_groups()
+    draw_flow(model, examples, rollout)
+    draw_groups()
+    draw_pack(rollout)
+    draw_clip()
+    draw_kl()
+    draw_curve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""
+What a line is there for: leave it out, really, and measure.
+
+    python docs/left_out.py                  the table of docs/walkthrough.md
+    python docs/left_out.py --only ties walls
+
+Each case names a file, some text in it and what stands there once the line is gone. The program is copied to a temporary
+folder, changed there, and the same number is taken of both. A test keeps the texts in step with the program.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass
+class Case:
+    """A line, what is left when it is gone, and Python that prints a number in both programs."""
+
+    file: str
+    text: str
+    without: str
+    what: str                   # says what the number is
+    code: str
+
+
+# A random tiny model and six completions of three prompts, for the cases that need them.
+SETTING = """
+import torch
+from config import GRPOConfig, ModelConfig
+from logprobs import completion_log_probs
+from model import load_policy
+from sample import sample_completions_for_prompts
+torch.manual_seed(0)
+model, tokenizer = load_policy(ModelConfig())
+config = GRPOConfig(generation_max_length=16, generation_top_k=0, generation_top_p=1.0, generation_temperature=1.0)
+rollout = sample_completions_for_prompts(model, tokenizer, ["47+85=?", "1+1=?", "9+90=?"], config, seed=0, num_completions=2)
+"""
+PACKED_AND_ALONE = SETTING + """
+with torch.no_grad():
+    packed, alone = (completion_log_probs(model, rollout, shared_prompt=share).logp for share in (True, False))
+print(float((packed - alone).abs().max()))
+"""
+GRADIENT = """
+from grpo import kl_penalty
+p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.7, 0.2, 0.1], [0.2, 0.2, 0.6]))
+theta = p.log().clone().requires_grad_()
+logp = theta.log_softmax(0)
+(true,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), theta, retain_graph=True)
+"""
+# The first update of a run, with its gradient; the start-up check would refuse some of these programs, so it is not asked.
+STEP = """
+import tempfile, torch, prepare, train
+from devices import bucket
+from experience import minibatches, prepare_experience, sample_groups
+prepare.start_up_check = lambda *_: True
+flags = "--use_grpo --reward_functions length.py:length --batch_size 8 --report_to none --eval_limit 0 --cold_start_steps 0"
+open("length.py", "w").write("def length(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]")
+def first(more=""):
+    run = train.set_up(train.parse_config([*flags.split(), "--output_dir", tempfile.mkdtemp(), *more.split()]))
+    run.folder.console.quiet = True
+    prepare.begin_phase(run, run.phases[0])
+    groups = sample_groups(run, next(run.batches))
+    experience, _ = prepare_experience(run, groups.rollout, groups.points)
+    return run, experience
+def gradient(run, experience):
+    rows = torch.arange(len(experience.mask))
+    losses = train.add_up_gradient(run, experience, rows)
+    return losses, torch.stack([p.grad.norm() for p in run.model.parameters() if p.grad is not None]).norm().item()
+"""
+
+CASES = {
+    "ties": Case(
+        "grpo.py", "torch.where(scored & ~tied,", "torch.where(scored,",
+        "advantage of each of eight completions with 0.7 points",
+        "import torch; from grpo import compute_group_advantages\n"
+        "print(float(compute_group_advantages(torch.full((1, 8), 0.7))[0, 0].abs()))",
+    ),
+    "mask first": Case(
+        "grpo.py", "torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy",
+        "logp - old_logp", "distance from the sampler (policy_kl) of a policy that has not moved, padding of -inf beside it",
+        "import torch; from grpo import policy_loss\n"
+        "logp = torch.tensor([[-1.0, -torch.inf]]); mask = torch.tensor([[True, False]])\n"
+        "print(float(policy_loss(logp, logp, torch.ones(1), mask, num_tokens=1)[1]['policy_kl']))",
+    ),
+    "walls": Case(
+        "packing.py", "((key.sibling == query.sibling) | (key.sibling == 0)) & ", "",
+        "largest difference between packed and plain log-probabilities, nat", PACKED_AND_ALONE,
+    ),
+    "first tokens": Case(
+        "packing.py", "predictor[index, 0] = last_of_prompt", "pass", "the same", PACKED_AND_ALONE,
+    ),
+    "positions": Case(
+        "packing.py", "number, row + 1, len(prompt)))", "number, row + 1, end - k * longest))", "the same", PACKED_AND_ALONE,
+    ),
+    "temperature": Case(
+        "train.py", "batch, **grpo.policy, shared", "batch, shared",
+        "mean of |ratio - 1| on the first update, temperature 0.8, top-p 0.9, top-k 50",
+        STEP + "print(gradient(*first('--profile balanced --num_completions_per_prompt 4 "
+        "--generation_max_length 16 --use_kl_penalty false'))[0]['ratio_deviation'])",
+    ),
+    "denominator": Case(
+        "train.py", "sampling_logp[batch], counts)", "sampling_logp[batch], experience.counts(batch, 0))",
+        "length of the gradient in passes of 128 tokens over that in a single pass",
+        STEP + "pieces, whole = (gradient(*first(f'--max_tokens_per_forward {n}'))[1] for n in (128, 99999))\n"
+        "print(pieces / whole)",
+    ),
+    "fresh gradients": Case(
+        "train.py", "    run.optimizer.zero_grad(set_to_none=run.device.type != \"xla\")                "
+        "# there, always to add is one program less\n", "", "length of the gradient that an update leaves for the next one",
+        STEP + "run, experience = first(); losses, _ = gradient(run, experience); train.update(run, losses['total_loss'])\n"
+        "print(sum(float(p.grad.square().sum()) for p in run.model.parameters() if p.grad is not None) ** 0.5)",
+    ),
+    "clip": Case(
+        "grpo.py", "gain = torch.minimum(free, ratio.clamp(1 - t.clip_low, 1 + t.clip_high) * t.advantages)", "gain = free",
+        "largest ratio after eight updates on one rollout, with a learning rate of 0.001",
+        STEP + """
+from experience import look_back
+run, experience = first('--learning_rate 1e-3 --warmup_ratio 0 --lr_schedule constant')
+for _ in range(8):
+    losses, _ = gradient(run, experience); train.update(run, losses['total_loss'])
+new, _ = look_back(run, run.model, experience.rollout)
+print(float((new - experience.old_logp)[experience.mask].exp().max()))""",
+    ),
+    "ratio of the KL": Case(
+        "grpo.py", "return kl if ratio is None else ratio * kl", "return kl",
+        "cosine between the mean gradient of k3 in the loss and the gradient of KL(policy ‖ reference)",
+        SETTING.splitlines()[1] + GRADIENT + """
+k3 = kl_penalty(logp, q.log(), estimator="k3", ratio=(logp - logp.detach()).exp())
+(found,) = torch.autograd.grad((p * k3).sum(), theta)
+print(float(torch.cosine_similarity(found, true, dim=0)))""",
+    ),
+    "position, not id": Case(
+        "sample.py", "mask = torch.arange(int(lengths.max())) < lengths[:, None]",
+        "mask = self.ids.cpu()[: self.nobody, : int(lengths.max())] != self.pad_id",
+        "share of the stop tokens that are trained on, where pad and EOS are one id",
+        SETTING + """
+tokenizer.pad_token = tokenizer.eos_token
+rollout = sample_completions_for_prompts(model, tokenizer, ["47+85=?"] * 8, config, seed=0, num_completions=8)
+ended = rollout.finished
+last = rollout.completion_ids[ended] == tokenizer.eos_token_id
+print(float((last & rollout.completion_mask[ended]).any(dim=1).float().mean()))""",
+    ),
+}
+
+
+def measured(case: Case, leave_out: bool) -> float:
+    """The number of a case in a copy of the program, with the line or without it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, folder)
+        changed = Path(folder) / case.file
+        if leave_out:
+            changed.write_text(changed.read_text().replace(case.text, case.without))
+        done = subprocess.run([sys.executable, "-c", case.code], cwd=folder, capture_output=True, text=True)
+    return float(done.stdout.split()[-1]) if done.returncode == 0 else f"stops: {done.stderr.strip().splitlines()[-1]}"
+
+
+def as_text(number: float | str) -> str:
+    """For a cell of the table."""
+    return number if isinstance(number, str) else f"{number:.3g}"
+
+
+def main() -> None:
+    """Print a row for each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--json", action="store_true", help="numbers instead of a table")
+    args = parser.parse_args()
+    if not args.json:
+        print("| what is left out | where | measured | with it | without it |\n|---|---|---|---|---|")
+    for name in args.only:
+        case = CASES[name]
+        both = [measured(case, leave_out) for leave_out in (False, True)]
+        if args.json:
+            print(json.dumps([name, *both]), flush=True)
+        else:
+            what = case.what.replace("|", "\\|")
+            print(f"| {name} | {case.file} | {what} | {as_text(both[0])} | {as_text(both[1])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

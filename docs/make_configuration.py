@@ -1,0 +1,67 @@
+"""
+Writes docs/configuration.md from the dataclasses in config.py. A test compares the two.
+
+    python docs/make_configuration.py
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from config import PROFILES, described_flags  # noqa: E402
+
+HEAD = """\
+# Every flag
+
+Written by `python docs/make_configuration.py` from [config.py](../config.py), a line for each flag; `python train.py --help`
+shows the same. Of what is set in several places the later wins: defaults, profile, settings file, flags.
+
+    python train.py --use_grpo --profile balanced --seed 1
+
+- A settings file comes first, `python train.py settings.json --seed 1`. It is JSON with the same names, in sections or not: the
+  `config.json` of a run is one.
+- `true|false`: `--gradient_checkpointing` alone means true. What is true by default is switched off by `--no_use_kl_penalty` or
+  `--use_kl_penalty false`.
+- `str ...` and `float ...`: several words, such as `--reward_weights 1 0.2`.
+- Settings that contradict each other are refused in one line, before anything is loaded.
+"""
+
+PROFILES_HEAD = """
+## Profiles
+
+`--profile NAME` starts from these instead of the defaults; flags lie above them. With neither a profile nor a `--model_path`,
+`demo` is taken where there is `--use_grpo`, and `demo_supervised` where there is not. An empty cell is the default.
+"""
+
+
+def cell(text: str) -> str:
+    """Text in a table: its bars are no borders, and <time> is no tag."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def page() -> str:
+    """docs/configuration.md."""
+    lines, last, defaults = [HEAD], "", {}
+    for heading, name, kind, default, help in described_flags():
+        if heading != last:
+            lines += [f"\n## {heading}\n", "| flag | kind | default | what it does |", "|---|---|---|---|"]
+        kind, last, defaults[name] = "true|false" if kind == "bool" else kind, heading, default
+        shown = f"`{default}`" if default else ""
+        lines.append(f"| `--{name}` | {cell(kind)} | {shown} | {cell(help)} |")
+    lines += [PROFILES_HEAD, f"| flag | default | {' | '.join(PROFILES)} |", "|---" * (len(PROFILES) + 2) + "|"]
+    for name, default in defaults.items():
+        values = [as_text(profile[name]) if name in profile else "" for profile in PROFILES.values()]
+        if any(values):
+            lines.append(f"| `--{name}` | {default} | {' | '.join(values)} |")
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def as_text(value) -> str:
+    """A setting as it would be typed."""
+    return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    (ROOT / "docs/configuration.md").write_text(page())

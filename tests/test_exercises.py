@@ -1,0 +1,90 @@
+"""The exercises of the lecture: unsolved they fail, solved they pass, and the usual mistakes are noticed."""
+
+import importlib.util
+import inspect
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "docs/exercises"
+
+
+def module_of(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tests(monkeypatch):
+    """Number of an exercise -> its test, of the functions in a module."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delenv("EXERCISES", raising=False)
+    module = module_of("test_exercises")
+    found = {name.split("_")[1]: test for name, test in vars(module).items() if name.startswith("test_")}
+    assert sorted(found) == list("123456")
+
+    def run(number, functions):
+        module.task = functions
+        found[number]()
+
+    return run
+
+
+stubs, solutions = module_of("exercises"), module_of("solutions")
+SOLVED = {name: f for name, f in vars(solutions).items() if inspect.isfunction(f)}
+
+
+@pytest.mark.parametrize("number", "123456")
+def test_an_exercise_fails_until_it_is_solved(tests, number):
+    with pytest.raises(NotImplementedError):
+        tests(number, stubs)
+    tests(number, solutions)
+
+
+def test_stubs_and_solutions_have_the_same_signatures():
+    assert len(SOLVED) == 6
+    for name, function in SOLVED.items():
+        assert inspect.signature(function) == inspect.signature(getattr(stubs, name)), name
+
+
+def k3(logp, ref_logp):
+    return (ref_logp - logp).exp() - (ref_logp - logp) - 1
+
+
+def ratio(logp, old_logp):
+    return (logp - old_logp).exp()
+
+
+MISTAKES = {
+    "no ties": ("1", "group_advantages", lambda r: (r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-8)),
+    "std over G": ("1", "group_advantages", lambda r: (r - r.mean(1, True)) / (r.std(1, False, keepdim=True) + 1e-8)),
+    "over the batch": ("1", "group_advantages", lambda r: (r - r.mean()) / (r.std() + 1e-8)),
+    "itself among the siblings": ("2", "leave_one_out", lambda r: r - r.mean(1, True)),
+    "maximum": ("3", "clipped_loss", lambda p, o, a, c: -torch.maximum(ratio(p, o) * a, ratio(p, o).clamp(1 - c, 1 + c) * a)),
+    "clip alone": ("3", "clipped_loss", lambda p, o, a, c: -ratio(p, o).clamp(1 - c, 1 + c) * a),
+    "mean of means": ("4", "loss_of_a_piece", lambda loss, mask, n: loss[mask].mean()),
+    "product": ("4", "loss_of_a_piece", lambda loss, mask, n: (loss * mask).sum() / n),
+    "no ratio": ("5", "kl_term", lambda p, o, q: k3(p, q)),
+    "ratio without gradient": ("5", "kl_term", lambda p, o, q: ratio(p, o).detach() * k3(p, q)),
+    "k1": ("5", "kl_term", lambda p, o, q: p - q),
+    "in the text": ("6", "right_number", lambda completions, answer, **_: [
+        float(a in text) for text, a in zip(completions, answer)]),
+    "the first answer": ("6", "right_number", lambda completions, answer, **_: [
+        float(f"<answer>{a}<" in text.replace(",", "").replace(" ", "").replace(".0<", "<"))
+        for text, a in zip(completions, answer)]),
+    "raises": ("6", "right_number", lambda completions, answer, **_: [
+        float(math.isclose(float(text.split("<answer>")[1].split("<")[0].replace(",", "")), float(a)))
+        for text, a in zip(completions, answer)]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_usual_mistake_is_noticed(tests, mistake):
+    number, name, wrong = MISTAKES[mistake]
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        tests(number, SimpleNamespace(**SOLVED | {name: wrong}))

@@ -1,0 +1,30 @@
+"""The notebook runs from top to bottom where it lies, without Jupyter, and its policy learns."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[1] / "docs/notebook.ipynb"
+
+
+@pytest.fixture
+def cells():
+    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_is_kept_without_outputs(cells):
+    assert len(cells) > 5 and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+@pytest.mark.slow                                          # 20 to 40 seconds
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
+def test_the_notebook_runs_downloads_nothing_and_learns(cells, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("the files are there: nothing to fetch"))
+    monkeypatch.chdir(NOTEBOOK.parent)
+    names = {}
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"notebook cell {number}", "exec"), names)
+    curve = names["curve"]
+    assert curve[0] < 0.2 and min(curve[-3:]) > 0.6, curve

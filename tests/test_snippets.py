@@ -1,0 +1,64 @@
+"""The Python in the pages: blocks marked `python run` are run in order, a page at a time; all others must at least compile."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, kind="python[^\n]*"):
+    """The code of a page's blocks, each behind as many empty lines as it has above it, for the line numbers of errors."""
+    text = page.read_text()
+    found = re.finditer(rf"^```({kind})\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return ["\n" * text[: block.start(2)].count("\n") + block[2] for block in found]
+
+
+RUN = [page for page in PAGES if blocks(page, "python run")]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_and_its_asserts_hold(page):
+    names, code = {}, blocks(page, "python run")
+    assert any("assert " in block for block in code), "nothing that could fail"
+    for block in code:
+        exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_all_python_of_a_page_compiles(page):
+    for block in blocks(page):
+        signature = block.rstrip().endswith("-> list[float | None]")             # of a function, without its body
+        compile(block.rstrip() + ": ...\n" if signature else block, page, "exec")
+
+
+def test_the_functions_of_the_readme_do_what_it_says(monkeypatch):
+    import train
+
+    started, names = [], {}
+    monkeypatch.setattr(train, "train", started.append)
+    for block in blocks(ROOT / "README.md"):
+        exec("from train import *" if "train(" in block else "", names)
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["short"](["a" * 50], answer=["1"]) == [0.5]
+    said = [{"role": "assistant", "content": "It is 132."}]
+    assert names["respond"](said, answer="132") is None and names["respond"](said, answer="7") == "No, try again."
+    (config,) = started
+    assert config.training.use_grpo and config.grpo.num_completions_per_prompt == 8
+
+
+def test_each_line_that_the_walkthrough_leaves_out_is_there_once_and_has_a_row():
+    cases = runpy.run_path(str(ROOT / "docs/left_out.py"))["CASES"]
+    rows = re.findall(r"^\| ([^|]+) \| (\w+\.py) \|", (ROOT / "docs/walkthrough.md").read_text(), flags=re.MULTILINE)
+    assert sorted(rows) == sorted((name, case.file) for name, case in cases.items())
+    for name, case in cases.items():
+        assert (ROOT / case.file).read_text().count(case.text) == 1, f"{name}: the line has changed; measure again"
+        compile(case.code, name, "exec")
+
+
+def test_without_its_line_a_tie_is_no_tie():
+    module = runpy.run_path(str(ROOT / "docs/left_out.py"))
+    assert [module["measured"](module["CASES"]["ties"], leave_out) > 0.1 for leave_out in (False, True)] == [False, True]
