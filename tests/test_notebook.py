@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 NOTEBOOK = Path(__file__).parents[1] / "docs/notebook.ipynb"
@@ -20,7 +21,7 @@ def test_the_notebook_is_kept_without_outputs(cells):
 @pytest.mark.slow                                          # 20 to 40 seconds
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 def test_the_notebook_runs_downloads_nothing_and_learns(cells, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "Agg")
+    matplotlib.use("Agg", force=True)                     # a window would wait for somebody to close it
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("the files are there: nothing to fetch"))
     monkeypatch.chdir(NOTEBOOK.parent)
     names = {}
