@@ -77,7 +77,7 @@ def compute_group_advantages(
     if baseline not in baselines or scale not in scales:
         raise ValueError(f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}")
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
-    # and that last bit divided by a tiny std would pass for an advantage of 5.96.
+    # and that last bit divided by a tiny std would pass for an advantage of 0.8.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
     lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
     tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also where fewer than two are scored
