@@ -248,7 +248,8 @@ def test_marks_of_another_judge_are_not_taken_from_the_file(tmp_path):
     marks = []
     for mark in "2", "3":
         with Endpoint(lambda asked, n, _, mark=mark: mark) as endpoint:
-            marks += judge("helpful", url=endpoint.url, model="m", question="?", cache=f"{tmp_path}/marks")(["a"], prompts=["p"])
+            function = judge("helpful", url=endpoint.url, model="m", question="?", cache=f"{tmp_path}/marks")
+            marks += function(["a"], prompts=["p"])
     assert marks == [0.2, 0.3]
 
 

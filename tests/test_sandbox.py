@@ -291,6 +291,7 @@ def test_no_cheat_earns_anything(monkeypatch):
         ("assert missing(2) == 4", 0.0),
         ("assert 2 ** f(10 ** 10) == 0", 0.0),                     # the judge runs out of time
         ("assert all(f(i) == 2 * i for i in range(3))", None),     # a variable that only the judge has
+        ("assert max([1, 2], key=lambda n: f(n)) == 2", None),
         ("assert 1 == 1", None),
         ("assert abs(-1) == 1", None),
         ("f(2) == 4", None),
