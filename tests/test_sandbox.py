@@ -91,6 +91,8 @@ def test_at_least_one_way_is_tested():
         ("import threading; t = threading.Thread(target=print, args=(7,)); t.start(); t.join()", True, "7\n", ""),
         ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
         ("import sys; print(sys.stdin.read() == '', __name__)", True, "True __main__\n", ""),
+        ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True,
+         "(10, 10) (0, 0) (0, 0)\n", ""),
     ],
 )
 def test_a_program_runs_and_what_became_of_it_is_said(way, code, ok, stdout, reason):
