@@ -1,6 +1,7 @@
 """Programs that try to get out, to stay, to take everything or to be paid for nothing. Each runs in every way there is here."""
 
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -200,6 +201,15 @@ def test_files_and_folders_that_everybody_may_use_cannot_be_used(way):
         code = f"{PREAMBLE}\nwith escape(): open({folder + '/file'!r}).read()\nwith escape(): open({folder + '/new'!r}, 'w')"
         assert run_python(code, way=way).stdout == ""
         assert os.listdir(folder) == ["file"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
+def test_other_ways_to_call_the_kernel_are_closed(way):
+    x32 = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall(0x40000000 | 39), ctypes.get_errno())"
+    assert run_python(x32, way=way).stdout == "-1 1\n", "not permitted, where a kernel without x32 would say: not there"
+    code = "import ctypes, mmap; page = mmap.mmap(-1, 4096, prot=7); page.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')\n"
+    code += "ctypes.CFUNCTYPE(int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"       # int 0x80, as 32-bit programs do
+    assert run_python(code, way=way).reason == "SIGSYS"
 
 
 LOOK_AROUND = """
