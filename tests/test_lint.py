@@ -84,7 +84,11 @@ def test_the_exit_code_says_whether_there_are_flags(capsys, tmp_path):
     assert "| `check_answer` | 3.00 | 0.00 | -1.00 |" in capsys.readouterr().out
     assert lint.main(["--lint", "--reward_functions", "no_such"]) == 2
     assert lint.main(["--lint", "--dataset", str(tmp_path / "none.jsonl")]) == 2
+    assert lint.main(["--lint", "--reward_functions", "correctness", "--reward_weights", "1", "2"]) == 2
     assert "error: --reward_functions no_such" in capsys.readouterr().out
+    lint.main(["--lint", "--limit", "1"])
+    printed = capsys.readouterr().out
+    assert "| `correctness` |" in printed and "environment" not in printed, "nobody gives its points here"
 
 
 def test_of_a_conversation_the_last_turn_is_changed():

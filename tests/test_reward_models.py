@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,14 +24,19 @@ def reward_model(tmp_path_factory):
     return save(tmp_path_factory.mktemp("reward"), num_labels=1)
 
 
-def save(folder, num_labels):
+def save(folder, num_labels, weights=None, pad_token_id=0, template=None):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=263, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0,
-        num_labels=num_labels, initializer_range=0.5,
+        vocab_size=263, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=num_labels,
+        pad_token_id=pad_token_id, initializer_range=0.5,
     )
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    model = LlamaForSequenceClassification(config)
+    if weights is not None:
+        model.score.weight.data.fill_(weights)
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -41,6 +47,7 @@ def test_a_classifiers_points_do_not_depend_on_the_batch(reward_model):
     assert liked(texts, prompts=["p"] * 4) == pytest.approx(alone, abs=1e-5)
     assert len(set(alone)) == 4 and liked.__name__ == "liked"
     assert liked([[{"role": "assistant", "content": "a"}]], prompts=[PROMPT])[0] != alone[0], "the prompt counts"
+    assert liked(["a"], prompts=[[5, 6]]) == liked(["a"], prompts=[""]), "token ids of another tokenizer have nothing to show"
 
 
 def test_of_a_long_conversation_the_end_counts(reward_model):
@@ -53,6 +60,21 @@ def test_a_classifier_with_labels_gives_a_probability(tmp_path):
     path = save(tmp_path, num_labels=3)
     (points,) = zip(*(classifier("label", path, label=label)(["text"], prompts=["p"]) for label in range(3)))
     assert sum(points) == pytest.approx(1) and all(0 < p < 1 for p in points)
+
+
+def test_a_model_that_names_no_padding_gets_the_tokenizers(reward_model, tmp_path):
+    texts = dict(completions=["a", "a longer completion"], prompts=["p", "p"])
+    assert classifier("liked", save(tmp_path, 1, pad_token_id=None))(**texts) == classifier("liked", reward_model)(**texts)
+
+
+def test_a_chat_template_brings_its_own_bos(reward_model, tmp_path):
+    lines = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '' if loop.last else '\n' }}{% endfor %}"
+    with_template = classifier("liked", save(tmp_path, 1, template=lines))
+    assert with_template(["b"], prompts=["a"]) == classifier("liked", reward_model)(["b"], prompts=["a"])
+
+
+def test_points_that_are_no_number_leave_completions_unscored(tmp_path):
+    assert classifier("broken", save(tmp_path, num_labels=1, weights=math.nan))(["text"] * 2, prompts=["p"] * 2) == [None, None]
 
 
 # ---- the judge -----------------------------------------------------------------------------------------------------
@@ -149,6 +171,10 @@ def error_401(asked, n, handler):
     handler.send_error(401)
 
 
+def error_429(asked, n, handler):
+    handler.send_error(429)
+
+
 def hang_up(asked, n, handler):
     handler.connection.close()
 
@@ -169,7 +195,8 @@ def dripping(asked, n, handler):
 @pytest.mark.filterwarnings("ignore:judge helpful")
 @pytest.mark.parametrize(
     "reply,requests",
-    [(not_json, 4), (no_choices, 4), (null, 2), (error_500, 4), (error_401, 2), (hang_up, 4), (slow, 4), (dripping, 4)],
+    [(not_json, 4), (no_choices, 4), (null, 2), (error_500, 4), (error_401, 2), (error_429, 4), (hang_up, 4), (slow, 4),
+     (dripping, 4)],
 )
 def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
     started = time.monotonic()
@@ -177,6 +204,15 @@ def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
         assert ask_judge(endpoint.url) == [None, None]
         assert len(endpoint.requests) == requests
     assert time.monotonic() - started < 3
+
+
+@pytest.mark.filterwarnings("ignore:judge helpful")
+def test_every_pause_is_twice_as_long_as_the_one_before(monkeypatch):
+    pauses = []
+    monkeypatch.setattr("reward_models.time.sleep", pauses.append)
+    with Endpoint(error_500) as endpoint:
+        assert ask_judge(endpoint.url, ["one"], retries=3, backoff=0.5) == [None]
+    assert pauses == [0.5, 1.0, 2.0]
 
 
 def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
@@ -206,6 +242,23 @@ def test_marks_are_kept_in_memory_and_on_disk_and_failures_are_not(tmp_path):
         again = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
         assert again(["a"], prompts=["p"]) == [0.5] and len(endpoint.requests) == 2
         assert again(["a"], prompts=["another"]) == [0.5] and len(endpoint.requests) == 3
+
+
+def test_marks_of_another_judge_are_not_taken_from_the_file(tmp_path):
+    marks = []
+    for mark in "2", "3":
+        with Endpoint(lambda asked, n, _, mark=mark: mark) as endpoint:
+            function = judge("helpful", url=endpoint.url, model="m", question="?", cache=f"{tmp_path}/marks")
+            marks += function(["a"], prompts=["p"])
+    assert marks == [0.2, 0.3]
+
+
+@pytest.mark.filterwarnings("ignore:judge helpful")
+def test_an_endless_answer_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr("reward_models.REPLY_BYTES", 200)
+    for spaces, points in (1, 0.7), (200, None):
+        with Endpoint(lambda asked, n, _, spaces=spaces: json.dumps(chat("7")).encode() + b" " * spaces) as endpoint:
+            assert ask_judge(endpoint.url, ["one"]) == [points]
 
 
 def test_so_many_completions_are_judged_at_once_and_the_key_is_sent(monkeypatch):

@@ -1,6 +1,7 @@
 """Programs that try to get out, to stay, to take everything or to be paid for nothing. Each runs in every way there is here."""
 
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -91,6 +92,8 @@ def test_at_least_one_way_is_tested():
         ("import threading; t = threading.Thread(target=print, args=(7,)); t.start(); t.join()", True, "7\n", ""),
         ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", True, "A(x=1)\n", ""),
         ("import sys; print(sys.stdin.read() == '', __name__)", True, "True __main__\n", ""),
+        ("from resource import *; print(*map(getrlimit, [RLIMIT_CPU, RLIMIT_CORE, RLIMIT_MEMLOCK]))", True,
+         "(10, 10) (0, 0) (0, 0)\n", ""),
     ],
 )
 def test_a_program_runs_and_what_became_of_it_is_said(way, code, ok, stdout, reason):
@@ -200,6 +203,15 @@ def test_files_and_folders_that_everybody_may_use_cannot_be_used(way):
         assert os.listdir(folder) == ["file"]
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
+def test_other_ways_to_call_the_kernel_are_closed(way):
+    x32 = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall(0x40000000 | 39), ctypes.get_errno())"
+    assert run_python(x32, way=way).stdout == "-1 1\n", "not permitted, where a kernel without x32 would say: not there"
+    code = "import ctypes, mmap; page = mmap.mmap(-1, 4096, prot=7); page.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')\n"
+    code += "ctypes.CFUNCTYPE(int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"       # int 0x80, as 32-bit programs do
+    assert run_python(code, way=way).reason == "SIGSYS"
+
+
 LOOK_AROUND = """
 import ctypes, os
 (out, into), libc, page = os.pipe(), ctypes.CDLL(None), 4096
@@ -291,6 +303,7 @@ def test_no_cheat_earns_anything(monkeypatch):
         ("assert missing(2) == 4", 0.0),
         ("assert 2 ** f(10 ** 10) == 0", 0.0),                     # the judge runs out of time
         ("assert all(f(i) == 2 * i for i in range(3))", None),     # a variable that only the judge has
+        ("assert max([1, 2], key=lambda n: f(n)) == 2", None),
         ("assert 1 == 1", None),
         ("assert abs(-1) == 1", None),
         ("f(2) == 4", None),
