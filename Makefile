@@ -1,6 +1,6 @@
 # make demo     train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: four to six minutes on two cores
 # make test     every test
-# make check    the tests, and ruff
+# make check    ruff, and the tests but for the slow ones
 # make test-tpu tests of the TPU path, on XLA's CPU device
 # The first three create the environment .venv first, from requirements.txt, the last one .venv-tpu from requirements-tpu.txt;
 # only python 3.11 with venv has to be there.
@@ -17,11 +17,12 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-check: test
+check: $(VENV)/ready
 	$(BIN)/ruff check .
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 test-tpu: $(VENV)-tpu/ready
-	PJRT_DEVICE=CPU $(VENV)-tpu/bin/python -m pytest -q tests/test_tpu.py
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(VENV)-tpu/bin/python -m pytest -q -n auto --maxprocesses 4 tests/test_tpu.py
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
