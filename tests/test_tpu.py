@@ -201,7 +201,8 @@ def same_run(ours: list[dict], theirs: list[dict]) -> None:
     assert [(m["step"], m["phase"]) for m in ours] == [(m["step"], m["phase"]) for m in theirs] and len(ours) == 9
     assert all(m["grad_norm"] > 1e-3 for m in ours if m["phase"] != "eval"), "there is something to compare"
     for mine, other in zip(ours, theirs):
-        for name in set(mine) - {"peak_memory_gb", "advice"}:
+        assert mine.keys() == other.keys()
+        for name in mine.keys() - {"peak_memory_gb", "phase", "advice"}:
             if not name.endswith("_seconds") and mine[name] is not None:
                 assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), (mine["step"], name)
 
@@ -259,7 +260,8 @@ def test_four_devices_share_the_weights_and_give_the_numbers_of_one(plain_run, t
         if len(shape) > 1:
             cut = [4 if side == shape.index(max(shape)) else 1 for side in range(len(shape))]
             assert f"devices={cut}".replace(" ", "") in weight.replace(" ", ""), (shape, weight)
-            assert weight == moment, (shape, moment)
+            sides = [f"devices={part}".replace(" ", "") for part in (cut, cut[::-1])]
+            assert any(side in moment.replace(" ", "") for side in sides), (shape, moment)       # the compiler chooses the side
 
 
 def test_the_script_passes_its_flags_on(tmp_path):
