@@ -110,7 +110,8 @@ def show(run: Run, title: str, head: list[str], lines: list[list[str]]) -> None:
     table = Table(*head, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for line in lines:
         table.add_row(*map(Text, line))
-    run.folder.console.print(table, soft_wrap=False)
+    console = run.folder.console
+    console.print(table, soft_wrap=False, width=None if console.is_terminal else 160)            # else rich takes 80
 
 
 def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
