@@ -72,12 +72,12 @@ class RunFolder:
         if not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(json.dumps(self.config.as_dict(), indent=2) + "\n")
+        replace_text(self.path / "config.json", json.dumps(self.config.as_dict(), indent=2) + "\n")
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
             lines = read_jsonl(self.path / name)
             kept = [line for line in lines if last_step > 0 and line["step"] <= last_step]
             if kept or name in ("metrics.jsonl", "rollouts.jsonl"):
-                (self.path / name).write_text("".join(json.dumps(line) + "\n" for line in kept))
+                replace_text(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
         self.tracker = open_tracker(self.config.training.report_to, self.path, self.config.as_dict(), last_step)
 
@@ -239,6 +239,13 @@ class StopOnSignal:
     def __exit__(self, *exception):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file anew, all of it or nothing: a run that is killed meanwhile keeps the old one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def completion_records(examples: list[dict], rollout, rewards=None, per_function=None, advantages=None) -> list[dict]:

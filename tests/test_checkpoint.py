@@ -1,6 +1,7 @@
 """Nothing is lost: a run goes on where it was after kills, signals, full disks and damaged files."""
 
 import errno
+import json
 import os
 import random
 import signal
@@ -18,7 +19,8 @@ from test_train import comparable, run_folder, weights_of
 import checkpoint
 import train
 from checkpoint import damage, latest_checkpoint
-from runs import read_jsonl
+from config import parse_config
+from runs import RunFolder, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import kills
@@ -178,3 +180,22 @@ def test_a_run_begun_with_other_versions_says_that_it_is_not_bit_for_bit(tmp_pat
     monkeypatch.setattr(checkpoint, "versions", lambda: now | {"torch": "9.9"})
     train.main(["--output_dir", str(stopped), "--resume"])
     assert "not bit for bit" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatch):
+    """SIGKILL may come between emptying a file and writing it: what was there has to be there until the new one is whole."""
+    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--report_to", "none"]))
+    folder.open(last_step=0)
+    for step in 1, 2, 3:
+        folder.log(step, "grpo", {"kl": 0.5})
+    real, seen = Path.write_text, []
+
+    def write_text(path, text, *args, **kwargs):
+        count = real(path, text[: len(text) // 2], *args, **kwargs)              # as far as it came
+        seen.append([line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")])
+        json.loads((tmp_path / "run/config.json").read_text())
+        return real(path, text, *args, **kwargs) and count
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    folder.open(last_step=2)
+    assert seen[:-1] == [[1, 2, 3]] * 2 and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
