@@ -47,7 +47,7 @@ class Speaker:
     tokenizer: object
     config: GRPOConfig          # generation_*, environment and max_turns count
     seed: int
-    shared_prompt: bool
+    shared_prompt: bool         # as for sample_completions_for_prompts
 
     @classmethod
     def load(cls, source: ModelConfig, config: GRPOConfig, seed: int) -> "Speaker":

@@ -23,7 +23,6 @@ import transformers
 from safetensors import SafetensorError
 from torch.utils._pytree import tree_map
 
-from data import PromptMemory
 from devices import gather, is_main, num_processes, sharded_like, whole
 from model import AdapterReference, save_policy, whole_weights
 
@@ -148,7 +147,7 @@ def restore_counters(run, checkpoint: Path) -> None:
     set_random_states(state.pop("random_states"))
     for name in COUNTERS:
         setattr(run, name, state[name])
-    run.memory = PromptMemory(**state.pop("memory"))
+    vars(run.memory).update(state.pop("memory"))
     if state["versions"] != versions():
         before, now = (", ".join(f"{k} {v}" for k, v in which.items()) for which in (state["versions"], versions()))
         run.folder.say(f"  note   resumed with {now}, begun with {before}: the same run up to rounding, not bit for bit")

@@ -354,7 +354,7 @@ class TrainingConfig:
     keep_checkpoints: int = flag(2, "delete older ones")
     log_rollouts_every: int = flag(10, "steps between entries in rollouts.jsonl, and between printed completions")
     log_groups: int = flag(0, "print rewards and advantages of the first so many groups of every step")
-    report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag("tensorboard", "where metrics go, too")
+    report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag("tensorboard", "who gets the metrics, too")
 
     def __post_init__(self):
         require(self.profile in ("", *PROFILES), "profile", self.profile, f"choose one of {', '.join(PROFILES)}")

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from rewards import extract_answer, same_answer, text_of
+from reward_library import extract_answer, same_answer, text_of
 
 Z = 1.96                        # standard deviations to either side that hold 95 % of a normal distribution
 

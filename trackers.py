@@ -18,7 +18,7 @@ NOT_IN_A_CELL = str.maketrans({"|": "/", "\n": " ", "`": "'"})
 
 
 def open_tracker(report_to: str, folder: Path, settings: dict, last_step: int):
-    """The tracker of a run that goes on after last_step; None for "none". Raises ValueError where it is not installed."""
+    """The tracker of a run that goes on after last_step (optimiser steps; 0: a new run); None for "none"."""
     if report_to == "none":
         return None
     return TensorBoard(folder, last_step) if report_to == "tensorboard" else Service(report_to, folder, settings, last_step)
@@ -30,7 +30,7 @@ def rows_of(completions: list[dict]) -> list[list]:
 
 
 def refuse_missing(report_to: str) -> None:
-    """One line, if a tracker is not installed."""
+    """Raise ValueError, one line, if a tracker is not installed."""
     if report_to in ("wandb", "trackio") and not importlib.util.find_spec(report_to):
         raise ValueError(f"--report_to={report_to}: is not installed; pip install {report_to}, or take tensorboard")
 
