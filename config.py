@@ -63,14 +63,17 @@ def flag(default, help: str):
     return field(default=default, metadata={"help": help})
 
 
-def require(condition: bool, flag_name: str, value, fix: str) -> None:
-    """Refuse a user's setting: one line with the flag, the value and what to do."""
-    if not condition:
-        raise ValueError(f"--{flag_name}={value}: {fix}")
+class Section:
+    """A part of the configuration. It refuses a user's mistakes: one line with the flag, its value and what to do."""
+
+    def require(self, name: str, condition: bool, fix: str) -> None:
+        if not condition:
+            value = getattr(self, name)
+            raise ValueError(f"--{name}={' '.join(map(str, value)) if isinstance(value, list) else value}: {fix}")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Which policy."""
 
     model_path: str = flag("", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
@@ -81,12 +84,12 @@ class ModelConfig:
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
 
     def __post_init__(self):
-        require(self.lora_rank >= 0, "lora_rank", self.lora_rank, "a rank such as 16, or 0 to train the weights themselves")
-        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "must be above 0")
+        self.require("lora_rank", self.lora_rank >= 0, "a rank such as 16, or 0 to train the weights themselves")
+        self.require("lora_alpha", self.lora_alpha > 0, "must be above 0")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """Which problems."""
 
     dataset: str = flag("arithmetic", "arithmetic, countdown, guess_letter; a .jsonl, .json, .csv or .parquet file; a hub id "
@@ -104,9 +107,9 @@ class DataConfig:
     prefer_mixed: bool = flag(False, "after the first epoch pass over, by chance, prompts that always earn the same")
 
     def __post_init__(self):
-        require(self.limit >= 0, "limit", self.limit, "a number of examples, or 0 for all")
-        require(self.eval_limit >= 0, "eval_limit", self.eval_limit, "a number of problems, or 0 to never evaluate")
-        require(self.max_prompt_length > 0, "max_prompt_length", self.max_prompt_length, "needs at least one token")
+        self.require("limit", self.limit >= 0, "a number of examples, or 0 for all")
+        self.require("eval_limit", self.eval_limit >= 0, "a number of problems, or 0 to never evaluate")
+        self.require("max_prompt_length", self.max_prompt_length > 0, "needs at least one token")
 
     @property
     def columns(self) -> dict[str, str]:
@@ -115,7 +118,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class GRPOConfig:
+class GRPOConfig(Section):
     """How completions are sampled, scored and learned from."""
 
     num_completions_per_prompt: int = flag(4, "G, the group size")
@@ -176,107 +179,101 @@ class GRPOConfig:
     gae_lambda: float = flag(0.95, "0: one-step error of the values, 1: return minus value")
 
     def __post_init__(self):
-        size = self.num_completions_per_prompt
-        require(size >= 2, "num_completions_per_prompt", size, "GRPO compares siblings, so it needs at least 2")
-        require(
-            self.generation_batch_size == 0 or self.generation_batch_size >= self.num_completions_per_prompt,
-            "generation_batch_size", self.generation_batch_size,
-            f"a group of {self.num_completions_per_prompt} is sampled together; at least that many, or 0 for all",
+        size, functions = self.num_completions_per_prompt, self.reward_functions
+        self.require("num_completions_per_prompt", size >= 2, "GRPO compares siblings, so it needs at least 2")
+        self.require("generation_max_length", self.generation_max_length >= 1, "at least one token")
+        self.require("generation_top_p", 0 < self.generation_top_p <= 1, "choose from (0, 1]; 1 keeps all")
+        self.require(
+            "generation_batch_size", self.generation_batch_size == 0 or self.generation_batch_size >= size,
+            f"a group of {size} is sampled together; at least that many, or 0 for all",
         )
-        require(self.max_turns >= 1, "max_turns", self.max_turns, "the policy has at least one turn")
-        require(
-            self.max_turns == 1 or self.environment, "max_turns", self.max_turns,
-            "nobody answers the policy: name an --environment, or leave it out",
-        )
-        require(
-            self.max_turns > 1 or not self.environment, "environment", self.environment,
-            "with --max_turns=1 nobody hears what it says; choose 2 or more",
-        )
-        require(
-            "environment" not in self.reward_functions or self.environment, "reward_functions", "environment",
-            "nobody gives those points: name an --environment",
-        )
-        require(self.generation_max_length >= 1, "generation_max_length", self.generation_max_length, "at least one token")
-        require(self.generation_temperature >= 0, "generation_temperature", self.generation_temperature, "cannot be negative")
-        require(0 < self.generation_top_p <= 1, "generation_top_p", self.generation_top_p, "choose from (0, 1]; 1 keeps all")
-        require(self.generation_top_k >= 0, "generation_top_k", self.generation_top_k, "a number of tokens, or 0 for all")
-        require(self.advantage_epsilon >= 0, "advantage_epsilon", self.advantage_epsilon, "cannot be negative")
-        require(self.kl_penalty_coef >= 0, "kl_penalty_coef", self.kl_penalty_coef, "cannot be negative; 0 switches it off")
-        require(0 <= self.clip_low < 1, "clip_low", self.clip_low, "a ratio cannot fall below 0: choose from [0, 1)")
-        require(self.clip_high >= 0, "clip_high", self.clip_high, "cannot be negative")
-        for name in ("dynamic_sampling", "reward_clip", "reward_timeout", "overlong_buffer", "importance_cap", "entropy_coef",
-                     "minibatch_size", "max_policy_kl", "kl_target", "value_coef", "value_clip"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
-        for name in ("ppo_epochs", "kl_horizon", "reference_update_freq"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+        self.require("clip_low", 0 <= self.clip_low < 1, "a ratio cannot fall below 0: choose from [0, 1)")
+        for name in ("generation_temperature", "generation_top_k", "dynamic_sampling", "reward_timeout", "reward_clip",
+                     "overlong_buffer", "advantage_epsilon", "clip_high", "dual_clip", "importance_cap", "entropy_coef",
+                     "minibatch_size", "max_policy_kl", "kl_penalty_coef", "kl_target", "value_coef", "value_clip"):
+            self.require(name, getattr(self, name) >= 0, "cannot be negative")
+        for name in ("max_turns", "ppo_epochs", "kl_horizon", "reference_update_freq"):
+            self.require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("ema_alpha", "gae_gamma", "gae_lambda"):
-            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "choose from 0 to 1")
+            self.require(name, 0 <= getattr(self, name) <= 1, "choose from 0 to 1")
+        self.require("reward_functions", len(functions) > 0, "name at least one")
+        self.require(
+            "reward_weights", len(self.reward_weights) in (0, len(functions)),
+            f"{len(self.reward_weights)} weights for {len(functions)} reward functions, {' '.join(functions)}",
+        )
+        self.require(
+            "reward_clips", len(self.reward_clips) in (0, len(functions)) and all(clip >= 0 for clip in self.reward_clips),
+            f"one number from 0 up for each of the {len(functions)} reward functions, {' '.join(functions)}",
+        )
         self.refuse_contradictions()
-        require(len(self.reward_functions) > 0, "reward_functions", "", "name at least one")
-        require(
-            len(self.reward_weights) in (0, len(self.reward_functions)), "reward_weights", self.reward_weights,
-            f"{len(self.reward_weights)} weights for {len(self.reward_functions)} reward functions {self.reward_functions}",
-        )
-        require(
-            len(self.reward_clips) in (0, len(self.reward_functions)) and all(clip >= 0 for clip in self.reward_clips),
-            "reward_clips", self.reward_clips,
-            f"one number from 0 up for each of the {len(self.reward_functions)} reward functions {self.reward_functions}",
-        )
 
     def refuse_contradictions(self) -> None:
         """Settings that are fine alone and wrong together: what would come out is not what was asked for."""
-        penalised = self.kl_coef > 0
-        clips = self.loss_type not in ("cispo", "reinforce")
-        require(self.dual_clip == 0 or clips, "dual_clip", self.dual_clip, f"--loss_type={self.loss_type} clips no ratio")
-        require(
-            self.dual_clip == 0 or self.dual_clip > 1 + self.clip_high, "dual_clip", self.dual_clip,
+        in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == place for place in ("loss", "reward"))
+        self.require(
+            "max_turns", self.max_turns == 1 or self.environment,
+            "nobody answers the policy: name an --environment, or leave it out",
+        )
+        self.require(
+            "environment", self.max_turns > 1 or not self.environment,
+            "with --max_turns=1 nobody hears what it says; choose 2 or more",
+        )
+        self.require(
+            "reward_functions", "environment" not in self.reward_functions or self.environment,
+            "nobody gives the points of environment: name an --environment",
+        )
+        self.require(
+            "dual_clip", not self.dual_clip or self.loss_type not in ("cispo", "reinforce"),
+            f"--loss_type={self.loss_type} clips no ratio",
+        )
+        self.require(
+            "dual_clip", not self.dual_clip or self.dual_clip > 1 + self.clip_high,
             f"below 1 + clip_high it would end the gradient of ordinary tokens; choose above {1 + self.clip_high:g}, such as 3",
         )
-        require(
-            self.importance_cap == 0 or self.importance_cap >= 1, "importance_cap", self.importance_cap,
+        self.require(
+            "importance_cap", not self.importance_cap or self.importance_cap >= 1,
             "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none",
         )
-        require(
-            not (penalised and self.kl_in == "reward" and self.estimator != "k1"), "kl_estimator", self.kl_estimator,
+        self.require(
+            "kl_estimator", not in_reward or self.estimator == "k1",
             "in a reward only k1 pulls the policy to the reference (near it, k2 and k3 hardly pull at all, and exact does not "
             "depend on the token); leave it out",
         )
-        require(
-            not (penalised and self.kl_in == "loss" and self.estimator == "k1"), "kl_estimator", "k1",
+        self.require(
+            "kl_estimator", not in_loss or self.estimator != "k1",
             "in a loss its gradient is 0 on average, so nothing would hold the policy; take k2 (the same with the right "
             "gradient) or ratio_k3, or put it in the reward with --kl_in reward",
         )
-        require(
-            not (penalised and self.estimator == "exact" and self.reference_offload),
-            "reference_offload", True, "--kl_estimator exact asks the reference in every pass; ratio_k3 does once a rollout",
+        self.require(
+            "reference_offload", not (self.reference_offload and self.kl_coef > 0 and self.estimator == "exact"),
+            "--kl_estimator exact asks the reference in every pass; ratio_k3 does once a rollout",
         )
-        require(
-            not self.kl_target or penalised, "kl_target", self.kl_target,
+        self.require(
+            "kl_target", not self.kl_target or self.kl_coef > 0,
             "there is no KL penalty to adapt; add --use_kl_penalty true and a --kl_penalty_coef to start from",
         )
-        require(
-            not (self.use_value_head and self.baseline != "group_mean"), "baseline", self.baseline,
-            "--use_value_head takes the value as the baseline; leave out one of the two",
-        )
-        require(
-            not (self.use_value_head and self.dynamic_sampling), "dynamic_sampling", self.dynamic_sampling,
-            "--use_value_head learns from groups of equal rewards too; leave out one of the two",
-        )
-        require(
-            not (self.use_value_head and self.environment_weight and self.reward_combination == "gdpo"), "reward_combination",
-            "gdpo", "--use_value_head takes the environment's points turn by turn as they are; leave out one of the two",
-        )
-        require(
-            not (self.use_value_head and self.value_coef == 0), "value_coef", 0, "--use_value_head would never learn; take 0.1"
-        )
-        require(
-            not (self.overlong_buffer and self.overlong != "penalise"), "overlong_buffer", self.overlong_buffer,
+        self.require(
+            "overlong_buffer", not self.overlong_buffer or self.overlong == "penalise",
             f"--overlong={self.overlong} has no penalty that could rise; add --overlong penalise",
         )
-        require(
-            self.overlong_buffer < self.generation_max_length, "overlong_buffer", self.overlong_buffer,
+        self.require(
+            "overlong_buffer", self.overlong_buffer < self.generation_max_length,
             f"must be below --generation_max_length={self.generation_max_length}",
         )
+        if self.use_value_head:
+            self.require("value_coef", self.value_coef > 0, "--use_value_head would never learn; take 0.1")
+            self.require(
+                "baseline", self.baseline == "group_mean",
+                "--use_value_head takes the value as the baseline; leave out one of the two",
+            )
+            self.require(
+                "dynamic_sampling", not self.dynamic_sampling,
+                "--use_value_head learns from groups of equal rewards too; leave out one of the two",
+            )
+            self.require(
+                "reward_combination", not (self.environment_weight and self.reward_combination == "gdpo"),
+                "--use_value_head takes the environment's points turn by turn as they are; leave out one of the two",
+            )
 
     @property
     def weights(self) -> list[float]:
@@ -320,7 +317,7 @@ class GRPOConfig:
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     """How the policy is updated, and what is written down."""
 
     use_grpo: bool = flag(False, "learn from rewards; without it, supervised training on demonstrations")
@@ -357,16 +354,16 @@ class TrainingConfig:
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag("tensorboard", "who gets the metrics, too")
 
     def __post_init__(self):
-        require(self.profile in ("", *PROFILES), "profile", self.profile, f"choose one of {', '.join(PROFILES)}")
+        self.require("profile", self.profile in ("", *PROFILES), f"choose one of {', '.join(PROFILES)}")
         for name in ("num_epochs", "batch_size", "max_tokens_per_forward", "max_grad_norm", "keep_checkpoints",
                      "max_skipped_steps"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+            self.require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("learning_rate", "cold_start_learning_rate", "weight_decay", "max_steps", "cold_start_steps",
                      "eval_steps", "save_steps", "log_rollouts_every", "log_groups", "seed"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "cannot be negative")
-        require(0 <= self.adam_beta2 < 1, "adam_beta2", self.adam_beta2, "choose from [0, 1), such as 0.95 or 0.999")
-        require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "a share of the steps, from 0 to 1")
-        require(not self.resume or self.output_dir, "resume", self.resume, "needs --output_dir, the run to continue")
+            self.require(name, getattr(self, name) >= 0, "cannot be negative")
+        self.require("adam_beta2", 0 <= self.adam_beta2 < 1, "choose from [0, 1), such as 0.95 or 0.999")
+        self.require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "a share of the steps, from 0 to 1")
+        self.require("resume", not self.resume or self.output_dir, "needs --output_dir, the run to continue")
 
 
 @dataclass(frozen=True)
@@ -379,19 +376,21 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self):
-        require(
-            not self.training.use_grpo or self.grpo.generation_temperature > 0, "generation_temperature",
-            self.grpo.generation_temperature, "siblings would all be equal and nothing could be learned; try 0.8",
-        )
-        require(self.training.use_grpo or not self.training.explain, "explain", True, "it is a step of GRPO; add --use_grpo")
-        rollout = self.training.batch_size * self.grpo.num_completions_per_prompt
-        require(
-            not self.grpo.kl_target or self.grpo.kl_horizon >= rollout, "kl_horizon", self.grpo.kl_horizon,
+        training, grpo, updates = self.training, self.grpo, self.updates_per_rollout
+        training.require("explain", training.use_grpo or not training.explain, "it is a step of GRPO; add --use_grpo")
+        if training.use_grpo:
+            grpo.require(
+                "generation_temperature", grpo.generation_temperature > 0,
+                "siblings would all be equal and nothing could be learned; try 0.8",
+            )
+            grpo.require(
+                "loss_type", grpo.loss_type != "reinforce" or updates == 1,
+                f"has no ratio: of {updates} updates on a rollout only the first is right; take dapo",
+            )
+        rollout = training.batch_size * grpo.num_completions_per_prompt
+        grpo.require(
+            "kl_horizon", not grpo.kl_target or grpo.kl_horizon >= rollout,
             f"a step has {rollout} completions and would move the coefficient by more than 20 %; choose at least {rollout}",
-        )
-        require(
-            not self.training.use_grpo or self.grpo.loss_type != "reinforce" or self.updates_per_rollout == 1, "loss_type",
-            "reinforce", f"has no ratio: of {self.updates_per_rollout} updates on a rollout only the first is right; take dapo",
         )
 
     @property

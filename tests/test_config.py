@@ -65,7 +65,7 @@ MISTAKES = {
     "two updates": (["--loss_type", "reinforce", "--minibatch_size", "64"], "--loss_type=reinforce: .*of 4 updates"),
     "short horizon": (["--use_kl_penalty", "--kl_target", "1", "--kl_horizon", "9"], "--kl_horizon=9: .*choose at least"),
     "low cap": (["--importance_cap", "0.5"], "--importance_cap=0.5: .*choose from 1 up"),
-    "idle value head": (["--use_value_head", "--value_coef", "0"], "--value_coef=0: .*would never learn"),
+    "idle value head": (["--use_value_head", "--value_coef", "0"], "--value_coef=0.0: .*would never learn"),
     "dual clip alone": (["--loss_type", "cispo", "--dual_clip", "3"], "--dual_clip=3.0: --loss_type=cispo clips no ratio"),
     "dual clip too low": (["--dual_clip", "1.1"], "--dual_clip=1.1: .*choose above 1.2"),
     "reinforce twice": (["--loss_type", "reinforce", "--ppo_epochs", "2"], "--loss_type=reinforce: has no ratio: of 2"),

@@ -527,7 +527,7 @@ def test_the_customers_of_the_example(tokenizer, settings):
     ("--max_turns 3", "--max_turns=3: nobody answers"),
     ("--environment calculator", "--environment=calculator: with --max_turns=1 nobody hears"),
     ("--environment calculator --max_turns 0", "--max_turns=0"),
-    ("--reward_functions environment", "--reward_functions=environment: nobody gives those points"),
+    ("--reward_functions environment", "--reward_functions=environment: nobody gives the points"),
     ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
      "--reward_combination=gdpo: --use_value_head takes the environment's points"),
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
