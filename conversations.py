@@ -26,6 +26,7 @@ from functools import cache, partial
 from encode import as_messages, encode_reply, is_ids
 from packing import completion_lengths
 from rewards import RESERVED, extract_answer, function_from_file
+from sandbox import run_python
 
 LONGEST_MESSAGE = 4000          # characters of an environment's message; the rest is cut, and the message says so
 LONGEST_EXPRESSION = 200        # characters that the calculator reads
@@ -139,7 +140,10 @@ def load_environment(name: str) -> Callable | None:
     if not name:
         return None
     if name == "python":
-        sandbox()
+        try:
+            run_python("")
+        except RuntimeError as error:
+            raise ValueError(f"--environment=python: {error}; or take calculator") from None
     environment = BUILT_IN.get(name) or function_from_file("environment", name, BUILT_IN)
     if not inspect.signature(environment).parameters:
         raise ValueError(f"--environment={name}: must take the conversation, a list of chat messages, as its first argument")
@@ -257,18 +261,9 @@ def python(code: str) -> str:
     Args:
         code: The whole program; only what it prints can be seen.
     """
-    result = sandbox()(code)
+    result = run_python(code)
     problem = "" if result.ok else f"error: {result.reason} {result.stderr}"
     return f"{result.stdout}{problem}".strip()
-
-
-def sandbox() -> Callable:
-    """sandbox.run_python, where there is one."""
-    try:
-        from sandbox import run_python
-    except ImportError:
-        raise ValueError("--environment=python: needs sandbox.py beside conversations.py; take calculator") from None
-    return run_python
 
 
 # ---- a game ----------------------------------------------------------------------------------------------------------

@@ -42,6 +42,23 @@ class Groups:
         """(P,) bool: points all equal, nothing to learn."""
         return (compute_group_advantages(self.points) == 0).all(dim=1)
 
+    def where(self, keep: Tensor) -> "Groups":
+        """Those of the prompts where keep (P,) is True."""
+        return replace(
+            self, examples=[example for example, kept in zip(self.examples, keep.tolist(), strict=True) if kept],
+            rollout=select_groups(self.rollout, keep), rewards=self.rewards[keep], points=self.points[keep],
+            per_function={name: points[keep] for name, points in self.per_function.items()},
+        )
+
+    def and_also(self, more: "Groups") -> "Groups":
+        """These and more."""
+        return Groups(
+            self.examples + more.examples, join_rollouts([self.rollout, more.rollout]),
+            torch.cat([self.rewards, more.rewards]),
+            {name: torch.cat([points, more.per_function[name]]) for name, points in self.per_function.items()},
+            torch.cat([self.points, more.points]), self.replaced + more.replaced, self.failures + more.failures,
+        )
+
 
 @dataclass
 class Experience:
@@ -81,15 +98,7 @@ def sample_groups(run, examples: list[dict]) -> Groups:
         if not tied.any():
             break
         fresh = score_groups(run, run.batches.take(int(tied.sum())), attempt)
-        groups = Groups(
-            [example for example, drop in zip(groups.examples, tied.tolist(), strict=True) if not drop] + fresh.examples,
-            join_rollouts([select_groups(groups.rollout, ~tied), fresh.rollout]),
-            torch.cat([groups.rewards[~tied], fresh.rewards]),
-            {name: torch.cat([points[~tied], fresh.per_function[name]]) for name, points in groups.per_function.items()},
-            torch.cat([groups.points[~tied], fresh.points]),
-            groups.replaced + int(tied.sum()),
-            groups.failures + fresh.failures,
-        )
+        groups = groups.where(~tied).and_also(replace(fresh, replaced=int(tied.sum())))
     return groups
 
 

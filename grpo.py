@@ -26,7 +26,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 def compute_group_advantages(
     rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8,
-    global_mean: float | None = None, reward_clip: float | None = None,
+    global_mean: float | None = None,
 ) -> Tensor:
     """How much better each completion did than its siblings.
 
@@ -44,7 +44,6 @@ def compute_group_advantages(
 
     rewards  (P, G) points; NaN where a completion could not be scored: it takes no part in b or s and gets 0
     global_mean  points: the baseline of that name, such as the mean over a whole run; None takes that of these rewards
-    reward_clip  points: rewards are cut to [-reward_clip, reward_clip] before anything else; None leaves them
     returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or in points with scale="none".
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with fewer
              than two scored completions. Under group_mean and leave_one_out rows sum to 0.
@@ -59,7 +58,6 @@ def compute_group_advantages(
             "a lone completion has no siblings. For a flat list: rewards.view(-1, group_size)."
         )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    rewards = rewards if reward_clip is None else rewards.clamp(-reward_clip, reward_clip)       # NaN stays NaN
     scored = ~rewards.isnan()                                                    # (P, G)
     count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
     mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)

@@ -13,6 +13,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from reward_library import extract_answer, payload, same_answer, text_of
+from sandbox import run_python
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_ANSWER = 3          # for reading two expressions and comparing them
@@ -88,8 +89,6 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
 
 def share_passed(program: str, tests: list[tuple[str, list[str], str]]) -> float:
     """Ask a program every test's questions, each in a new process, then have the answers judged."""
-    from sandbox import run_python  # Linux alone
-
     answered = []
     for judgement, questions, imports in tests:
         asked = run_python(
@@ -182,7 +181,6 @@ def compare(pairs: set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
     """Which pairs of expressions are equal, some in one process. One that the process dies on is not, and the rest go on."""
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError("math_equality needs a package that is not there: pip install math-verify")
-    from sandbox import run_python  # Linux alone
 
     def some(left: list[tuple[str, str]]) -> dict:
         equal: dict = {}

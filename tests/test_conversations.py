@@ -4,15 +4,14 @@ import json
 import math
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PROMPTS, QUICK
 
+import conversations
 import infer
 import sample
 import train
@@ -31,6 +30,7 @@ from packing import completion_lengths, micro_batches
 from replay import rollout_of
 from rewards import compute_rewards_for_completions, correctness, environment
 from runs import completion_records, read_jsonl
+from sandbox import SandboxResult
 from sample import demonstrations_as_rollout, join_rollouts, sample_completions_for_prompts, select_groups
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -456,20 +456,23 @@ def test_a_chat_template_is_told_about_the_tools():
     assert encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id]) == before
 
 
-def test_python_runs_in_the_sandbox_where_there_is_one(monkeypatch):
-    results = {"print(6*7)": SimpleNamespace(ok=True, stdout="42\n", stderr="", reason=""),
-               "1/0": SimpleNamespace(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
-    monkeypatch.setitem(sys.modules, "sandbox", SimpleNamespace(run_python=results.get))
+def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_contained(monkeypatch):
+    results = {"": None, "print(6*7)": SandboxResult(ok=True, stdout="42\n", stderr="", reason=""),
+               "1/0": SandboxResult(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
+    monkeypatch.setattr(conversations, "run_python", results.__getitem__)
     load_environment.cache_clear()
     respond = load_environment("python")
     ask = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
     assert respond([{"role": "assistant", "content": ask % "print(6*7)"}])["content"] == "42"
     assert respond([{"role": "assistant", "content": ask % "1/0"}])["content"] == "error: exit code 1 ZeroDivisionError"
-    monkeypatch.setitem(sys.modules, "sandbox", None)
+
+    def refuses(code):
+        raise RuntimeError("programs cannot be contained here")
+
+    monkeypatch.setattr(conversations, "run_python", refuses)
     load_environment.cache_clear()
-    with pytest.raises(ValueError, match=r"--environment=python: needs sandbox\.py"):
+    with pytest.raises(ValueError, match="--environment=python: programs cannot be contained here; or take calculator"):
         load_environment("python")
-    load_environment.cache_clear()
 
 
 # ---- environments ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import experience as experience_module
 import train
 from data import ShuffledBatches
 from experience import minibatches, prepare_experience, sample_groups, shape_rewards
-from grpo import LOSS_TYPES, LOSSES, policy_loss
+from grpo import LOSS_TYPES, LOSSES, compute_group_advantages, policy_loss
 from logprobs import completion_log_probs, restrict_logits
 from model import ValueHead, frozen_copy
 from sample import Rollout, select_groups
@@ -507,6 +507,17 @@ def test_selected_groups_are_whole(base):
     assert part.completions == rollout.completions[4:8] + rollout.completions[12:]
     assert torch.equal(part.sampling_logp, rollout.sampling_logp[[4, 5, 6, 7, 12, 13, 14, 15]])
     assert torch.equal(part.prompt_ids, rollout.prompt_ids[[1, 3]])
+
+
+def test_clipped_rewards_are_clipped_before_anything_else(base):
+    run = with_settings(base, reward_clip=2.0)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    rewards = torch.tensor([[-9.0, 0.0, 1.0, 9.0], [2.0, 3.0, 4.0, 5.0], [math.nan, 7.0, -7.0, 1.0], [0.0, 0.5, 1.0, 1.5]])
+    cut = torch.tensor([[-2.0, 0.0, 1.0, 2.0], [2.0, 2.0, 2.0, 2.0], [math.nan, 2.0, -2.0, 1.0], [0.0, 0.5, 1.0, 1.5]])
+    points = shape_rewards(run.config.grpo, rollout, rewards)
+    torch.testing.assert_close(points, cut, equal_nan=True)
+    experience, _ = prepare_experience(run, rollout, points)
+    torch.testing.assert_close(experience.advantages.view(4, 4), compute_group_advantages(cut))
 
 
 def test_the_global_mean_runs_over_the_run(base):
