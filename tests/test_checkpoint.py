@@ -95,6 +95,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     assert damage(latest_checkpoint(tmp_path / "run")) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["cut", "flip", "remove"])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, whole, harm, capsys):
     stopped = stop_at(tmp_path, 3)
@@ -115,6 +116,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, w
     assert_same(whole, stopped)
 
 
+@pytest.mark.slow
 def test_when_all_checkpoints_are_damaged_it_says_so(tmp_path, capsys):
     stopped = stop_at(tmp_path, 2)
     for state in stopped.glob("checkpoints/*/state.pt"):
@@ -140,6 +142,7 @@ def stop_at(tmp_path, step):
         train.log_step = original
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whole, monkeypatch, capsys):
     flush, saves = checkpoint.flush, []
 
@@ -174,6 +177,7 @@ def test_random_states_come_back():
     assert torch.equal(first[0], again[0]) and first[1] == again[1] and (first[2] == again[2]).all()
 
 
+@pytest.mark.slow
 def test_a_run_begun_with_other_versions_says_that_it_is_not_bit_for_bit(tmp_path, monkeypatch, capsys):
     stopped = stop_at(tmp_path, 2)
     now = checkpoint.versions()

@@ -624,6 +624,7 @@ def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
         infer.main([*ask, "--environment", f"{tmp_path}/mine.py:needy", "--max_turns", "2"])
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(finished, tmp_path):
     folder = tmp_path / "stopped"
     (folder / "checkpoints").mkdir(parents=True)

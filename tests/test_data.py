@@ -82,6 +82,7 @@ def test_every_countdown_problem_is_solved_by_its_demonstration_and_never_both_t
     assert train == load_examples("countdown", "train", seed=1) != load_examples("countdown", "train", seed=2)
 
 
+@pytest.mark.slow
 def test_a_run_on_countdown_needs_its_reward_and_says_what_it_earned(tmp_path, capsys):
     flags = ["--use_grpo", "--dataset", "countdown", "--max_steps", "1", "--cold_start_steps", "0"]
     folder = run_folder(tmp_path / "run", *flags, "--reward_functions", "countdown", "reasoning_coherence")
@@ -680,6 +681,7 @@ def test_position_and_memory_are_the_whole_state():
     assert go_on(ShuffledBatches(examples, 3, 7, PromptMemory()), 21) == first + rest
 
 
+@pytest.mark.slow
 def test_a_run_that_prefers_mixed_prompts_remembers_them_when_it_is_resumed(tmp_path, monkeypatch):
     (tmp_path / "some.py").write_text(                    # half of the prompts earn nothing, whatever is answered
         "def some(completions, prompts, **columns):\n"

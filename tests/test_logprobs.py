@@ -70,6 +70,7 @@ def test_packing_and_any_split_give_the_same_gradient(architecture, tokenizer, s
         assert difference < 1e-5, f"{name}: {difference}"
 
 
+@pytest.mark.slow
 def test_the_gradient_of_many_siblings_is_the_same_each_time_bit_for_bit(model, tokenizer):
     """All first tokens are predicted in one place, where two threads must not add up as they happen to come."""
     threads = torch.get_num_threads()

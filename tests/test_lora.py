@@ -60,6 +60,7 @@ def test_a_new_adapter_is_the_base_model_and_merging_leaves_no_trace(saved):
     assert [p.requires_grad for p in model.parameters()].count(True) == len(trained(model)) < len(list(model.parameters()))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, tmp_path):
     model, tokenizer = load(saved, lora_rank=4, lora_alpha=6.0)
@@ -108,6 +109,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, settings):
     assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trained(model), strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_resumes_is_asked_and_merged(tmp_path, monkeypatch, capsys):
     flags = (
         "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty true "

@@ -32,6 +32,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_step_replayed_on_the_checkpoint_before_it_has_its_numbers(finished, capsys):
     logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"}
     assert list(logged) == [4, 5, 6, 7]
@@ -51,6 +52,7 @@ def test_without_a_model_path_the_newest_checkpoint_is_taken_and_nothing_is_writ
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
+@pytest.mark.slow
 def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
     plain = replay(capsys, finished / "rollouts.jsonl")
     for flag, changed in {

@@ -30,6 +30,7 @@ def stand_in(monkeypatch, name):
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["wandb", "trackio"])
 def test_a_service_gets_every_number_once_and_completions_and_goes_on_where_it_was(tmp_path, monkeypatch, service):
     asked = stand_in(monkeypatch, service)

@@ -116,6 +116,7 @@ CARRIED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after,more", [
     (0, ""), (2, ""), (5, ""), (20, CARRIED), (5, "--use_value_head"),
     pytest.param(5, "--adam_8bit", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")),
@@ -144,6 +145,7 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
         assert torch.equal(left, right), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("began,changed,flag", [
     ("--use_kl_penalty false", "--use_kl_penalty true", "use_kl_penalty=True"),
     ("--use_kl_penalty true", "--kl_penalty_coef 0", "use_kl_penalty=False"),
@@ -169,6 +171,7 @@ def test_what_a_phase_began_without_cannot_be_switched_on_when_resuming(tmp_path
     assert (folder / "final").exists()
 
 
+@pytest.mark.slow
 def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_path):
     flags = "--use_grpo --cold_start_steps 0 --ppo_epochs 2 --minibatch_size 8 --max_steps 10 --learning_rate 1e-3"
     flags += f" --reward_functions {length_reward(tmp_path)}"
@@ -185,6 +188,7 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
     assert set(updates[:-1]) == {1} and sum(updates) == 10, "the policy leaves the rollout with its first update"
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_made_leaves_nothing_behind(tmp_path):
     flags = f"--use_grpo --cold_start_steps 0 --max_steps 3 --learning_rate 1e-3 --reward_functions {length_reward(tmp_path)}"
     once = run_folder(tmp_path / "once", *flags.split())
@@ -192,6 +196,7 @@ def test_an_update_that_is_not_made_leaves_nothing_behind(tmp_path):
     assert comparable(stopped) == comparable(once)
 
 
+@pytest.mark.slow
 def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
     real, calls = train.add_up_gradient, []
 
@@ -235,6 +240,7 @@ def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monk
     assert replayed["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl_in,estimator", [("loss", "k2"), ("loss", "exact"), ("reward", "k1")])
 def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator):
     flags = (
@@ -375,6 +381,7 @@ def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsy
         train.grpo_training_step(run, run.train_set[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     """A random policy finds the one byte in 263 that is rewarded more than others, and sticks to it."""
@@ -391,6 +398,7 @@ def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.9
 
 
+@pytest.mark.slow
 def test_float16_scales_the_loss_and_has_the_gradient_of_float32(tmp_path):
     norms = [
         [m["grad_norm"] for m in read_jsonl(run_folder(tmp_path / p, "--max_steps", "2", "--precision", p) / "metrics.jsonl")
@@ -400,6 +408,7 @@ def test_float16_scales_the_loss_and_has_the_gradient_of_float32(tmp_path):
     assert len(norms[0]) == 2 and norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
+@pytest.mark.slow
 def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_run(tmp_path):
     run = start_run(tmp_path, "--precision", "float16")
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-8)

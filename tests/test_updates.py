@@ -190,6 +190,7 @@ for (loss_type, terms), (run, experience, alone, losses) in zip(jobs, made):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_share_the_packs_have_the_gradient_and_the_losses_of_one(tmp_path):
     here = Path(__file__).parent
     code = WORKER.format(root=str(here.parent), tests=str(here))
@@ -581,6 +582,7 @@ def test_token_advantages_come_from_gae_over_the_last_tokens_reward(base):
             assert float(experience.returns[row, t]) == pytest.approx(expected + v[t], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base):
     run = with_settings(base, use_value_head=True, value_coef=1.0, value_clip=10.0)
     run.value_head = ValueHead(32)
