@@ -18,7 +18,7 @@ from logprobs import completion_log_probs
 from model import precision_of
 from problems import demonstration
 from rewards import compute_rewards_for_completions
-from sample import Rollout, left_pad, made_up, positions_of, sample_completions_for_prompts, stop_token_ids
+from sample import Rollout, left_pad, positions_of, sample_completions_for_prompts, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; float32 forward passes of different shape agree to about 1e-5
 TOLERANCE_HALF = 0.3            # those in bfloat16 to about 0.01, in float16 to less
@@ -141,6 +141,16 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     alone = torch.cat([rows.flatten().cpu(), again.flatten()])
     finding = agreement(model, "packing", "packed and plain rows", both, alone, "")
     return finding if finding.ok else replace(finding, ok=None, found=f"off: {finding.found}; plain rows instead")
+
+
+def made_up(model, tokenizer, prompts: list[list[int]]) -> Rollout:
+    """Two completions of each prompt, of random tokens and different lengths."""
+    known = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    ids = torch.randint(0, known, (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(8) < torch.tensor([8, 5] * len(prompts))[:, None]
+    return Rollout(
+        *left_pad(prompts, tokenizer.pad_token_id), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids)
+    )
 
 
 def agreement(model, name: str, what: str, left, right, fix: str) -> Finding:

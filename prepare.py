@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from budget import describe_step
 from check import check_setup
 from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
-from contract import contract
 from conversations import EnvironmentRaised, load_environment, refuse_missing_columns
 from data import READERS, PromptMemory, ShuffledBatches, View, load_examples, prompt_key, with_instruction
 from devices import best_device, gathered_weights, keep_freed_memory, num_processes, shard, sharded_like
@@ -235,7 +235,7 @@ def set_up(config: Config) -> Run:
     folder.describe(model, device, run.phases, len(train_set), len(eval_set))
     run.shared_prompt = start_up_check(model, tokenizer, train_set, config, functions, environment, folder.say)
     if config.training.use_grpo:
-        for line in contract(run):
+        for line in describe_step(run):
             folder.say(line)
     if checkpoint:
         restore_counters(run, checkpoint)

@@ -319,16 +319,6 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout
     )
 
 
-def made_up(model, tokenizer, prompts: list[list[int]]) -> Rollout:
-    """Two completions of each prompt, of random tokens and different lengths."""
-    known = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
-    ids = torch.randint(0, known, (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(8) < torch.tensor([8, 5] * len(prompts))[:, None]
-    return Rollout(
-        *left_pad(prompts, tokenizer.pad_token_id), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids)
-    )
-
-
 def stop_token_ids(model, tokenizer) -> list[int]:
     """Every id that ends a completion: the generation config's and the tokenizer's (Gemma 3 has two)."""
     configured = model.generation_config.eos_token_id if model.generation_config else None

@@ -10,15 +10,15 @@ import os
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from check import made_up
 from devices import bytes_here, gathered_weights, local, peak_memory_gb
 from encode import encode_prompt
 from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
 from model import has_adapter, trained
 from packing import pack_rows
-from sample import made_up
 
 
-def contract(run) -> list[str]:
+def describe_step(run) -> list[str]:
     """Lines for the console about a GRPO step of a run."""
     grpo, training = run.config.grpo, run.config.training
     prompts, group_size, limit = training.batch_size, grpo.num_completions_per_prompt, grpo.generation_max_length
