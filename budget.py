@@ -14,7 +14,7 @@ from check import made_up
 from devices import bytes_here, gathered_weights, local, peak_memory_gb
 from encode import encode_prompt
 from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
-from model import has_adapter, trained
+from model import has_adapter, layers_of, trained
 from packing import pack_rows
 
 
@@ -31,7 +31,9 @@ def describe_step(run) -> list[str]:
     )
     if run.device.type == "xla":                          # plans memory when it compiles, and says so if it is too little
         return [work]
-    parts = memory_gb(run, longest, min(tokens, max(training.max_tokens_per_forward, longest + limit)))
+    pack = longest + limit * (group_size if run.shared_prompt else 1)
+    pass_tokens = min(tokens, max(training.max_tokens_per_forward, longest + limit))
+    parts = memory_gb(run, longest, pass_tokens, min(pack, pass_tokens))
     in_turns = {name: parts.pop(name) for name in ("training pass", "sampling cache")}
     total, there = sum(parts.values()) + max(in_turns.values()), available_gb(run.device)
     named = ", ".join(f"{name} {size:.2g}" for name, size in (parts | in_turns).items() if size >= 0.005)
@@ -41,8 +43,8 @@ def describe_step(run) -> list[str]:
     return [work, memory]
 
 
-def memory_gb(run, longest_prompt: int, pass_tokens: int) -> dict[str, float]:
-    """What is in memory, in 10^9 bytes by name."""
+def memory_gb(run, longest_prompt: int, pass_tokens: int, pack_tokens: int) -> dict[str, float]:
+    """What is in memory, in 10^9 bytes by name, if a pass has so many tokens in packs of so many."""
     grpo, config = run.config.grpo, run.model.config.get_text_config()
     weights, learned = (sum(map(bytes_here, parameters)) for parameters in (run.model.parameters(), trained(run.model)))
     elsewhere = sum(p.numel() * p.element_size() for p in run.model.parameters()) - weights
@@ -54,22 +56,27 @@ def memory_gb(run, longest_prompt: int, pass_tokens: int) -> dict[str, float]:
     columns = rows * (longest_prompt / (group_size if run.shared_prompt else 1) + grpo.generation_max_length)
     logits = 3 * max(LOGITS_AT_ONCE, TOKENS_AT_ONCE * len(head)) * 4             # as they are, as probabilities, their gradient
     one_more_gradient = head.numel() * 4                                         # of the embedding, before it is added
+    masks = pass_tokens * pack_tokens * 4 * len(set(getattr(config, "layer_types", None) or [""]))
     python = peak_memory_gb(run.device) - weights / 1e9
     return {
         "libraries": max(0.0, python) if run.device.type == "cpu" else 0.0,
         "weights": weights / 1e9, "gradients": learned / 1e9, "AdamW": 2 * learned / 1e9,
         "reference": (learned if has_adapter(run.model) else weights) / 1e9 if grpo.kl_coef else 0.0,
-        "training pass": (pass_tokens * activation_bytes(run) + logits + one_more_gradient) / 1e9,
+        "training pass": (pass_tokens * activation_bytes(run) + masks + logits + one_more_gradient) / 1e9,
         # Keys and values, twice while they are rearranged, and what of the weights lies elsewhere.
         "sampling cache": (2 * columns * 2 * heads * width * config.num_hidden_layers * 4 + elsewhere) / 1e9,
     }
 
 
 def activation_bytes(run) -> float:
-    """What autograd keeps for a token of a pass, counted (with recomputation, without the layer that is being recomputed)."""
+    """What autograd keeps for a token of a pass, counted; of activations that are recomputed, those of one layer at a time."""
     prompts = [encode_prompt(run.tokenizer, example["prompt"]) for example in run.train_set[:2]]
     rollout = made_up(run.model, run.tokenizer, prompts)
     kept: dict[int, int] = {}
+    layer = next(iter(layers_of(run.model)), run.model)
+    forward = layer.forward
+    if run.config.training.gradient_checkpointing:
+        layer.forward = forward.args[0]                   # recompute_activations wrapped it
 
     def count(tensor):
         storage = local(tensor).untyped_storage()
@@ -81,6 +88,7 @@ def activation_bytes(run) -> float:
         weights = {local(p).untyped_storage().data_ptr() for p in run.model.parameters()}
         result = completion_log_probs(run.model, rollout, shared_prompt=run.shared_prompt)
     del result                                            # kept alive until here, so that no address was used twice
+    layer.forward = forward
     return sum(kept.values()) / pack_rows(rollout, torch.arange(len(rollout.completions)), run.shared_prompt).ids.numel()
 
 

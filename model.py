@@ -87,6 +87,7 @@ def adapter_settings(path: str) -> dict:
 
 def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
     """The model with layers that compute in bfloat16 or float16, if asked for. Its head is not one of them."""
+    model.precision = precision
     if precision != "float32":
         model.base_model.forward = partial(under_autocast, getattr(torch, precision), model.base_model.forward)
     return model
@@ -100,8 +101,7 @@ def under_autocast(dtype: torch.dtype, forward, *args, **kwargs):
 
 def precision_of(model: PreTrainedModel) -> str:
     """What with_precision made it."""
-    forward = model.base_model.forward
-    return str(forward.args[0]).removeprefix("torch.") if getattr(forward, "func", None) is under_autocast else "float32"
+    return getattr(model, "precision", "float32")
 
 
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from devices import bucket
+from model import precision_of
 
 CPU = torch.device("cpu")
 
@@ -53,10 +54,13 @@ def may_look(query: Places, key: Places, window: int | None = None) -> Tensor:
 def attention_masks(model, queries: Places, keys: Places):
     """What transformers takes as attention_mask: for queries (K, n) and keys (K, m), on the model's device.
 
-    (K, 1, n, m), bool for sdpa, additive for eager, a BlockMask for flex_attention; a dict of them where the model has
-    several kinds of layers.
+    (K, 1, n, m), 0 where a token is seen and else as good as -inf, or a BlockMask for flex_attention; a dict of them where
+    the model has several kinds of layers. In numbers of the layers' precision, though sdpa takes bool as well: it would make
+    numbers of it in every layer, and keep them for the backward pass.
     """
     config = model.config.get_text_config()
+    eager = config._attn_implementation == "eager"
+    dtype = model.dtype if eager or precision_of(model) == "float32" else getattr(torch, precision_of(model))
     layer_types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
 
     def mask(window):
@@ -66,9 +70,8 @@ def attention_masks(model, queries: Places, keys: Places):
                 len(queries.prompt), None, queries.prompt.shape[1], keys.prompt.shape[1], device=queries.prompt.device,
             )
         visible = may_look(queries[:, None, :, None], keys[:, None, None, :], window)
-        if config._attn_implementation == "eager":
-            return torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, torch.finfo(model.dtype).min)
-        return visible
+        hidden = torch.finfo(dtype).min if eager else -torch.inf
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, hidden)
 
     if layer_types is None:
         return mask(window)                               # Mistral: a window in every layer
