@@ -41,7 +41,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}      # of transformers' tensor-parallel plans, in torch
 PARTIAL = "replicated_with_grad_allreduce"                             # norms of a process's own heads
-together = 1                                                           # processes with the same share: --mesh tp=N
+tensor_parallel = 1                                                    # processes with the same share: --mesh tp=N
 
 
 def best_device() -> torch.device:
@@ -93,12 +93,12 @@ def is_main() -> bool:
 
 def num_shares() -> int:
     """Among how many the work is divided."""
-    return num_processes() // together
+    return num_processes() // tensor_parallel
 
 
 def share(things: list) -> list:
     """What this process has to do, as evenly as can be; all shares in order are all things."""
-    n, size, number = len(things), num_shares(), process_number() // together
+    n, size, number = len(things), num_shares(), process_number() // tensor_parallel
     return things[n * number // size : n * (number + 1) // size]
 
 
@@ -109,7 +109,7 @@ def rounds(batches: list) -> Iterator[tuple[object, bool]]:
     """
     size = num_shares()
     for start in range(0, len(batches), size):
-        mine = start + process_number() // together
+        mine = start + process_number() // tensor_parallel
         yield batches[min(mine, len(batches) - 1)], mine < len(batches)
 
 
@@ -134,7 +134,7 @@ def everywhere(work: Callable) -> list:
         raise failure
     if not all(fine for fine, _ in parts):
         raise SystemExit(1)
-    return [result for _, result in parts[::together]]
+    return [result for _, result in parts[::tensor_parallel]]
 
 
 def all_sum(count):
@@ -148,7 +148,7 @@ def all_sum(count):
 
 def add_up(tensor: Tensor) -> None:
     """In place, over all shares. Those who have the same one count once."""
-    if process_number() % together:
+    if process_number() % tensor_parallel:
         tensor.zero_()
     dist.all_reduce(tensor)
 
@@ -163,12 +163,12 @@ def shard(model, layers: list, mesh: dict[str, int]) -> None:
             every layer's matrices, and the work on them
     raises  ValueError in one line if the model cannot be divided like that
     """
-    global together
+    global tensor_parallel
     if num_processes() == 1:
         return
-    device, together = next(model.parameters()).device, mesh["tp"]
+    device, tensor_parallel = next(model.parameters()).device, mesh["tp"]
     over = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    partial = divide_matrices(model, over["tp"]) if together > 1 else []
+    partial = divide_matrices(model, over["tp"]) if tensor_parallel > 1 else []
     for module in [*layers, model]:
         fully_shard(module, mesh=over["replicate", "fsdp"] if mesh["replicate"] > 1 else over["fsdp"])
         module.set_gradient_divide_factor(1.0)            # a sum over processes: losses have their denominators already

@@ -80,7 +80,7 @@ def sample_completions_for_prompts(
         Conversation(tokenizer, prompt, answer, config, stops)
         for prompt, answer in zip(prompts, respond, strict=True) for _ in range(group_size)
     ]
-    drawn = Drawn(uniforms, stops, tokenizer.pad_token_id, policy, device, talks, watch)
+    state = SamplingState(uniforms, stops, tokenizer.pad_token_id, policy, device, talks, watch)
     # What has gone through a recurrent layer cannot be taken back, so there a turn has to be answered at once.
     steps_between_looks = 1 if talks and not shared_prompt else STEPS_BETWEEN_LOOKS[device.type]
     groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
@@ -95,44 +95,44 @@ def sample_completions_for_prompts(
             if queue and (not alive or (room > 0 and shared_prompt)):            # a plain cache takes no prompts later
                 fresh = [queue.popleft() for _ in range(min(len(queue), room))]
                 cache = cache if alive else None          # nobody needs what it holds
-                cache = with_prompts(cache, model, fresh, prompt_ids, prompt_mask, drawn, group_size, shared_prompt)
-                alive = drawn.unfinished(alive + [p * group_size + g for p in fresh for g in range(group_size)])
+                cache = with_prompts(cache, model, fresh, prompt_ids, prompt_mask, state, group_size, shared_prompt)
+                alive = state.unfinished(alive + [p * group_size + g for p in fresh for g in range(group_size)])
                 continue                                  # a completion may be a single token
-            counts = drawn.count.cpu()[alive]             # room for as many steps again, but no more than can be needed
+            counts = state.count.cpu()[alive]             # room for as many steps again, but no more than can be needed
             steps = min(max(FIRST_STEPS, int(counts.max())), config.generation_max_length - int(counts.min()))
-            owners = cache.arrange(alive, [owner // group_size for owner in alive], drawn.nobody, steps)      # (R, Q)
+            owners = cache.arrange(alive, [owner // group_size for owner in alive], state.nobody, steps)      # (R, Q)
             cut_graph(device)                             # so that every step is the same program
             enough = len(alive) // 2                      # then it is worth while to close ranks, or to begin prompts
             while cache.steps_left and len(alive) > enough:
                 for _ in range(min(cache.steps_left, steps_between_looks)):
                     # What is forwarded while a turn waits for its answer is nobody's: the cache must not keep it.
-                    whose = owners.masked_fill(drawn.stopped[owners], drawn.nobody)                           # (R, Q)
-                    prompt, count = torch.where(whose == drawn.nobody, -1, whose // group_size), drawn.count[whose]
+                    whose = owners.masked_fill(state.stopped[owners], state.nobody)                           # (R, Q)
+                    prompt, count = torch.where(whose == state.nobody, -1, whose // group_size), state.count[whose]
                     places = Places(prompt, whose + 1, (prompt_lengths[prompt] + count - 1).clamp(min=0))
-                    logits = cache.forward(drawn.ids[whose, count - 1], places)                               # (R * Q, V)
-                    drawn.take(whose.flatten(), logits)
+                    logits = cache.forward(state.ids[whose, count - 1], places)                               # (R * Q, V)
+                    state.take(whose.flatten(), logits)
                     cut_graph(device)
-                alive = drawn.unfinished(alive)
-    return drawn.as_rollout(prompt_ids, prompt_mask, tokenizer)
+                alive = state.unfinished(alive)
+    return state.as_rollout(prompt_ids, prompt_mask, tokenizer)
 
 
-def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn, group_size: int, shared_prompt: bool):
+def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, state, group_size: int, shared_prompt: bool):
     """Forward prompts, draw the first token of each of their completions, and add them to the cache."""
-    device = drawn.ids.device
+    device = state.ids.device
     longest = int(prompt_mask[fresh].sum(dim=1).max())
     missing = bucket(len(fresh), device) - len(fresh)     # rows of padding
     shape = (bucket(longest, device) - longest, 0, 0, missing)
     ids, mask = (pad(part[fresh, -longest:], shape) for part in (prompt_ids, prompt_mask))
     number = torch.tensor(fresh + [-1] * missing)[:, None].expand_as(ids)
     places = Places(number.masked_fill(~mask, -1), torch.zeros_like(ids), positions_of(mask)).to(device)
-    owners = torch.arange(drawn.nobody).view(-1, group_size)[fresh].flatten()
-    owners = pad(owners, (0, missing * group_size), value=drawn.nobody).to(device)
+    owners = torch.arange(state.nobody).view(-1, group_size)[fresh].flatten()
+    owners = pad(owners, (0, missing * group_size), value=state.nobody).to(device)
     if not shared_prompt:
         cache = PlainCache(model, ids.to(device), places, owners)
-        drawn.take(owners, cache.logits)
+        state.take(owners, cache.logits)
         return cache
     new = PackedCache(model, ids.to(device), places)
-    drawn.take(owners, new.logits.repeat_interleave(group_size, dim=0))
+    state.take(owners, new.logits.repeat_interleave(group_size, dim=0))
     cut_graph(device)
     if cache is None:
         return new
@@ -140,7 +140,7 @@ def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, drawn,
     return cache
 
 
-class Drawn:
+class SamplingState:
     """What has been drawn so far, and how to draw more. Tensors have more entries than there are completions: for nobody."""
 
     def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device, talks=None, watch=None):

@@ -20,17 +20,17 @@ from train import learn, set_up
 from workloads import WORKLOADS, lengths_of
 
 
-class DrawnToLength(sample.Drawn):
+class SampledToLength(sample.SamplingState):
     """Nothing but the stop token at a row's last position, never the stop token before it."""
 
     workload, seed, rollouts = None, 0, 0
 
     def __init__(self, *args):
         super().__init__(*args)
-        wanted = lengths_of(self.workload, DrawnToLength.rollouts, self.seed)
+        wanted = lengths_of(self.workload, SampledToLength.rollouts, self.seed)
         # The start-up check samples fewer, on its own.
         self.lengths = torch.tensor([*wanted, 0]) if self.nobody == len(wanted) else torch.full((self.nobody + 1,), 10**6)
-        DrawnToLength.rollouts += self.nobody == len(wanted)
+        SampledToLength.rollouts += self.nobody == len(wanted)
 
     def take(self, owners, logits):
         forced, stop, last = logits.clone(), int(self.stops[0]), self.count[owners] + 1 >= self.lengths[owners]
@@ -47,8 +47,8 @@ def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:
     workload = WORKLOADS[name]
     shutil.rmtree(folder / "run", ignore_errors=True)
     if workload.mean_length:
-        DrawnToLength.workload, DrawnToLength.seed = workload, seed
-        sample.Drawn = DrawnToLength
+        SampledToLength.workload, SampledToLength.seed = workload, seed
+        sample.SamplingState = SampledToLength
     run = set_up(parse_config([
         "--use_grpo", "--model_path", str(folder / "model"), "--dataset", str(folder / "prompts.jsonl"),
         "--output_dir", str(folder / "run"),
