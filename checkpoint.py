@@ -15,6 +15,7 @@ import platform
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,10 @@ import transformers
 from safetensors import SafetensorError
 from torch.utils._pytree import tree_map
 
+from conversations import EnvironmentRaised
 from devices import gather, is_main, num_processes, sharded_like, whole
 from model import AdapterReference, save_policy, whole_weights
+from rewards import RewardError
 
 # The plain numbers of a run.
 COUNTERS = ("step", "phase", "phase_step", "skipped", "skipped_in_a_row", "kl_coef", "reward_sum", "reward_count")
@@ -33,6 +36,28 @@ SUMS = "SHA256SUMS"             # in the form of `sha256sum --check`
 
 class NotSaved(RuntimeError):
     """A checkpoint could not be written. Those before it are still there."""
+
+
+@contextmanager
+def saved_if_it_raises(run):
+    """What a reward function or an environment raises ends the run, and costs none of its steps."""
+    position = run.batches.position
+    try:
+        yield
+    except (RewardError, EnvironmentRaised) as error:
+        run.batches.position = position                   # nothing was learned from this batch
+        continued = f"--output_dir {run.folder.path} --resume"
+        raise type(error)(f"{error} Saved to {save_checkpoint(run)}: mend it and continue with {continued}") from error
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row that were not finite."""
+
+    def __init__(self, run, checkpoint):
+        super().__init__(
+            f"{run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite. The weights before them are in "
+            f"{checkpoint}, the batches in {run.folder.path}/skipped.jsonl: look with --replay, or lower --learning_rate"
+        )
 
 
 def save_checkpoint(run) -> Path:
@@ -116,7 +141,10 @@ def checksum(path: Path) -> str:
 def damage(folder: Path) -> str:
     """What is wrong with a checkpoint; empty if it is what was written."""
     try:
-        for line in (folder / SUMS).read_text().splitlines():
+        sums = (folder / SUMS).read_text()
+        if "  state.pt\n" not in sums or not sums.endswith("\n"):
+            return f"{SUMS} is not what was written"
+        for line in sums.splitlines():
             expected, _, name = line.partition("  ")
             if checksum(folder / name) != expected:
                 return f"{name} is not what was written"

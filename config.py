@@ -69,7 +69,8 @@ class Section:
     def require(self, name: str, condition: bool, fix: str) -> None:
         if not condition:
             value = getattr(self, name)
-            raise ValueError(f"--{name}={' '.join(map(str, value)) if isinstance(value, list) else value}: {fix}")
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            raise ValueError(f"--{name}{'' if value is True else f'={shown}'}: {fix}")
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,8 @@ class TrainingConfig(Section):
     """How the policy is updated, and what is written down."""
 
     use_grpo: bool = flag(False, "learn from rewards; without it, supervised training on demonstrations")
-    profile: str = flag("", f"settings to start from: {', '.join(PROFILES)}; empty: demo if there is no model_path, else none")
+    profile: str = flag("", f"settings to start from: {', '.join(PROFILES)}; empty: without a model_path the demo (or "
+                        "demo_supervised), else none")
     output_dir: str = flag("", "the run folder; empty: outputs/<time>")
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
     check: bool = flag(False, "make the start-up check, print all of it, and stop")
@@ -400,27 +402,55 @@ class Config:
         return self.grpo.ppo_epochs * math.ceil(completions / (self.grpo.minibatch_size or completions))
 
     def remarks(self) -> list[str]:
-        """Settings that change nothing in this GRPO run, or are seldom meant, one line each."""
-        grpo, lines = self.grpo, []
-        if self.updates_per_rollout == 1 and grpo.loss_type != "reinforce":
+        """Settings that change nothing in this run, or are seldom meant, one line each."""
+        if not self.training.use_grpo:
+            counted = "generation_", "environment", "max_turns"                  # in evaluations
+            unused = [f.name for f in dataclasses.fields(GRPOConfig) if not f.name.startswith(counted)]
+            return self.inert({"without --use_grpo": unused})
+        grpo, several = self.grpo, self.updates_per_rollout > 1
+        lines = self.inert({
+            "with --loss_type reinforce": ["clip_low", "clip_high"] * (grpo.loss_type == "reinforce"),
+            "without --use_value_head": ["value_coef", "value_clip", "gae_gamma", "gae_lambda"] * (not grpo.use_value_head),
+            "without --normalize_advantages":
+                ["advantage_scale", "advantage_epsilon"] * (not grpo.normalize_advantages and not grpo.use_value_head),
+            "without --use_kl_penalty true and a --kl_penalty_coef": [
+                "kl_penalty_coef", "kl_in", "kl_estimator", "kl_horizon", "reference_mode", "ema_alpha",
+                "reference_update_freq", "reference_offload"] * (not grpo.kl_coef),
+            "without --kl_target": ["kl_horizon"] * (grpo.kl_coef > 0 and not grpo.kl_target),
+            "without --reference_mode ema": ["ema_alpha"] * (grpo.kl_coef > 0 and grpo.reference_mode != "ema"),
+            "without --reference_mode periodic":
+                ["reference_update_freq"] * (grpo.kl_coef > 0 and grpo.reference_mode != "periodic"),
+            "without --cold_start_steps":
+                ["cold_start_learning_rate", "cold_start_accuracy"] * (not self.training.cold_start_steps),
+            "without --lora_rank": ["lora_alpha"] * (not self.model.lora_rank),
+            "with one epoch, in which no prompt comes again; --num_epochs makes more":
+                ["prefer_mixed"] * (self.training.num_epochs <= 1),
+            "with a value head, which scales over the tokens of the step": ["advantage_scale"] * grpo.use_value_head,
+            "with so few completions in a rollout":
+                ["minibatch_size"] * (grpo.minibatch_size >= self.training.batch_size * grpo.num_completions_per_prompt),
+        })
+        if not several and grpo.loss_type != "reinforce":
             what = "clipping and max_policy_kl are" if grpo.max_policy_kl else "clipping is"
             lines.append(f"{what} inert: with one update per rollout every ratio is 1; --ppo_epochs makes more")
-        if grpo.use_value_head and grpo.advantage_scale != "group":
-            lines.append("advantage_scale is inert: with a value head advantages are scaled over the tokens of the step")
-        if not grpo.kl_coef and (grpo.reference_mode != "static" or grpo.reference_offload):
-            lines.append("reference settings are inert: there is no reference without --use_kl_penalty true")
-        if grpo.minibatch_size >= self.training.batch_size * grpo.num_completions_per_prompt:
-            lines.append(f"minibatch_size {grpo.minibatch_size} is inert: a rollout has no more completions")
         if grpo.reward_combination == "gdpo" and grpo.scale == "group":
             lines.append("gdpo scales each function within its group, then the sum again; advantage_scale batch is the paper's")
-        if grpo.loss_type == "gspo" and grpo.clip_high > 0.01 and self.updates_per_rollout > 1:
+        if grpo.loss_type == "gspo" and grpo.clip_high > 0.01 and several:
             lines.append("gspo's ratio is a mean over a completion and hardly moves: clip_low 3e-4, clip_high 4e-4 is usual")
-        if grpo.loss_type == "cispo" and grpo.clip_high < 1 and self.updates_per_rollout > 1:
+        if grpo.loss_type == "cispo" and grpo.clip_high < 1 and several:
             lines.append(f"cispo caps a token's weight at {1 + grpo.clip_high:g}; clip_high of 4 or so is usual")
-        if self.data.prefer_mixed and self.training.num_epochs <= 1:
-            lines.append("prefer_mixed is inert: in one epoch no prompt comes again; --num_epochs makes more")
         if grpo.loss_type == "dr_grpo" and grpo.normalize_advantages:
             lines.append("dr_grpo is meant for advantages in points; --normalize_advantages false is the paper's")
+        return lines
+
+    def inert(self, unused: dict[str, list[str]]) -> list[str]:
+        """A line for every flag that counts for nothing and was set nevertheless; unused: flags by the reason why."""
+        profile, lines = PROFILES.get(self.training.profile, {}), []
+        for section in (self.model, self.data, self.grpo, self.training):
+            for f in dataclasses.fields(section):
+                default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+                value = getattr(section, f.name)
+                if value != profile.get(f.name, default):
+                    lines += [f"{f.name} {value} is inert {why}" for why, flags in unused.items() if f.name in flags]
         return lines
 
     def as_dict(self) -> dict[str, dict]:
@@ -479,6 +509,8 @@ def parse_config(argv: list[str]) -> Config:
     where.add_argument("--profile", default="")
     known = where.parse_known_args(given)[0]
     run = Path(known.output_dir) if known.resume and known.output_dir else Path(known.replay).parent if known.replay else None
+    if known.resume and run and not (run / "config.json").exists():
+        raise ValueError(f"--output_dir={run}: there is no run in it to resume")
     if run and (known.resume or (run / "config.json").exists()):                 # a run's own settings lie below the flags
         without = ["model_path", "output_dir"] if known.replay else []           # its weights are a checkpoint's, or a flag's
         return parse_flags(flags_of_file(str(run / "config.json"), without) + given)
@@ -497,7 +529,8 @@ def parse_flags(argv: list[str]) -> Config:
     if unknown:
         names = [f"--{f.name}" for section in SECTIONS for f in dataclasses.fields(section)]
         near = difflib.get_close_matches(unknown[0], names, n=1)
-        raise ValueError(f"{unknown[0]}: unknown flag; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        fix = "a file of settings comes before all flags" if unknown[0].endswith(".json") else "see --help"
+        raise ValueError(f"{unknown[0]}: unknown flag; " + (f"did you mean {near[0]}?" if near else fix))
     return Config(*sections)
 
 

@@ -123,17 +123,19 @@ def gather(thing) -> list:
 
 
 def everywhere(work: Callable) -> list:
-    """The results of work() for all shares, in order. Where one process fails, all stop, and that one says why."""
+    """The results of work() for all shares, in order. What one process raises, all raise."""
     failure = result = None
     try:
         result = work()
     except Exception as error:
         failure = error
-    parts = gather((failure is None, result))
+    parts = gather((failure is not None and (type(failure), str(failure)), result))
     if failure is not None:
         raise failure
-    if not all(fine for fine, _ in parts):
-        raise SystemExit(1)
+    for problem, _ in parts:
+        if problem:
+            kind, text = problem
+            raise kind(text)
     return [result for _, result in parts[::tensor_parallel]]
 
 

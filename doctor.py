@@ -57,10 +57,17 @@ def not_finite(history, config):
                 f"--learning_rate (now {config.training.learning_rate:g}), and look at skipped.jsonl with --replay")
 
 
+def nothing_scored(history, config):
+    """Reward functions answer None, always."""
+    if now(history, "unscored") == 1:
+        return f"none of the completions of {WINDOW} rollouts could be scored, so nothing is learned: stop, and ask the reward " \
+               "functions why, in reward_errors.jsonl or with --check"
+
+
 def unscored(history, config):
     """Reward functions answer None."""
     share = now(history, "unscored")
-    if share > 0.1:
+    if 0.1 < share < 1:
         return f"{share:.0%} of the completions could not be scored and teach nothing: look at them in rollouts.jsonl"
 
 
@@ -142,7 +149,7 @@ def clipping(history, config):
 RULES: dict[str, Callable] = {
     rule.__name__: rule
     for rule in (
-        not_finite, unscored, saturated, lengths_collapse, kl_runs_away, entropy_falls, lengths_explode, truncation, clipping,
+        not_finite, nothing_scored, unscored, saturated, lengths_collapse, kl_runs_away, entropy_falls, lengths_explode, truncation, clipping,
         ties,
     )
 }

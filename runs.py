@@ -15,7 +15,9 @@ The run folder: what a run writes down, and what it shows on the console.
 import itertools
 import json
 import math
+import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -55,8 +57,9 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
         if not training.resume and (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder")
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--output_dir={self.path}: is a file; name a folder")
+        there = next(folder for folder in (self.path.resolve(), *self.path.resolve().parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise ValueError(f"--output_dir={self.path}: {there} is no folder that can be written to; name another one")
         refuse_missing(training.report_to)
         self.writes = is_main()
         self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
@@ -115,15 +118,15 @@ class RunFolder:
         for phase in phases:
             rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
             self.say(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
-            if phase.name == "grpo":
-                for line in self.config.remarks():
-                    self.say(f"  note   {line}")
+        for line in self.config.remarks():
+            self.say(f"  note   {line}")
 
-    def show_step(self, phase: str, step: int, total: int, metrics: dict) -> None:
+    def show_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """One readable line for a step, with units."""
         known = {name: value for name, value in metrics.items() if value or name not in ("unscored", "skipped")}
         shown = [form.format(known[name]) for name, form in UNITS.items() if name in known]
-        self.say(f"{phase} {step:>4}/{total}  " + "  ".join(shown))
+        counted = f" (step {step_of_run})" if step != step_of_run else ""
+        self.say(f"{phase} {step:>4}/{total}{counted}  " + "  ".join(shown))
         if "advice" in metrics:
             self.say(f"  doctor: {metrics['advice']}")
 
@@ -162,8 +165,9 @@ class RunFolder:
         last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
         for m in metrics:
             if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]:
-                self.say(f"held-out accuracy {ends[m['step']]}: {accuracy_text(m)}")
-        self.say(f"final model: {self.path / 'final'}, learning curve: {self.path / 'curves.png'}")
+                self.say(f"held out {ends[m['step']]}: {held_out_text(m, self.config)}")
+        self.say(f"final model: {self.path / 'final'}, learning curve: {self.path / 'curves.png'}, all of it: "
+                 f"{self.path / 'report.html'}")
 
     def draw_curves(self) -> None:
         """curves.png from metrics.jsonl."""
@@ -231,6 +235,7 @@ class StopOnSignal:
         self.came = True
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
+            print("\nstopping after this step; Ctrl-C again: at once", file=sys.stderr)
 
     def asked(self) -> bool:
         """Whether to stop: in all processes, as soon as one was told to."""
@@ -283,14 +288,14 @@ def completion_records(examples: list[dict], rollout, rewards=None, per_function
     return records
 
 
-def accuracy_text(result: dict) -> str:
-    """'0.91 [0.87, 0.94] of 256', for people."""
-    if "eval_accuracy" not in result:
-        points = {n.removeprefix("eval_reward/"): p for n, p in result.items() if n.startswith("eval_reward/")}
-        scored = "".join(f", {n} {p:.3f}" for n, p in points.items() if p is not None and math.isfinite(p))
-        return f"unknown: the data set has no answers ({result['eval_problems']} problems{scored})"
-    low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
-    return f"{result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
+def held_out_text(result: dict, config: Config) -> str:
+    """'accuracy 0.910 [0.870, 0.940] of 256', or the points of what is trained on instead of correctness, for people."""
+    if "eval_accuracy" in result and (not config.training.use_grpo or "correctness" in config.grpo.reward_functions):
+        low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
+        return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
+    points = {n.removeprefix("eval_reward/"): p for n, p in result.items() if n.startswith("eval_reward/")}
+    scored = [f"{n} {p:.3f} points" for n, p in points.items() if p is not None and math.isfinite(p) and n != "correctness"]
+    return f"{', '.join(scored) or 'nothing to score with: the data has no answers'} of {result['eval_problems']}"
 
 
 def points_text(reward: float | None) -> str:

@@ -16,9 +16,9 @@ import time
 
 import torch
 
-from checkpoint import NotSaved, save_checkpoint
+from checkpoint import Diverged, NotSaved, save_checkpoint, saved_if_it_raises
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
-from conversations import describe_conversations
+from conversations import EnvironmentRaised, describe_conversations
 from devices import all_sum, clip_gradient, cut_graph, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
 from experience import Experience, describe_groups, minibatches, passes, prepare_experience, sample_groups
@@ -29,7 +29,8 @@ from logprobs import LogProbs, completion_log_probs
 from model import precision_of, save_policy, update_reference
 from prepare import Phase, Run, begin_phase, keep_base, set_up, validate_grpo_setup  # noqa: F401
 from replay import replay
-from runs import StopOnSignal, accuracy_text, completion_records
+from rewards import RewardError
+from runs import StopOnSignal, completion_records, held_out_text
 from sample import demonstrations_as_rollout
 
 
@@ -41,6 +42,10 @@ def train(config: Config) -> None:
 def learn(run: Run) -> None:
     """The loop. Ctrl-C or SIGTERM ends it after the current step with a checkpoint to go on from."""
     training = run.config.training
+    if run.phase == len(run.phases):
+        save_policy(run.model, run.tokenizer, run.folder.path / "final")         # unless it was stopped right before it could
+        run.folder.say(f"this run is complete; to go on from it: --model_path {run.folder.path}/final and a new --output_dir")
+        return
     run.folder.open(run.step)
     keep_base(run)
     with run.folder as folder, StopOnSignal() as stop:
@@ -53,14 +58,17 @@ def learn(run: Run) -> None:
             bar = folder.progress.add_task(phase.name, total=phase.steps)
             while run.phase_step < phase.steps and not stop.asked():
                 before, skipped = run.phase_step, run.skipped
-                metrics, completions = take_step(run, next(run.batches))         # one optimiser step, or several on a rollout
+                with saved_if_it_raises(run):
+                    metrics, completions = take_step(run, next(run.batches))     # one optimiser step, or several on a rollout
                 metrics["skipped"] = run.skipped - skipped
                 log_step(run, phase, metrics, completions)
                 folder.progress.update(bar, completed=run.phase_step)
                 if due(before, run.phase_step, training.eval_steps) or run.phase_step == phase.steps:
-                    accuracy = log_evaluation(run)
+                    with saved_if_it_raises(run):
+                        accuracy = log_evaluation(run)
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = run.phase_step      # it has learned what it is there for
+                        folder.progress.update(bar, total=phase.steps)
                 if due(before, run.phase_step, training.save_steps) and run.phase_step < phase.steps:
                     try:
                         save_checkpoint(run)
@@ -237,16 +245,6 @@ def refresh_reference(run: Run) -> None:
 # ---- what is said and written ----------------------------------------------------------------------------------------
 
 
-class Diverged(RuntimeError):
-    """Too many steps in a row that were not finite."""
-
-    def __init__(self, run: Run, checkpoint):
-        super().__init__(
-            f"{run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite. The weights before them are in "
-            f"{checkpoint}, the batches in {run.folder.path}/skipped.jsonl: look with --replay, or lower --learning_rate"
-        )
-
-
 def log_evaluation(run: Run) -> float:
     """Measure the policy on the held-out problems, with the same random numbers every time. Returns the accuracy or NaN."""
     if not run.eval_set:
@@ -259,7 +257,7 @@ def log_evaluation(run: Run) -> float:
         batch_size=grpo.generation_batch_size or training.batch_size * grpo.num_completions_per_prompt,        # as in a step
     )
     run.folder.log(run.step, "eval", result)
-    run.folder.say(f"held-out accuracy at step {run.step}: {accuracy_text(result)}")
+    run.folder.say(f"held out at step {run.step}: {held_out_text(result, run.config)}")
     return result.get("eval_accuracy", math.nan)
 
 
@@ -269,7 +267,7 @@ def log_step(run: Run, phase: Phase, metrics: dict, completions: list[dict]) -> 
     if phase.name == "grpo" and (advice := diagnose([*run.folder.history, metrics], run.config)):
         metrics["advice"] = advice
     run.folder.log(run.step, phase.name, metrics)
-    run.folder.show_step(phase.name, run.phase_step, phase.steps, metrics)
+    run.folder.show_step(phase.name, run.phase_step, phase.steps, run.step, metrics)
     if phase.name == "grpo":
         run.folder.show_completions(run.step, metrics["updates"], completions)
     if metrics["skipped"]:
@@ -297,7 +295,7 @@ def main(argv: list[str]) -> None:
         return
     try:
         learn(run)
-    except (Diverged, NotSaved) as error:
+    except (Diverged, NotSaved, RewardError, EnvironmentRaised) as error:
         leave_with(str(error), 1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -59,7 +59,7 @@ MISTAKES = {
     "top-p": (["--generation_top_p", "1.5"], "--generation_top_p=1.5"),
     "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
     "exact offloaded": (
-        ["--use_kl_penalty", "--kl_estimator", "exact", "--reference_offload"], "--reference_offload=True: .*ratio_k3"),
+        ["--use_kl_penalty", "--kl_estimator", "exact", "--reference_offload"], "--reference_offload: .*ratio_k3"),
     "k3 in the reward": (
         ["--use_kl_penalty", "--kl_in", "reward", "--kl_estimator", "k3"], "--kl_estimator=k3: in a reward only k1"),
     "two updates": (["--loss_type", "reinforce", "--minibatch_size", "64"], "--loss_type=reinforce: .*of 4 updates"),
@@ -99,8 +99,10 @@ MISTAKES = {
     "no weights": (["--model_path", "{tmp}/no_weights"], "no_weights: the folder has no weights"),
     "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: the folder has no a? ?tokenizer"),
     "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
-    "nothing to resume": (["--output_dir", "{tmp}/empty", "--resume"], "empty.*config.json"),
-    "resume what": (["--resume"], "--resume=True: needs --output_dir"),
+    "nothing to resume": (["--output_dir", "{tmp}/empty", "--resume"], "--output_dir=.*empty: there is no run in it"),
+    "resume what": (["--resume"], "--resume: needs --output_dir"),
+    "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is no folder that can be written to"),
+    "settings behind flags": (["--seed", "1", "settings.json"], "settings.json: .*comes before all flags"),
     "negative": (["--max_steps", "-1"], "--max_steps=-1: cannot be negative"),
     "settings file": (["{tmp}/no.json"], "no.json: not a readable JSON file"),
 }
@@ -160,8 +162,8 @@ def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
 
 @pytest.mark.parametrize("flags,words", [
     ([], "clipping is inert: with one update per rollout every ratio is 1"),
-    (["--minibatch_size", "9999"], "minibatch_size 9999 is inert: a rollout has no more completions"),
-    (["--reference_mode", "ema", "--use_kl_penalty", "false"], "reference settings are inert: there is no reference"),
+    (["--minibatch_size", "9999"], "minibatch_size 9999 is inert with so few completions in a rollout"),
+    (["--reference_mode", "ema", "--use_kl_penalty", "false"], "reference_mode ema is inert without --use_kl_penalty true"),
     (["--loss_type", "gspo", "--ppo_epochs", "2"], "gspo's ratio is a mean over a completion and hardly moves"),
 ])
 def test_settings_that_change_nothing_announce_themselves(flags, words):
@@ -170,13 +172,27 @@ def test_settings_that_change_nothing_announce_themselves(flags, words):
 
 @pytest.mark.parametrize("flags,words", [
     (["--max_policy_kl", "1"], "clipping and max_policy_kl are inert"),
-    (["--use_value_head", "--advantage_scale", "batch"], "advantage_scale is inert"),
+    (["--use_value_head", "--advantage_scale", "batch"], "advantage_scale batch is inert with a value head"),
+    (["--use_kl_penalty", "--ema_alpha", "0.5"], "ema_alpha 0.5 is inert without --reference_mode ema"),
+    (["--use_kl_penalty", "false", "--kl_in", "reward"], "kl_in reward is inert without --use_kl_penalty true"),
+    (["--use_kl_penalty", "--kl_horizon", "5000"], "kl_horizon 5000 is inert without --kl_target"),
+    (["--loss_type", "reinforce", "--clip_low", "0.1"], "clip_low 0.1 is inert with --loss_type reinforce"),
+    (["--gae_lambda", "0.5"], "gae_lambda 0.5 is inert without --use_value_head"),
+    (["--no_normalize_advantages", "--advantage_scale", "batch"], "advantage_scale batch is inert without --normalize"),
+    (["--cold_start_steps", "0", "--cold_start_learning_rate", "1"], "cold_start_learning_rate 1.0 is inert without"),
+    (["--lora_alpha", "5"], "lora_alpha 5.0 is inert without --lora_rank"),
     (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
     (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
-    (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed is inert: in one epoch no prompt comes again"),
+    (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed True is inert with one epoch"),
 ])
 def test_what_is_seldom_meant_is_remarked_on(flags, words):
     assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).remarks())
+
+
+def test_a_supervised_run_says_which_settings_are_for_grpo_alone():
+    config = parse_config(["--loss_type", "gspo", "--use_value_head", "--generation_top_k", "7"])
+    assert config.remarks() == ["loss_type gspo is inert without --use_grpo", "use_value_head True is inert without --use_grpo"]
+    assert parse_config([]).remarks() == []
 
 
 def test_settings_that_work_together_are_neither_refused_nor_called_inert():

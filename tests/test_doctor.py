@@ -14,6 +14,7 @@ HEALTHY = {
 }
 SICK = {
     "not_finite": ({"skipped": 1}, "5 of the last updates"),
+    "nothing_scored": ({"unscored": 1.0}, "none of the completions of 5 rollouts could be scored"),
     "unscored": ({"unscored": 0.25}, "25% of the completions could not be scored"),
     "saturated": ({"reward/correctness": 0.99, "tied_groups": 0.9}, "99% of the completions are correct"),
     "lengths_collapse": ({"completion_tokens": 8.0}, "shrank from 40 to 8 tokens in 10 rollouts"),
