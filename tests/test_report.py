@@ -409,6 +409,9 @@ def test_an_empty_run_opens_without_complaint(tmp_path, visit):
     (folder / "rollouts.jsonl").unlink()
     page = visit(write_report(folder))
     assert "no steps yet" in page.inner_text("#keys") and page.is_visible("#without") and not page.is_visible("#browser")
+    page = visit(write_report(folder, fake_run(tmp_path / "other")))
+    page.select_option("#run", "1")
+    assert not page.is_visible("#without") and len(groups_shown(page)) == 4, "the other one has groups"
 
 
 def test_thousands_of_rollouts_are_drawn_as_they_come_into_view(tmp_path, visit):
