@@ -101,6 +101,58 @@ def test_the_numbers_of_the_files_are_in_the_page(tmp_path):
     assert run["pieces"][str(STOP)] == "<eos>"
 
 
+def test_groups_by_hand(tmp_path):
+    """Rewards to six digits; a group with unscored completions is tied if the others are; tokens are found where they lie."""
+    folder = fake_run(tmp_path / "run")
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    rewards = [[0.123456789, None, 0.123456789], [None, 0.5, 0.25], [None] * 3, [1.0, 2.0, 3.0]]
+    for i, record in enumerate(records):
+        record["reward"], record["completion_ids"] = rewards[record["group"]][i % 3], [i]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = Page(write_report(folder)).data
+    groups = page["page"]["runs"][0]["groups"][4:8]       # of step 6
+    assert [group["tied"] for group in groups] == [True, False, True, False]
+    assert [completion["reward"] for completion in groups[0]["completions"]] == [0.123457, None, 0.123457]
+    ids = [[page["tokens-0-6"][group["first"] + g][0] for g in range(3)] for group in groups]
+    assert ids == [[[12 + 3 * p + g] for g in range(3)] for p in range(4)]
+
+
+def test_a_middling_completion_does_not_tie_its_group(tmp_path):
+    """Its advantage is 0, and those beside it have others."""
+    folder = fake_run(tmp_path / "run")
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for i, record in enumerate(records):
+        record["reward"] = float(i % 3)
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert not any(group["tied"] for group in Page(write_report(folder)).data["page"]["runs"][0]["groups"])
+
+
+def test_what_only_the_other_run_has_is_drawn_and_what_is_no_number_is_not(tmp_path):
+    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other")
+    for folder, line in (ours, {"never": None, "flag": True}), (other, {"theirs": 2.5}):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 13, "phase": "grpo"} | line) + "\n")
+    page = Page(write_report(ours, other)).data["page"]
+    drawn = {chart["metric"] for chart in page["charts"]}
+    assert "theirs" in drawn and not {"never", "flag"} & drawn
+    assert page["runs"][1]["series"]["theirs"] == [[13], [2.5]]
+
+
+def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_the_one_it_began_with(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(report, "load_tokenizer", lambda config: asked.append(config.model_path) or byte_tokenizer())
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    folder = fake_run(tmp_path / "run", flags=["--model_path", str(begun)])
+    write_report(folder)
+    for step in "00000002", "00000010":
+        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    write_report(folder)
+    (folder / "final").mkdir()
+    write_report(folder)
+    assert asked == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
+
+
 def test_every_metric_is_drawn_and_known_ones_come_first_with_a_unit(tmp_path):
     charts = Page(write_report(fake_run(tmp_path / "run"))).data["page"]["charts"]
     found = {chart["metric"]: chart for chart in charts}
@@ -117,6 +169,13 @@ def test_settings_stand_beside_defaults_profiles_and_the_other_run(tmp_path):
     assert rows["learning_rate"]["profile"] == [True, False] and "peak learning rate" in rows["learning_rate"]["help"]
     assert rows["ppo_epochs"]["values"] == [1, 1] == [rows["ppo_epochs"]["default"]] * 2
     assert "resume" not in rows
+    theirs = json.loads((other / "config.json").read_text())
+    theirs["grpo"]["of_a_later_version"] = 7
+    theirs["training"]["profile"] = ""
+    (other / "config.json").write_text(json.dumps(theirs))
+    rows = {row["name"]: row for row in Page(write_report(ours, other)).data["page"]["settings"]}
+    assert rows["of_a_later_version"]["values"] == [None, 7] and rows["of_a_later_version"]["default"] is None
+    assert rows["num_epochs"]["profile"] == [True, False], "the same value, and no profile that set it"
 
 
 def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
