@@ -249,11 +249,11 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581cat": 1, "s": 2, "<unk>": 3}, unk_token="<unk>"))
+    words = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581cat": 1, "s": 2, "<unk>": 3, "\u2581.": 4}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()      # as SentencePiece's
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
-    assert "".join(report.piece(tokenizer, token) for token in (0, 1, 2)) == " the cats"
+    assert "".join(report.piece(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
 def test_without_a_tokenizer_the_page_has_texts_and_no_pieces(tmp_path):
