@@ -156,10 +156,12 @@ def tables(monkeypatch):
 
 
 def test_every_table_by_hand(tmp_path, capsys, tables):
-    """Three groups, of which the first is tied: the second is explained. Two reward functions, clipped; an update that is large."""
+    """Three groups, of which the first is tied: the second is explained. Two reward functions, clipped; a large update."""
     (tmp_path / "two.py").write_text(
-        "def first(completions, **columns):\n    return [1.0 if i < 4 else sum(map(ord, c)) % 97 / 50 for i, c in enumerate(completions)]\n"
-        "def second(completions, **columns):\n    return [0.0 if i < 4 else len(set(c)) / 20 for i, c in enumerate(completions)]\n")
+        "def first(completions, **columns):\n"
+        "    return [1.0 if i < 4 else sum(map(ord, c)) % 97 / 50 for i, c in enumerate(completions)]\n"
+        "def second(completions, **columns):\n"
+        "    return [0.0 if i < 4 else len(set(c)) / 20 for i, c in enumerate(completions)]\n")
     flags = [
         *"--use_grpo --batch_size 3 --max_steps 9 --cold_start_steps 0 --learning_rate 5e-5 --warmup_ratio 0".split(),
         "--reward_functions", f"{tmp_path}/two.py:first", f"{tmp_path}/two.py:second", *"--reward_weights 1 2".split(),
@@ -195,7 +197,8 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     assert [name[0].rpartition(":")[2] for name in names] == ["first", "second"] and [name[2] for name in names] == ["1", "2"]
     assert head[3:] == ["r", "r, clipped or penalised", "A"]
     for g, line in enumerate(lines):
-        assert list(map(float, line)) == pytest.approx([g, first[g], second[g], rewards[g], points[g], advantages[g]], abs=0.0051)
+        wanted = [g, first[g], second[g], rewards[g], points[g], advantages[g]]
+        assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
     assert f"b = {mean:.4f} (group_mean), s = {std:.4f} (standard deviation)" in printed
 
     order = sorted(range(4), key=lambda g: advantages[g])
@@ -206,15 +209,17 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     (head, before), (_, after) = tables["3"], tables["6"]
     assert [line[:3] for line in before] == [
         [str(g), repr(run.tokenizer.decode([int(whole.completion_ids[4 + g, t])])), f"{logp[g][t]:.4f}"] for g, t in picked]
-    assert {(line[4], line[6]) for line in before} == {("1.0000", "no")} and [line[3] for line in before] == [line[2] for line in before]
+    assert all(line[2] == line[3] and line[4] == "1.0000" and line[6] == "no" for line in before)
     assert [line[:3] for line in after] == [line[:3] for line in before]
     held = []
     for (g, _), line in zip(picked, after, strict=True):
         old, new, ratio, advantage, loss, kl = map(float, [*line[2:6], *line[7:]])
-        assert ratio == pytest.approx(math.exp(new - old), abs=2e-4, rel=2e-4) and advantage == pytest.approx(advantages[g], abs=1e-3)
+        assert ratio == pytest.approx(math.exp(new - old), abs=2e-4, rel=2e-4)
+        assert advantage == pytest.approx(advantages[g], abs=1e-3)
         clipped = min(max(ratio, 0.9), 1.3)
         assert loss == pytest.approx(-min(ratio * advantage, clipped * advantage), abs=1e-3)
-        assert kl == pytest.approx(math.exp(old - new) - 1 - (old - new), abs=1e-3, rel=1e-3), "the reference is the policy before"
+        moved = old - new                                 # the reference is the policy before
+        assert kl == pytest.approx(math.exp(moved) - 1 - moved, abs=1e-3, rel=1e-3)
         held.append((advantage > 0 and ratio > 1.3) or (advantage < 0 and ratio < 0.9))
     assert [line[6] == "yes" for line in after] == held and len(set(held)) == 2
 
@@ -263,15 +268,16 @@ def test_baseline_and_scale_by_hand(flags, b, s):
 
 def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "COLD_STEPS", 2)
-    config = parse_config([*QUICK, *FLAGS, "--cold_start_steps", "5", "--output_dir", str(tmp_path / "out"), "--eval_limit", "0"])
-    run, batches = set_up(config), []
+    flags = [*QUICK, *FLAGS, "--cold_start_steps", "5", "--eval_limit", "0", "--output_dir", str(tmp_path / "out")]
+    run, batches = set_up(parse_config(flags)), []
 
     def step(run, batch):
         batches.append(batch)
         run.phase_step += 1
 
     explain.come_to_grpo(run, step)
-    assert len(batches) == 2 and batches[0] != batches[1] and "first 2 supervised steps of cold_start" in capsys.readouterr().out
+    assert "first 2 supervised steps of cold_start" in capsys.readouterr().out
+    assert len(batches) == 2 and batches[0] != batches[1]
     assert run.phases[run.phase].name == "grpo" and run.phase_step == 0
 
 

@@ -497,9 +497,10 @@ class Chart:
         self.card.scroll_into_view_if_needed()
         self.card.locator("svg").wait_for()
         texts = self.card.locator("text").evaluate_all(
-            "texts => texts.map(t => [t.textContent, +t.getAttribute('x'), +t.getAttribute('y'), t.getAttribute('text-anchor')])")
-        self.steps = [(float(text), x) for text, x, _, anchor in texts if anchor != "end"]
-        self.values = [(float(text.removesuffix("\u00a0%")), y - 4) for text, _, y, anchor in texts if anchor == "end" and text != "step"]
+            "texts => texts.map(t => [t.textContent, ...['x', 'y', 'text-anchor'].map(name => t.getAttribute(name))])")
+        self.steps = [(float(text), float(x)) for text, x, _, anchor in texts if anchor != "end"]
+        self.values = [
+            (float(text.removesuffix("\u00a0%")), float(y) - 4) for text, _, y, anchor in texts if anchor == "end" and text != "step"]
         self.labels = [text for text, *_ in texts]
 
     def read(self, x, y):
@@ -542,7 +543,8 @@ def test_a_curve_lies_where_its_axes_say_with_gaps_a_band_and_a_share_from_0(tmp
     near(band, [(0, 20), (12, 90), (12, 70), (0, 5)])
     assert accuracy.labels[0] == "0\u00a0%" and "step" in accuracy.labels and "0" in accuracy.labels
     bottom = accuracy.values[0][1]
-    heights = [float(place.split()[1]) for place in accuracy.card.locator("path").first.get_attribute("d").strip("MZ").split("L")]
+    outline = accuracy.card.locator("path").first.get_attribute("d").strip("MZ").split("L")
+    heights = [float(place.split()[1]) for place in outline]
     assert all(0 <= y <= bottom for y in heights), "all of the band is in the picture"
     dashed = reward.card.locator("line[stroke-dasharray]")
     assert dashed.count() == 1 and reward.read(float(dashed.get_attribute("x1")), 0)[0] == pytest.approx(2, abs=0.1)
@@ -558,13 +560,15 @@ def test_labels_stand_at_round_numbers_neither_few_nor_many(tmp_path, visit, low
     assert 3 <= len(ticks) <= 8 and ticks == pytest.approx([ticks[0] + i * gap for i in range(len(ticks))], abs=1e-9 * gap)
     assert low - 1e-6 * gap <= ticks[0] < low + gap and high - gap < ticks[-1] <= high + 1e-6 * gap
     mantissa = float(f"{gap:e}".partition("e")[0])
-    assert any(mantissa == pytest.approx(round_one) for round_one in (1, 2, 5)) and ticks[0] / gap == pytest.approx(round(ticks[0] / gap))
+    assert any(mantissa == pytest.approx(round_one) for round_one in (1, 2, 5))
+    assert ticks[0] / gap == pytest.approx(round(ticks[0] / gap))
 
 
 def test_numbers_and_ranges_by_hand(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run", steps=2)))
     for arguments, text in {
-        "0.00391, 'share'": "0.391\u00a0%", "0, ''": "0", "null, 's'": "none", "0.5, 'points'": "0.5 points", "0.05, ''": "0.05",
+        "0.00391, 'share'": "0.391\u00a0%", "0, ''": "0", "null, 's'": "none", "0.5, 'points'": "0.5 points",
+        "0.05, ''": "0.05",
         "1234567, ''": "1.2e+6", "0.00012, 's'": "1.2e-4 s", "-3.14159, ''": "-3.142",
     }.items():
         assert page.evaluate(f"number({arguments})") == text
@@ -575,7 +579,9 @@ def test_numbers_and_ranges_by_hand(tmp_path, visit):
         assert page.evaluate(f"range({arguments})") == pytest.approx(ends, abs=0.01), arguments
     for wanted, at in (1, 0), (3.9, 0), (4.1, 1), (8.1, 2), (99, 2):
         assert page.evaluate(f"nearest([2, 6, 10], {wanted})") == at
-    for value, text in ('[]', "[]"), ('""', '""'), ('["a", "b"]', "a b"), ("[1, 0.2]", "1 0.2"), ("null", "not there"), ("false", "false"):
+    for value, text in {
+        "[]": "[]", '""': '""', '["a", "b"]': "a b", "[1, 0.2]": "1 0.2", "null": "not there", "false": "false",
+    }.items():
         assert page.evaluate(f"shown({value})") == text
 
 
@@ -621,7 +627,7 @@ def test_cards_by_hand(tmp_path, visit):
     titles = card(2, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
     assert titles[:3] == ["log-probability 0 nat", "log-probability -0.1 nat", "log-probability -0.2 nat"]
     for t, colour in enumerate(colours(2, 0)):
-        assert colour == pytest.approx([217, 140, 20, 0.75 * (1 - math.exp(-0.1 * t))], abs=0.006), "the ochre of what is unlikely"
+        assert colour == pytest.approx([217, 140, 20, 0.75 * (1 - math.exp(-0.1 * t))], abs=0.006), "ochre: unlikely"
     assert "mean advantage -0.667" in card(3, 0).inner_text() and "3 tokens" in card(3, 0).inner_text()
     assert "mean log-probability -0.750 nat" in card(3, 0).inner_text(), "of the policy's tokens"
     titles = card(3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
@@ -635,7 +641,8 @@ def test_cards_by_hand(tmp_path, visit):
 
 
 def test_without_a_tokenizer_completions_are_shown_as_text(tmp_path, visit):
-    page = visit(write_report(fake_run(tmp_path / "run", flags=["--model_path", "some/model", "--environment", "calculator", "--max_turns", "2"])))
+    flags = "--model_path some/model --environment calculator --max_turns 2".split()
+    page = visit(write_report(fake_run(tmp_path / "run", flags=flags)))
     text = page.locator("#list .completion").first.inner_text()
     assert "answer 00 of step 10\n" in text and "ended with a stop token" in text
     assert "grey: the environment's" in page.inner_text("#legend")
@@ -705,7 +712,8 @@ def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
     page.mouse.move(*chart.place(page, 30))
     assert chart.card.locator(".tip").inner_text() == "step 12\n1 points\n0.75 points at 30"
     said = page.locator(".advice li")
-    assert [" ".join(text.split()) for text in said.all_inner_texts()] == ["step 5 ties: <b>most</b> groups", "step 19 kl: far away"]
+    sentences = [" ".join(text.split()) for text in said.all_inner_texts()]
+    assert sentences == ["step 5 ties: <b>most</b> groups", "step 19 kl: far away"]
     said.nth(1).get_by_role("button").click()
     assert page.input_value("#run") == "1" and groups_shown(page)[1] == "step 18, group 1"
     assert "other<eos>" in page.locator("#list .completion").first.inner_text()
