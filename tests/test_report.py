@@ -500,7 +500,8 @@ class Chart:
             "texts => texts.map(t => [t.textContent, ...['x', 'y', 'text-anchor'].map(name => t.getAttribute(name))])")
         self.steps = [(float(text), float(x)) for text, x, _, anchor in texts if anchor != "end"]
         self.values = [
-            (float(text.removesuffix("\u00a0%")), float(y) - 4) for text, _, y, anchor in texts if anchor == "end" and text != "step"]
+            (float(text.removesuffix("\u00a0%")), float(y) - 4)
+            for text, _, y, anchor in texts if anchor == "end" and text != "step"]
         self.labels = [text for text, *_ in texts]
 
     def read(self, x, y):
