@@ -104,7 +104,8 @@ def estimate_difference(left: np.ndarray, right: np.ndarray) -> dict:
 
     Paired: what makes a problem hard for both cancels. The interval is the normal one after two more problems, one that only
     the left model solves and one that only the right one does (D. G. Bonett and R. M. Price, J. Educ. Behav. Stat. 37, 2012),
-    without which it would be too short where few problems differ, and of length 0 where none does.
+    without which it would be too short where few problems differ, and of length 0 where none does. Those two count as whole
+    problems: over few problems with many completions each, whose shares differ by little, it is longer than it need be.
     """
     difference = left - right                                                    # (P,), -1 to 1
     more = np.append(difference, [1.0, -1.0])

@@ -188,6 +188,8 @@ def show_loss(run: Run, losses: dict, counts: dict) -> None:
         "constant": f"{completions} completions x {limit} tokens, the limit",
     }[aggregation]
     run.folder.say(f"   {grpo.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
+    if aggregation != "token_mean" and {"kl", "entropy"} & {line[0] for line in lines}:
+        run.folder.say("   and so is its KL and entropy in total_loss; the table has their means over all tokens")
     run.folder.say("   on policy every ratio is 1, so the value only averages the advantages: what teaches is its gradient")
 
 

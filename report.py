@@ -71,7 +71,8 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
         blocks += [block(f"tokens-{number}-{step}", of_step) for step, of_step in tokens.items()]
         runs.append({
             "name": str(path), "series": series_of(lines), "phases": phases_of(lines), "groups": groups, "pieces": pieces,
-            "every": every, "advice": [[line["step"], line["advice"]] for line in lines if line.get("advice")],
+            "every": every, "environment": config["grpo"].get("environment", ""),
+            "advice": [[line["step"], line["advice"]] for line in lines if line.get("advice")],
         })
     page = {"runs": runs, "charts": charts_of(runs), "settings": settings_of(configs)}
     blocks.append(block("page", page))
@@ -163,9 +164,9 @@ def digits(value: float | None, count: int) -> float | None:
 
 
 def phases_of(lines: list[dict]) -> list[list]:
-    """[name, first step] of each phase."""
-    steps = [(line["phase"], line["step"]) for line in lines if line["phase"] != "eval"]
-    return [[name, next(of_phase)[1]] for name, of_phase in groupby(steps, key=lambda pair: pair[0])]
+    """[name, first step] of each phase. A line may stand for several steps, and has the number of the last one."""
+    last_steps = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
+    return [[name, before + 1] for name, before in zip(last_steps, [0, *last_steps.values()], strict=False)]
 
 
 def charts_of(runs: list[dict]) -> list[dict]:

@@ -80,6 +80,61 @@ def test_an_interval_holds_the_truth_in_95_of_100_measurements(size, n, name, tr
     assert 0.92 <= held / TIMES <= 0.98, held / TIMES
 
 
+LEVELS, SHARES = [0.05, 0.3, 0.5, 0.7, 0.95], [0.3, 0.2, 0.2, 0.2, 0.1]        # problems by their chance of success
+
+
+def votes_on(n):
+    """What the majority of n completions says when 0, 1, ... n of them are right and the others agree on another answer."""
+    return [majority_vote(["<answer>7</answer>"] * c + ["<answer>8</answer>"] * (n - c), "7") for c in range(n + 1)]
+
+
+def true_value(name, n, chance):
+    """What a problem of that chance scores on average, from the ways that n completions can turn out."""
+    if name.startswith("pass@"):
+        return 1 - (1 - chance) ** int(name.removeprefix("pass@"))
+    scores = votes_on(n) if name.startswith("majority@") else [c / n for c in range(n + 1)]
+    return sum(math.comb(n, c) * chance**c * (1 - chance) ** (n - c) * score for c, score in enumerate(scores))
+
+
+def voted(problems, votes):
+    return [problem | {"majority": votes[sum(problem["right"])]} for problem in problems]
+
+
+@pytest.mark.parametrize("size,n,name", [
+    (100, 1, "accuracy"), (60, 16, "accuracy"), (60, 4, "pass@2"), (60, 4, "pass@4"), (60, 8, "pass@4"), (60, 4, "majority@4"),
+    (60, 5, "majority@5"),
+])
+def test_every_estimate_is_held_in_95_of_100_measurements_and_every_difference_in_as_many_or_more(size, n, name):
+    generator, votes, gain = np.random.default_rng(0), votes_on(n), 0.05
+    truth = sum(share * true_value(name, n, chance) for share, chance in zip(SHARES, LEVELS, strict=True))
+    better = sum(share * true_value(name, n, chance + gain) for share, chance in zip(SHARES, LEVELS, strict=True))
+    held, held_difference = 0, 0
+    for _ in range(TIMES):
+        chances = generator.choice(LEVELS, size, p=SHARES)
+        left, right = (
+            values_by_problem(voted(measured(generator, size, n, d), votes))[name] for d in (chances + gain, chances))
+        found, difference = estimate_mean(right), estimate_difference(left, right)
+        held += found["low"] <= truth <= found["high"]
+        held_difference += difference["low"] <= better - truth <= difference["high"]
+    assert 0.92 <= held / TIMES <= 0.98, held / TIMES
+    assert held_difference / TIMES >= 0.92, held_difference / TIMES
+
+
+def test_wilsons_interval_ends_where_a_test_of_the_share_would_begin_to_reject():
+    """The shares p with |x/n - p| <= 1.96 sqrt(p (1 - p) / n), found by trying 200,000 of them."""
+    tried = np.linspace(0, 1, 200_001)
+    for successes, n in (0, 20), (1, 20), (7, 20), (19, 20), (20, 20), (3, 256), (128, 256):
+        kept = tried[np.abs(successes / n - tried) <= 1.96 * np.sqrt(tried * (1 - tried) / n) + 1e-12]
+        assert wilson_interval(successes, n) == pytest.approx((kept.min(), kept.max()), abs=1e-5)
+
+
+def test_differences_stay_between_minus_1_and_1_and_keep_their_sign():
+    all_better = estimate_difference(np.ones(30), np.zeros(30))
+    assert all_better["mean"] == 1 and all_better["high"] == 1 and all_better["low"] > 0
+    all_worse = estimate_difference(np.zeros(30), np.ones(30))
+    assert all_worse["mean"] == -1 and all_worse["low"] == -1 and all_worse["high"] == -all_better["low"]
+
+
 def test_completions_of_one_problem_are_no_more_problems():
     """Wilson's interval over all completions would be far too short: it takes them for independent."""
     generator, held = np.random.default_rng(0), 0

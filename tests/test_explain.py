@@ -1,8 +1,10 @@
 """The explained step: its numbers are those of a training step on the same group, and nothing is left behind."""
 
+import math
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,14 @@ from conftest import QUICK, start_run
 
 import explain
 import train
+from config import GRPOConfig, parse_config
 from logprobs import completion_log_probs
+from prepare import set_up
 from runs import read_jsonl
 from sample import sample_completions_for_prompts
+
+
+STOP = 1                        # of the built-in tokenizer
 
 
 def reward_file(folder, body):
@@ -130,3 +137,156 @@ def test_without_grpo_there_is_nothing_to_explain(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         train.main(["--explain", "--output_dir", str(tmp_path / "out")])
     assert stop.value.code == 2 and "--explain=True: it is a step of GRPO; add --use_grpo" in capsys.readouterr().err
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """What is shown as tables: {first words of the title: (head, rows)}."""
+    shown, show = {}, explain.show
+
+    def note(run, title, head, lines):
+        shown[title.split()[0].rstrip(".")] = head, lines
+        show(run, title, head, lines)
+
+    monkeypatch.setattr(explain, "show", note)
+    return shown
+
+
+def test_every_table_by_hand(tmp_path, capsys, tables):
+    """Three groups, of which the first is tied: the second is explained. Two reward functions, clipped; a large update."""
+    (tmp_path / "two.py").write_text(
+        "def first(completions, **columns):\n"
+        "    return [1.0 if i < 4 else sum(map(ord, c)) % 97 / 50 for i, c in enumerate(completions)]\n"
+        "def second(completions, **columns):\n"
+        "    return [0.0 if i < 4 else len(set(c)) / 20 for i, c in enumerate(completions)]\n")
+    flags = [
+        *"--use_grpo --batch_size 3 --max_steps 9 --cold_start_steps 0 --learning_rate 5e-5 --warmup_ratio 0".split(),
+        "--reward_functions", f"{tmp_path}/two.py:first", f"{tmp_path}/two.py:second", *"--reward_weights 1 2".split(),
+        *"--reward_clip 1.3 --use_kl_penalty --kl_penalty_coef 0.05 --entropy_coef 0.01 --generation_max_length 12".split(),
+        *"--loss_type grpo --loss_aggregation constant --clip_low 0.1 --clip_high 0.3".split(),
+    ]
+    train.main([*QUICK, "--output_dir", str(tmp_path / "out"), *flags, "--explain"])
+    printed = capsys.readouterr().out
+    run = start_run(tmp_path, *flags)
+    examples = next(run.batches)
+    prompts = [example["prompt"] for example in examples]
+    whole = sample_completions_for_prompts(run.model, run.tokenizer, prompts, run.config.grpo, seed=1)
+    texts, rows = whole.completions[4:8], range(4, 8)
+    assert "1 of 3 groups of batch 1 are tied" in printed
+    assert f"prompt: {prompts[1]!r}, answer: {examples[1]['answer']!r}" in printed
+
+    head, lines = tables["1"]
+    logp = [whole.sampling_logp[row][whole.completion_mask[row]] for row in rows]
+    assert lines == [
+        [str(g), repr(texts[g]), str(len(logp[g])), f"{sum(logp[g].tolist()):.3f} nat",
+         "itself" if STOP in whole.completion_ids[row].tolist() else "at the limit"]
+        for g, row in enumerate(rows)]
+
+    head, lines = tables["2"]
+    first, second = [sum(map(ord, text)) % 97 / 50 for text in texts], [len(set(text)) / 20 for text in texts]
+    rewards = [a + 2 * b for a, b in zip(first, second, strict=True)]
+    points = [min(reward, 1.3) for reward in rewards]
+    assert max(rewards) > 1.3 > min(rewards), "some are clipped"
+    mean = sum(points) / 4
+    std = (sum((point - mean) ** 2 for point in points) / 3) ** 0.5
+    advantages = [(point - mean) / std for point in points]
+    names = [name.partition(" x ") for name in head[1:3]]
+    assert [name[0].rpartition(":")[2] for name in names] == ["first", "second"] and [name[2] for name in names] == ["1", "2"]
+    assert head[3:] == ["r", "r, clipped or penalised", "A"]
+    for g, line in enumerate(lines):
+        wanted = [g, first[g], second[g], rewards[g], points[g], advantages[g]]
+        assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
+    assert f"b = {mean:.4f} (group_mean), s = {std:.4f} (standard deviation)" in printed
+
+    order = sorted(range(4), key=lambda g: advantages[g])
+    picked = []
+    for g in order[-1], order[0]:
+        least = sorted(range(len(logp[g])), key=lambda t: logp[g][t])[:6]
+        picked += [(g, t) for t in sorted(least)]
+    (head, before), (_, after) = tables["3"], tables["6"]
+    assert [line[:3] for line in before] == [
+        [str(g), repr(run.tokenizer.decode([int(whole.completion_ids[4 + g, t])])), f"{logp[g][t]:.4f}"] for g, t in picked]
+    assert all(line[2] == line[3] and line[4] == "1.0000" and line[6] == "no" for line in before)
+    assert [line[:3] for line in after] == [line[:3] for line in before]
+    held = []
+    for (g, _), line in zip(picked, after, strict=True):
+        old, new, ratio, advantage, loss, kl = map(float, [*line[2:6], *line[7:]])
+        assert ratio == pytest.approx(math.exp(new - old), abs=2e-4, rel=2e-4)
+        assert advantage == pytest.approx(advantages[g], abs=1e-3)
+        clipped = min(max(ratio, 0.9), 1.3)
+        assert loss == pytest.approx(-min(ratio * advantage, clipped * advantage), abs=1e-3)
+        moved = old - new                                 # the reference is the policy before
+        assert kl == pytest.approx(math.exp(moved) - 1 - moved, abs=1e-3, rel=1e-3)
+        held.append((advantage > 0 and ratio > 1.3) or (advantage < 0 and ratio < 0.9))
+    assert [line[6] == "yes" for line in after] == held and len(set(held)) == 2
+
+    rows_of = {line[0]: (float(line[1]), line[2]) for line in tables["4"][1]}
+    assert {name: weight for name, (_, weight) in rows_of.items()} == {
+        "policy_loss": "+1", "kl": "+0.05", "entropy": "-0.01", "total_loss": ""}
+    per_token = 0.05 * rows_of["kl"][0] - 0.01 * rows_of["entropy"][0]
+    total = rows_of["policy_loss"][0] + per_token * sum(map(len, logp)) / (4 * 12)
+    assert rows_of["total_loss"][0] == pytest.approx(total, abs=2e-6)
+    assert "and so is its KL and entropy in total_loss; the table has their means over all tokens" in printed
+    assert "grpo, constant: a token's loss is divided by 4 completions x 12 tokens, the limit" in printed
+    assert "learning rate 5e-05\n" in printed, "of this step, not of the next one"
+
+    became = [(float(line[1]), float(line[2]), float(line[3]), float(line[4].removesuffix(" nat"))) for line in tables["7"][1]]
+    for g, (advantage, start, end, change) in enumerate(became):
+        assert advantage == pytest.approx(advantages[g], abs=1e-3) and start == pytest.approx(sum(logp[g].tolist()), abs=1e-2)
+        assert change == pytest.approx(end - start, abs=2e-4) and change != 0
+    up, down = ([change for a, _, _, change in became if a * sign > 0] for sign in (1, -1))
+    assert f"{sum(c > 0 for c in up)} of {len(up)} completions with positive advantage became likelier" in printed
+    assert f"{sum(c < 0 for c in down)} of {len(down)} completions with negative advantage became less likely" in printed
+
+
+def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, tables):
+    printed = explained(tmp_path, capsys, "--explain", "--use_value_head", "--value_coef", "0.3")
+    assert "A is the mean over the completion's tokens" in printed and "b = " not in printed
+    assert [line[2] for line in tables["4"][1] if line[0] == "value_loss"] == ["+0.3"]
+
+
+def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():
+    rollout = SimpleNamespace(
+        sampling_logp=torch.tensor([[-1.0, -9.0, -2.0, -3.0, -8.0, -0.1, -4.0, -5.0, -99.0], [-1.0, -3.0] + [0.0] * 7]),
+        completion_mask=torch.tensor([[True] * 8 + [False], [True] * 2 + [False] * 7]),
+    )
+    assert explain.surprising(rollout, 0) == [1, 2, 3, 4, 6, 7] and explain.surprising(rollout, 1) == [0, 1]
+
+
+@pytest.mark.parametrize("flags,b,s", [
+    ({}, 0.25, 0.5), ({"baseline": "group_median"}, 0.0, 0.5), ({"baseline": "leave_one_out"}, 0.0, 0.5),
+    ({"baseline": "global_mean"}, 1.5, 0.5), ({"normalize_advantages": False}, 0.25, 1.0),
+])
+def test_baseline_and_scale_by_hand(flags, b, s):
+    """Of rewards 0, 0, 0 and 1, whose standard deviation is 0.5; the run has seen 6 points on 4 completions."""
+    run = SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig(**flags)), reward_sum=6.0, reward_count=4)
+    assert explain.baseline_and_scale(run, torch.tensor([[0.0, 0.0, 0.0, 1.0]])) == pytest.approx((b, s), abs=1e-6)
+
+
+def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(explain, "COLD_STEPS", 2)
+    flags = [*QUICK, *FLAGS, "--cold_start_steps", "5", "--eval_limit", "0", "--output_dir", str(tmp_path / "out")]
+    run, batches = set_up(parse_config(flags)), []
+
+    def step(run, batch):
+        batches.append(batch)
+        run.phase_step += 1
+
+    explain.come_to_grpo(run, step)
+    assert "first 2 supervised steps of cold_start" in capsys.readouterr().out
+    assert len(batches) == 2 and batches[0] != batches[1]
+    assert run.phases[run.phase].name == "grpo" and run.phase_step == 0
+
+
+def test_a_skipped_update_is_said(tmp_path, capsys):
+    run = start_run(tmp_path, *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"))
+
+    def skip(run, loss):
+        run.skipped_in_a_row = 1
+        return math.nan
+
+    explain.explain(run, train.supervised_training_step, train.add_up_gradient, skip)
+    assert "loss or gradient is not finite: skipped, nothing has changed" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 import infer
 import report
 from config import parse_config
+from model import byte_tokenizer
 from report import write_report
 
 HOSTILE = [
@@ -20,6 +21,10 @@ HOSTILE = [
     "\u2028 ]]> \\u003c é 🙂 \x00", "javascript:alert(1)\" onload=\"window.pwned = 3",
 ]
 STOP = 1                        # of the built-in tokenizer
+
+
+def tokens_of_text(text):
+    return byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt=None, every=4, flags=()):
@@ -43,7 +48,7 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
                 for g in range(siblings):
                     text = completion or f"answer {p}{g} of step {step}"
                     right = float(p > 0 and g == 0 and p % 2 == 0)
-                    ids = [*[3 + byte % 90 for byte in text.encode()][:20], STOP]
+                    ids = [*tokens_of_text(text)[:20], STOP]
                     file.write(json.dumps({
                         "step": step, "phase": "grpo", "prompt": prompt or f"prompt {p}", "completion": text,
                         "rewards": {"correctness": right, "length": None if g == 1 else 0.5},
@@ -96,6 +101,58 @@ def test_the_numbers_of_the_files_are_in_the_page(tmp_path):
     assert run["pieces"][str(STOP)] == "<eos>"
 
 
+def test_groups_by_hand(tmp_path):
+    """Rewards to six digits; a group with unscored completions is tied if the others are; tokens are found where they lie."""
+    folder = fake_run(tmp_path / "run")
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    rewards = [[0.123456789, None, 0.123456789], [None, 0.5, 0.25], [None] * 3, [1.0, 2.0, 3.0]]
+    for i, record in enumerate(records):
+        record["reward"], record["completion_ids"] = rewards[record["group"]][i % 3], [i]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = Page(write_report(folder)).data
+    groups = page["page"]["runs"][0]["groups"][4:8]       # of step 6
+    assert [group["tied"] for group in groups] == [True, False, True, False]
+    assert [completion["reward"] for completion in groups[0]["completions"]] == [0.123457, None, 0.123457]
+    ids = [[page["tokens-0-6"][group["first"] + g][0] for g in range(3)] for group in groups]
+    assert ids == [[[12 + 3 * p + g] for g in range(3)] for p in range(4)]
+
+
+def test_a_middling_completion_does_not_tie_its_group(tmp_path):
+    """Its advantage is 0, and those beside it have others."""
+    folder = fake_run(tmp_path / "run")
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for i, record in enumerate(records):
+        record["reward"] = float(i % 3)
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert not any(group["tied"] for group in Page(write_report(folder)).data["page"]["runs"][0]["groups"])
+
+
+def test_what_only_the_other_run_has_is_drawn_and_what_is_no_number_is_not(tmp_path):
+    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other")
+    for folder, line in (ours, {"never": None, "flag": True}), (other, {"theirs": 2.5}):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 13, "phase": "grpo"} | line) + "\n")
+    page = Page(write_report(ours, other)).data["page"]
+    drawn = {chart["metric"] for chart in page["charts"]}
+    assert "theirs" in drawn and not {"never", "flag"} & drawn
+    assert page["runs"][1]["series"]["theirs"] == [[13], [2.5]]
+
+
+def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_the_one_it_began_with(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(report, "load_tokenizer", lambda config: asked.append(config.model_path) or byte_tokenizer())
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    folder = fake_run(tmp_path / "run", flags=["--model_path", str(begun)])
+    write_report(folder)
+    for step in "00000002", "00000010":
+        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    write_report(folder)
+    (folder / "final").mkdir()
+    write_report(folder)
+    assert asked == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
+
+
 def test_every_metric_is_drawn_and_known_ones_come_first_with_a_unit(tmp_path):
     charts = Page(write_report(fake_run(tmp_path / "run"))).data["page"]["charts"]
     found = {chart["metric"]: chart for chart in charts}
@@ -112,6 +169,13 @@ def test_settings_stand_beside_defaults_profiles_and_the_other_run(tmp_path):
     assert rows["learning_rate"]["profile"] == [True, False] and "peak learning rate" in rows["learning_rate"]["help"]
     assert rows["ppo_epochs"]["values"] == [1, 1] == [rows["ppo_epochs"]["default"]] * 2
     assert "resume" not in rows
+    theirs = json.loads((other / "config.json").read_text())
+    theirs["grpo"]["of_a_later_version"] = 7
+    theirs["training"]["profile"] = ""
+    (other / "config.json").write_text(json.dumps(theirs))
+    rows = {row["name"]: row for row in Page(write_report(ours, other)).data["page"]["settings"]}
+    assert rows["of_a_later_version"]["values"] == [None, 7] and rows["of_a_later_version"]["default"] is None
+    assert rows["num_epochs"]["profile"] == [True, False], "the same value, and no profile that set it"
 
 
 def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
@@ -185,11 +249,11 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581cat": 1, "s": 2, "<unk>": 3}, unk_token="<unk>"))
+    words = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581cat": 1, "s": 2, "<unk>": 3, "\u2581.": 4}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()      # as SentencePiece's
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
-    assert "".join(report.piece(tokenizer, token) for token in (0, 1, 2)) == " the cats"
+    assert "".join(report.piece(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
 def test_without_a_tokenizer_the_page_has_texts_and_no_pieces(tmp_path):
@@ -269,6 +333,29 @@ def visit(browser):
 
 def groups_shown(page):
     return [" ".join(text.split()) for text in page.locator("#list .group > .soft").all_inner_texts()]
+
+
+def channels(colour):
+    """The numbers of "rgb(1, 2, 3)" or "rgba(1, 2, 3, 0.5)"."""
+    return [float(part) for part in colour.partition("(")[2].rstrip(")").split(",")]
+
+
+def over(shade, paper):
+    """What is seen of a colour through which its ground shines."""
+    *colour, alpha = channels(shade)
+    mixed = [alpha * c + (1 - alpha) * p for c, p in zip(colour, channels(paper), strict=True)]
+    return f"rgb({', '.join(map(str, mixed))})"
+
+
+def contrast(one, other):
+    """Ratio of two colours' luminances, WCAG 2.2."""
+    def luminance(colour):
+        shares = [c / 255 for c in channels(colour)]
+        linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
 
 
 def count_becomes(page, text):
@@ -368,6 +455,11 @@ def test_it_fits_narrow_and_wide_in_light_and_dark(tmp_path, visit, width, schem
     ink, paper = page.evaluate("(style => [style.color, style.backgroundColor])(getComputedStyle(document.body))")
     brightness = [sum(int(part) for part in colour[4:-1].split(",")) for colour in (ink, paper)]
     assert (brightness[0] > brightness[1]) == (scheme == "dark")
+    card = page.locator(".completion").first.evaluate("node => getComputedStyle(node.closest('.card')).backgroundColor")
+    for shade in "rgb(var(--odd) / .75)", "rgb(var(--good) / .6)", "rgb(var(--bad) / .6)":
+        page.locator(".text span").first.evaluate("(span, shade) => { span.style.background = shade; }", shade)
+        strongest = page.locator(".text span").first.evaluate("span => getComputedStyle(span).backgroundColor")
+        assert contrast(ink, over(strongest, card)) > 4.5, "readable, by WCAG 2.2, criterion 1.4.3"
 
 
 def test_an_empty_run_opens_without_complaint(tmp_path, visit):
@@ -375,8 +467,10 @@ def test_an_empty_run_opens_without_complaint(tmp_path, visit):
     (folder / "metrics.jsonl").unlink()
     (folder / "rollouts.jsonl").unlink()
     page = visit(write_report(folder))
-    assert "no steps yet" in page.inner_text("#keys") and page.inner_text("#count") == "0 of 0 groups"
-    page.click("#back")
+    assert "no steps yet" in page.inner_text("#keys") and page.is_visible("#without") and not page.is_visible("#browser")
+    page = visit(write_report(folder, fake_run(tmp_path / "other")))
+    page.select_option("#run", "1")
+    assert not page.is_visible("#without") and len(groups_shown(page)) == 4, "the other one has groups"
 
 
 def test_thousands_of_rollouts_are_drawn_as_they_come_into_view(tmp_path, visit):
@@ -388,7 +482,275 @@ def test_thousands_of_rollouts_are_drawn_as_they_come_into_view(tmp_path, visit)
     assert len(groups_shown(page)) < 50
     page.locator("#settings").scroll_into_view_if_needed()
     page.wait_for_timeout(200)
-    assert 6 < len(groups_shown(page)) < 100
+    cards = groups_shown(page)
+    assert 6 < len(cards) < 100 and len(cards) == len(set(cards)), "no group twice"
     assert page.evaluate("tokensOfStep.size") < 10, "tokens are parsed when their step is shown"
     seconds = page.evaluate("(() => { const begin = performance.now(); look(); return (performance.now() - begin) / 1000; })()")
     assert seconds < 0.5
+
+
+class Chart:
+    """A curve as people read it: what lies where, by the labels of its axes."""
+
+    def __init__(self, page, title):
+        self.card = page.locator("#charts .chart", has=page.get_by_text(title, exact=True))
+        self.card.scroll_into_view_if_needed()
+        self.card.locator("svg").wait_for()
+        texts = self.card.locator("text").evaluate_all(
+            "texts => texts.map(t => [t.textContent, ...['x', 'y', 'text-anchor'].map(name => t.getAttribute(name))])")
+        self.steps = [(float(text), float(x)) for text, x, _, anchor in texts if anchor != "end"]
+        self.values = [
+            (float(text.removesuffix("\u00a0%")), float(y) - 4)
+            for text, _, y, anchor in texts if anchor == "end" and text != "step"]
+        self.labels = [text for text, *_ in texts]
+
+    def read(self, x, y):
+        """Step and value (in percent where the labels are) at a place."""
+        found = []
+        for ticks, place in (self.steps, x), (self.values, y):
+            (first, here), (last, there) = ticks[0], ticks[-1]
+            found.append(first + (last - first) * (place - here) / (there - here))
+        return found
+
+    def points(self, number=0):
+        """[[(step, value)], ...]: the unbroken pieces of a path."""
+        drawn = self.card.locator("path").nth(number).get_attribute("d")
+        pieces = [piece.rstrip("Z").split("L") for piece in drawn.split("M")[1:]]
+        return [[tuple(self.read(*map(float, place.split()))) for place in piece] for piece in pieces]
+
+    def place(self, page, step):
+        """Where a step is on the screen."""
+        (first, here), (last, there) = self.steps[0], self.steps[-1]
+        box = self.card.locator("svg").bounding_box()
+        return box["x"] + here + (step - first) * (there - here) / (last - first), box["y"] + 40
+
+
+def near(points, wanted):
+    """Within the width of a line: the steps, and the values to a five-hundredth of the largest."""
+    (steps, values), (right_steps, right_values) = zip(*points, strict=True), zip(*wanted, strict=True)
+    assert steps == pytest.approx(right_steps, abs=0.05)
+    assert values == pytest.approx(right_values, abs=0.002 * max(right_values))
+
+
+def test_a_curve_lies_where_its_axes_say_with_gaps_a_band_and_a_share_from_0(tmp_path, visit):
+    page = visit(write_report(fake_run(tmp_path / "run")))
+    reward, kl, accuracy = (Chart(page, title) for title in ("reward", "KL to the reference", "accuracy, 95 % interval"))
+    near(reward.points()[0], [(step, step / 12) for step in range(2, 13)])
+    before, after = kl.points()
+    near(before, [(2, 0.01)])
+    near(after, [(step, 0.01) for step in range(4, 13)])
+    band, line = accuracy.points(0)[0], accuracy.points(1)[0]
+    near(line, [(0, 10), (12, 80)])
+    near(band, [(0, 20), (12, 90), (12, 70), (0, 5)])
+    assert accuracy.labels[0] == "0\u00a0%" and "step" in accuracy.labels and "0" in accuracy.labels
+    bottom = accuracy.values[0][1]
+    outline = accuracy.card.locator("path").first.get_attribute("d").strip("MZ").split("L")
+    heights = [float(place.split()[1]) for place in outline]
+    assert all(0 <= y <= bottom for y in heights), "all of the band is in the picture"
+    dashed = reward.card.locator("line[stroke-dasharray]")
+    assert dashed.count() == 1 and reward.read(float(dashed.get_attribute("x1")), 0)[0] == pytest.approx(2, abs=0.1)
+    dot = reward.card.locator("circle")
+    assert dot.count() == 1 and reward.read(float(dot.get_attribute("cx")), 0)[0] == pytest.approx(5, abs=0.1)
+
+
+@pytest.mark.parametrize("low,high", [(0, 1), (0, 12), (0.36, 0.417), (-0.003, 0.0009), (0, 5999), (81.5, 82), (1e-6, 4e-6)])
+def test_labels_stand_at_round_numbers_neither_few_nor_many(tmp_path, visit, low, high):
+    page = visit(write_report(fake_run(tmp_path / "run", steps=2)))
+    ticks = page.evaluate(f"ticks({low}, {high})")
+    gap = ticks[1] - ticks[0]
+    assert 3 <= len(ticks) <= 8 and ticks == pytest.approx([ticks[0] + i * gap for i in range(len(ticks))], abs=1e-9 * gap)
+    assert low - 1e-6 * gap <= ticks[0] < low + gap and high - gap < ticks[-1] <= high + 1e-6 * gap
+    mantissa = float(f"{gap:e}".partition("e")[0])
+    assert any(mantissa == pytest.approx(round_one) for round_one in (1, 2, 5))
+    assert ticks[0] / gap == pytest.approx(round(ticks[0] / gap))
+
+
+def test_numbers_and_ranges_by_hand(tmp_path, visit):
+    page = visit(write_report(fake_run(tmp_path / "run", steps=2)))
+    for arguments, text in {
+        "0.00391, 'share'": "0.391\u00a0%", "0, ''": "0", "null, 's'": "none", "0.5, 'points'": "0.5 points",
+        "0.05, ''": "0.05",
+        "1234567, ''": "1.2e+6", "0.00012, 's'": "1.2e-4 s", "-3.14159, ''": "-3.142",
+    }.items():
+        assert page.evaluate(f"number({arguments})") == text
+    for arguments, ends in {
+        "[0.2, 0.9], 'share'": [0, 0.9], "[0.2, null, 0.9], ''": [0.2, 0.9], "[0, 0], 'share'": [0, 1], "[4, 4], ''": [2, 6],
+        "[100, 100.01], ''": [49.995, 150.01], "[1e-9, 2e-8], ''": [-0.5, 0.5],
+    }.items():
+        assert page.evaluate(f"range({arguments})") == pytest.approx(ends, abs=0.01), arguments
+    for wanted, at in (1, 0), (3.9, 0), (4.1, 1), (8.1, 2), (99, 2):
+        assert page.evaluate(f"nearest([2, 6, 10], {wanted})") == at
+    for value, text in {
+        "[]": "[]", '""': '""', '["a", "b"]': "a b", "[1, 0.2]": "1 0.2", "null": "not there", "false": "false",
+    }.items():
+        assert page.evaluate(f"shown({value})") == text
+
+
+def test_the_pointer_reads_the_nearest_step_and_hears_the_doctor_and_a_click_goes_there(tmp_path, visit):
+    page = visit(write_report(fake_run(tmp_path / "run")))
+    chart = Chart(page, "reward")
+    for pointed, said in {
+        7.8: "step 8\n0.6667 points", 4.4: "step 4\n0.3333 points",
+        5: "step 5\n0.4167 points\nstep 5: ties: <b>most</b> groups",
+    }.items():
+        page.mouse.move(*chart.place(page, pointed))
+        assert chart.card.locator(".tip").inner_text() == said
+    page.mouse.click(*chart.place(page, 6.4))
+    assert groups_shown(page)[1] == "step 6, group 1"
+
+
+def test_cards_by_hand(tmp_path, visit):
+    """Numbers, tokens and colours of two completions, and of one whose tokens have advantages and an environment's words."""
+    folder = fake_run(tmp_path / "run")
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    last = records[-3:]                                   # group 3 of step 10
+    ids = [*tokens_of_text("abc"), STOP]
+    for record, advantages in zip(last, ([2.0, None, -4.0, 0.0], [1.0] * 4, [0.5] * 4), strict=True):
+        record |= {"completion_ids": ids, "token_advantages": advantages, "advantage": -0.6667, "tokens": 3}
+        record["sampling_logp"] = [-1.0, None, -0.5, -0.75]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = visit(write_report(folder), color_scheme="light")
+
+    def card(p, g):
+        return page.locator("#list .group").nth(p).locator(".completion").nth(g)
+
+    def colours(p, g):
+        style = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
+        return [channels(colour) for colour in card(p, g).locator(".text span").evaluate_all(style)]
+
+    mean = sum(-0.1 * t for t in range(21)) / 21
+    assert card(2, 0).inner_text().split("\n") == [
+        "reward +1.5", "advantage +1", "correctness +1", "length +0.5", "answer 20 of step 10<eos>",
+        "21 tokens, ended with <eos>", f"mean log-probability {mean:.3f} nat"]
+    assert card(2, 1).inner_text().split("\n")[:6] == [
+        "reward 0", "advantage -0.5", "wrong", "correctness 0", "length none", "answer 21 of step 10<eos>"]
+    assert "cut at the length limit" in card(2, 1).inner_text()
+    titles = card(2, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
+    assert titles[:3] == ["log-probability 0 nat", "log-probability -0.1 nat", "log-probability -0.2 nat"]
+    for t, colour in enumerate(colours(2, 0)):
+        assert colour == pytest.approx([217, 140, 20, 0.75 * (1 - math.exp(-0.1 * t))], abs=0.006), "ochre: unlikely"
+    assert "mean advantage -0.667" in card(3, 0).inner_text() and "3 tokens" in card(3, 0).inner_text()
+    assert "mean log-probability -0.750 nat" in card(3, 0).inner_text(), "of the policy's tokens"
+    titles = card(3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
+    assert titles[:3] == ["log-probability -1 nat, advantage +2", "not the policy's", "log-probability -0.5 nat, advantage -4"]
+    page.select_option("#colour", "advantage")
+    assert colours(2, 0)[0] == [42, 111, 191, 0.6] and colours(2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
+    assert colours(3, 0) == [pytest.approx(c) for c in ([42, 111, 191, 0.3], [0, 0, 0, 0], [201, 66, 48, 0.6], [0, 0, 0, 0])]
+    assert " ".join(page.inner_text("#legend").split()) == "negative positive, beside the group's largest"
+    page.select_option("#colour", "")
+    assert {colour[3] for colour in colours(2, 0)} == {0} and page.inner_text("#legend") == ""
+
+
+def test_without_a_tokenizer_completions_are_shown_as_text(tmp_path, visit):
+    flags = "--model_path some/model --environment calculator --max_turns 2".split()
+    page = visit(write_report(fake_run(tmp_path / "run", flags=flags)))
+    text = page.locator("#list .completion").first.inner_text()
+    assert "answer 00 of step 10\n" in text and "ended with a stop token" in text
+    assert "grey: the environment's" in page.inner_text("#legend")
+
+
+def test_wrong_is_what_correctness_could_score_and_did_not_find_right(tmp_path, visit):
+    """Group 0 is unscored, 1 half right, 2 right and 3 wrong."""
+    folder = fake_run(tmp_path / "run", siblings=2)
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for i, record in enumerate(records):
+        record["rewards"]["correctness"] = [None, float(i % 2), 1.0, 0.0][record["group"]]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = visit(write_report(folder, fake_run(tmp_path / "other")))
+    page.check("#wrong")
+    assert groups_shown(page) == ["step 10, group 1", "step 10, group 3"]
+    assert [count for count in page.locator("#list .group").evaluate_all(
+        "groups => groups.map(group => group.querySelectorAll('.completion .badge').length)")] == [1, 2]
+    for record in records:
+        record["rewards"] = {"length": 0.5}
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = visit(write_report(folder, fake_run(tmp_path / "third")))
+    assert page.is_disabled("#wrong"), "nobody knows"
+    page.select_option("#run", "1")
+    page.check("#wrong")
+    page.select_option("#run", "0")
+    assert not page.is_checked("#wrong") and len(groups_shown(page)) == 4
+
+
+def test_steps_are_gone_through_one_by_one_and_not_beyond_the_ends(tmp_path, visit, monkeypatch):
+    folder = fake_run(tmp_path / "run", steps=24)
+    monkeypatch.setattr(report, "BYTES_SHOWN", (folder / "rollouts.jsonl").stat().st_size // 2 + 1)
+    page = visit(write_report(folder))
+    seen = []
+    for button in "#on", "#back", "#back", "#back", "#on":
+        page.click(button)
+        seen.append(page.input_value("#step"))
+    assert seen == ["18", "10", "2", "2", "10"]
+    page.select_option("#step", "")
+    page.click("#back")
+    assert page.input_value("#step") == "18", "before all steps comes the last one"
+    assert page.inner_text("#count") == "4 of 12 groups; 1 of 2 saved steps is in this page, rollouts.jsonl has all"
+    page.fill("#search", "prompt 3")
+    assert count_becomes(page, "1 of 12 groups; 1 of 2 saved steps is in this page, rollouts.jsonl has all")
+    assert not page.is_visible("#which") and not page.is_visible("#without")
+
+
+def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
+    ours, other = fake_run(tmp_path / "ours"), fake_run(
+        tmp_path / "other", steps=40, flags=["--learning_rate", "0.5", "--reward_functions", "correctness", "diversity"])
+    records = [json.loads(line) for line in (other / "rollouts.jsonl").read_text().splitlines()]
+    for record in records:
+        record["completion_ids"] = [*tokens_of_text("other"), STOP]
+        record["sampling_logp"] = [-1.0] * 6
+    (other / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    lines[19]["advice"] = "kl: far away"                  # of step 19
+    del lines[5]["advice"]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = visit(write_report(ours, other))
+    assert page.locator("#keys > span").all_inner_texts() == [
+        f"{folder}: cold_start from step 1, grpo from step 2; {steps} steps; held-out accuracy 10\u00a0%, then 80\u00a0%"
+        for folder, steps in ((ours, 12), (other, 40))]
+    chart = Chart(page, "reward")
+    assert [chart.card.locator("path").nth(i).get_attribute("stroke") for i in (0, 1)] == ["var(--run0)", "var(--run1)"]
+    near(chart.points(1)[0], [(step, step / 40) for step in range(2, 41)])
+    assert chart.card.locator("line[stroke-dasharray]").count() == 2
+    page.mouse.move(*chart.place(page, 30))
+    assert chart.card.locator(".tip").inner_text() == "step 12\n1 points\n0.75 points at 30"
+    said = page.locator(".advice li")
+    sentences = [" ".join(text.split()) for text in said.all_inner_texts()]
+    assert sentences == ["step 5 ties: <b>most</b> groups", "step 19 kl: far away"]
+    said.nth(1).get_by_role("button").click()
+    assert page.input_value("#run") == "1" and groups_shown(page)[1] == "step 18, group 1"
+    assert "other<eos>" in page.locator("#list .completion").first.inner_text()
+    page.select_option("#step", "2")
+    page.select_option("#run", "0")
+    assert groups_shown(page)[1] == "step 2, group 1", "the same step, where there is one"
+    apart, changed = page.locator("#tables > .wide table").all()
+    rows = {row.split("\t")[0]: row.split("\t")[1:4] for row in apart.locator("tr").all_inner_texts()[1:]}
+    assert rows == {
+        "--learning_rate": ["0.0004 (profile)", "0.5", "0.000005"], "--reward_functions": [
+            "correctness reasoning_coherence explanation_quality", "correctness diversity",
+            "correctness reasoning_coherence explanation_quality"]}
+    flags = [row.split("\t")[0] for row in changed.locator("tr").all_inner_texts()]
+    assert {"--use_grpo", "--learning_rate", "--reward_functions"} <= set(flags) and "--ppo_epochs" not in flags
+
+
+def test_the_smoothed_curve_is_the_weighted_mean_of_what_came_before(tmp_path, visit):
+    page = visit(write_report(fake_run(tmp_path / "run")))
+    page.locator("#smoothing").evaluate("slider => { slider.value = 0.9; slider.dispatchEvent(new Event('input')); }")
+    assert page.inner_text("#amount") == "over about 10 points"
+    means = []
+    for step in range(2, 13):
+        weights = {before: 0.9 ** (step - before) for before in range(2, step + 1)}
+        means.append((step, sum(weight * before / 12 for before, weight in weights.items()) / sum(weights.values())))
+    chart = Chart(page, "reward")
+    near(chart.points(0)[0], [(step, step / 12) for step in range(2, 13)])
+    near(chart.points(1)[0], means)
+
+
+def test_charts_are_drawn_when_they_come_into_view_and_all_of_them_for_paper(tmp_path, visit):
+    page = visit(write_report(fake_run(tmp_path / "run")), width=500)
+    drawings = page.locator("#charts > div .drawing")
+    drawn = page.locator("#charts > div .drawing svg")
+    assert 0 < drawn.count() < drawings.count()
+    drawings.last.scroll_into_view_if_needed()
+    drawings.last.locator("svg").wait_for(timeout=5000)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert drawn.count() == drawings.count()
+    assert page.locator("#charts details").count() == 1 and not page.is_visible("text=own_metric")

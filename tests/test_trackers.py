@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from config import parse_config
 from runs import RunFolder, read_jsonl
-from trackers import TensorBoard
+from trackers import TensorBoard, open_tracker
 
 RUN = [*QUICK, "--use_grpo", "--cold_start_steps", "1", "--max_steps", "2", "--log_rollouts_every", "1", "--report_to"]
 
@@ -53,6 +53,14 @@ def test_a_service_gets_every_number_once_and_completions_and_goes_on_where_it_w
     assert (first.get("id") == first["name"]) == (service == "wandb")
     train.main([*RUN, service, "--output_dir", str(tmp_path / "other" / "run")])
     assert asked.inits[2]["name"] != first["name"], "another run of the same folder name is another run"
+
+
+def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch):
+    asked = stand_in(monkeypatch, "wandb")
+    for last_step in 0, 3, 0:
+        open_tracker("wandb", tmp_path, {}, last_step)
+    first, resumed, again = [options["id"] for options in asked.inits]
+    assert resumed == first != again
 
 
 def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
