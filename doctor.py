@@ -60,8 +60,8 @@ def not_finite(history, config):
 def nothing_scored(history, config):
     """Reward functions answer None, always."""
     if now(history, "unscored") == 1:
-        return f"none of the completions of {WINDOW} rollouts could be scored, so nothing is learned: stop, and ask the reward " \
-               "functions why, in reward_errors.jsonl or with --check"
+        return (f"none of the completions of {WINDOW} rollouts could be scored, so nothing is learned: stop, and see in "
+                "reward_errors.jsonl or with --check why")
 
 
 def unscored(history, config):
@@ -149,7 +149,7 @@ def clipping(history, config):
 RULES: dict[str, Callable] = {
     rule.__name__: rule
     for rule in (
-        not_finite, nothing_scored, unscored, saturated, lengths_collapse, kl_runs_away, entropy_falls, lengths_explode, truncation, clipping,
-        ties,
+        not_finite, nothing_scored, unscored, saturated, lengths_collapse, kl_runs_away, entropy_falls, lengths_explode,
+        truncation, clipping, ties,
     )
 }

@@ -18,7 +18,7 @@ from devices import all_sum, everywhere, gathered_weights, num_shares, rounds, s
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
 )
-from logprobs import completion_log_probs
+from logprobs import LogProbs, completion_log_probs
 from model import moved_to
 from packing import completion_lengths, micro_batches
 from rewards import compute_rewards_for_completions, weighted_sum
@@ -184,9 +184,10 @@ def prepare_experience(run, rollout: Rollout, points: Tensor) -> tuple[Experienc
     reference_logp = logp = values = weights = returns = None
     if run.reference is not None and grpo.estimator != "exact":
         with moved_to(run.reference, run.device):
-            reference_logp, _ = look_back(run, run.reference, rollout)
+            reference_logp = log_probs_of_rollout(run, run.reference, rollout).logp
     if grpo.importance_cap or run.value_head is not None:
-        logp, values = look_back(run, run.model, rollout, run.value_head)
+        before = log_probs_of_rollout(run, run.model, rollout, run.value_head)
+        logp, values = before.logp, before.values
     if grpo.importance_cap:
         weights = importance_weights(logp, rollout.sampling_logp, mask, cap=grpo.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())
@@ -248,18 +249,15 @@ def token_advantages(
 
 
 @torch.no_grad()
-def look_back(run, model, rollout: Rollout, value_head=None) -> tuple[Tensor, Tensor | None]:
-    """What a model says about the whole rollout as it is now: logp and, from a value head, values; (B, T), on the CPU."""
-    logp = torch.zeros(rollout.completion_mask.shape)
-    values = None if value_head is None else torch.zeros_like(logp)
-    everything, grpo = torch.arange(len(logp)), run.config.grpo
-    for rows, counts in passes(run, rollout, everything):
+def log_probs_of_rollout(run, model, rollout: Rollout, value_head=None) -> LogProbs:
+    """What a model says about the whole rollout as it is now, on the CPU."""
+    shape, grpo = rollout.completion_mask.shape, run.config.grpo
+    found = {name: torch.zeros(shape) for name in ["logp", "entropy"] + ["values"] * (value_head is not None)}
+    for rows, counts in passes(run, rollout, torch.arange(shape[0])):
         now = completion_log_probs(model, rollout, rows, **grpo.policy, shared_prompt=run.shared_prompt, value_head=value_head)
-        if counts:
-            logp[rows] = now.logp.cpu()
-        if counts and value_head is not None:
-            values[rows] = now.values.cpu()
-    return all_sum(logp), None if values is None else all_sum(values)            # each row is 0 but in one process
+        for name in found if counts else ():
+            found[name][rows] = getattr(now, name).cpu()
+    return LogProbs(**{name: all_sum(part) for name, part in found.items()})     # each row is 0 but in one process
 
 
 def passes(run, rollout: Rollout, rows: Tensor) -> Iterator[tuple[Tensor, bool]]:

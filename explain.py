@@ -10,7 +10,6 @@ update takes all of the group. Nothing is written to disk, and what the step lea
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -19,11 +18,10 @@ from rich.text import Text
 from torch import Tensor
 
 from encode import as_text
-from experience import Experience, Groups, look_back, prepare_experience, sample_groups
+from experience import Experience, Groups, log_probs_of_rollout, prepare_experience, sample_groups
 from grpo import LOSSES, Tokens, compute_group_advantages, kl_penalty
 from prepare import Run, begin_phase
 from runs import or_none, points_text
-from sample import select_groups
 
 COLD_STEPS = 100                # supervised steps at most: enough for some answers of the demonstration to be right
 BATCHES = 20                    # how many are searched for a group that is not tied
@@ -43,7 +41,7 @@ def explain(run: Run, supervised_step: Callable, gradient: Callable, update: Cal
     rollout, rows = groups.rollout, torch.arange(groups.points.numel())
     experience, _ = prepare_experience(run, rollout, groups.points)
     show_completions(run, groups, experience)
-    old, _ = look_back(run, run.model, rollout)                                  # (G, T)
+    old = log_probs_of_rollout(run, run.model, rollout).logp                         # (G, T)
     likeliest_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()
     picked = [(row, t) for row in (likeliest_first[0], likeliest_first[-1]) for t in surprising(rollout, row)]
     show_tokens(run, experience, old, picked, "3. Some tokens before the update: by sampler (old) and trainer (new)")
@@ -57,7 +55,7 @@ def explain(run: Run, supervised_step: Callable, gradient: Callable, update: Cal
     if run.skipped_in_a_row:
         run.folder.say("   loss or gradient is not finite: skipped, nothing has changed")
 
-    new, _ = look_back(run, run.model, rollout)
+    new = log_probs_of_rollout(run, run.model, rollout).logp
     show_tokens(run, experience, new, picked, "6. The same tokens after it, as a second epoch on this rollout would see them")
     show_change(run, experience, old, new)
 
@@ -86,12 +84,7 @@ def find_group(run: Run) -> Groups | None:
             first = int((~groups.tied).nonzero()[0])
             tied, all_groups = int(groups.tied.sum()), len(groups.tied)
             run.folder.say(f"{tied} of {all_groups} groups of batch {number} are tied; this is the first other one")
-            keep = torch.arange(all_groups) == first                             # (P,)
-            return replace(
-                groups, examples=[groups.examples[first]], rollout=select_groups(groups.rollout, keep),
-                rewards=groups.rewards[keep], points=groups.points[keep],
-                per_function={name: points[keep] for name, points in groups.per_function.items()},
-            )
+            return groups.where(torch.arange(all_groups) == first)
     return None
 
 

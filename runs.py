@@ -141,13 +141,17 @@ class RunFolder:
             self.say(f"  {group[0]['prompt']!r}")
             self.say("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
             self.say("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
-        every = training.log_rollouts_every
-        if every and (step - 1) // every > (step - 1 - updates) // every:        # the first one, and after so many steps
+        if self.keeps_completions(step, updates):
             self.keep("rollouts.jsonl", step, "grpo", completions)
             if self.tracker:
                 self.tracker.show(step, completions)
             shown = completions[0]
             self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {points_text(shown['reward'])} points")
+
+    def keeps_completions(self, step: int, updates: int) -> bool:
+        """Whether a rollout goes into rollouts.jsonl: the first one, and then one every so many steps."""
+        every = self.config.training.log_rollouts_every
+        return every > 0 and (step - 1) // every > (step - 1 - updates) // every
 
     def keep(self, name: str, step: int, phase: str, completions: list[dict]) -> None:
         """Append completions to a file of the folder, whole: --replay computes their loss again."""
@@ -253,16 +257,24 @@ def replace_text(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def completion_records(examples: list[dict], rollout, rewards=None, per_function=None, advantages=None) -> list[dict]:
+def completion_records(
+    examples: list[dict], rollout, rewards=None, per_function=None, advantages=None, after=None
+) -> list[dict]:
     """A line of rollouts.jsonl for each completion: what people want to see, and after it what --replay needs.
 
-    rewards and each of per_function are (P, G); advantages (B, 1), or (B, T), of which the mean is shown
+    rewards and each of per_function are (P, G); advantages (B, 1), or (B, T), of which the mean is shown; after: LogProbs of
+    the policy as the updates on this rollout left it
     """
     group_size = len(rollout.completions) // len(examples)
     records = []
     for row, text in enumerate(rollout.completions):
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
         length = int(completion_lengths(mask[None]))      # with what an environment said in between
+
+        def of_own_tokens(numbers, mask=mask, length=length):                    # None: the policy did not choose this token
+            numbers = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
+            return [number if own else None for number, own in numbers]
+
         record = {"prompt": examples[p]["prompt"], "completion": text}
         if rewards is not None:
             shown = advantages[row][mask] if advantages.shape[1] > 1 else advantages[row]
@@ -272,18 +284,16 @@ def completion_records(examples: list[dict], rollout, rewards=None, per_function
                 "advantage": or_none(shown.mean()),
             }
             if advantages.shape[1] > 1:
-                of_tokens = zip(advantages[row, :length].tolist(), mask[:length].tolist(), strict=True)
-                record["token_advantages"] = [advantage if own else None for advantage, own in of_tokens]
+                record["token_advantages"] = of_own_tokens(advantages[row])
+            if after is not None:
+                record |= {"logp_after": of_own_tokens(after.logp[row]), "entropies": of_own_tokens(after.entropy[row])}
         records.append(record | {
             "finished": bool(rollout.finished[row]),
             "tokens": int(mask.sum()),
             "group": p,
             "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
             "completion_ids": rollout.completion_ids[row, :length].tolist(),
-            "sampling_logp": [
-                logp if own else None                     # the policy did not choose this token
-                for logp, own in zip(rollout.sampling_logp[row, :length].tolist(), mask[:length].tolist(), strict=True)
-            ],
+            "sampling_logp": of_own_tokens(rollout.sampling_logp[row]),
         } | ({} if rollout.turn_points is None else {"turn_points": [or_none(p) for p in rollout.turn_points[row, :length]]}))
     return records
 

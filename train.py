@@ -21,7 +21,9 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, 
 from conversations import EnvironmentRaised, describe_conversations
 from devices import all_sum, clip_gradient, cut_graph, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
-from experience import Experience, describe_groups, minibatches, passes, prepare_experience, sample_groups
+from experience import (
+    Experience, describe_groups, log_probs_of_rollout, minibatches, passes, prepare_experience, sample_groups,
+)
 from explain import explain
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from infer import evaluate
@@ -42,9 +44,9 @@ def train(config: Config) -> None:
 def learn(run: Run) -> None:
     """The loop. Ctrl-C or SIGTERM ends it after the current step with a checkpoint to go on from."""
     training = run.config.training
-    if run.phase == len(run.phases):
-        save_policy(run.model, run.tokenizer, run.folder.path / "final")         # unless it was stopped right before it could
-        run.folder.say(f"this run is complete; to go on from it: --model_path {run.folder.path}/final and a new --output_dir")
+    final = run.folder.path / "final"
+    if run.phase == len(run.phases) and final.exists():
+        run.folder.say(f"this run is complete; to go on from it: --model_path {final} and a new --output_dir")
         return
     run.folder.open(run.step)
     keep_base(run)
@@ -82,7 +84,9 @@ def learn(run: Run) -> None:
                 return
             run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
             save_checkpoint(run)
-        save_policy(run.model, run.tokenizer, folder.path / "final")
+        save_policy(run.model, run.tokenizer, folder.path / "final.new")
+        if is_main():
+            (folder.path / "final.new").rename(final)     # all of it or nothing
         folder.sum_up()
 
 
@@ -123,7 +127,10 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]
     metrics |= describe_groups(groups, experience) | describe_conversations(rollout) | {
         "sampling_seconds": sampled - started, "training_seconds": finished - sampled, "step_seconds": finished - started
     }
-    return metrics, completion_records(groups.examples, rollout, groups.rewards, groups.per_function, experience.advantages)
+    after = log_probs_of_rollout(run, run.model, rollout) if run.folder.keeps_completions(run.step, len(updates)) else None
+    return metrics, completion_records(
+        groups.examples, rollout, groups.rewards, groups.per_function, experience.advantages, after
+    )
 
 
 def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dict:

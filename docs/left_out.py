@@ -122,11 +122,11 @@ CASES = {
         "grpo.py", "gain = torch.minimum(free, ratio.clamp(1 - t.clip_low, 1 + t.clip_high) * t.advantages)", "gain = free",
         "largest ratio after eight updates on one rollout, with a learning rate of 0.001",
         STEP + """
-from experience import look_back
+from experience import log_probs_of_rollout
 run, experience = first('--learning_rate 1e-3 --warmup_ratio 0 --lr_schedule constant')
 for _ in range(8):
     losses, _ = gradient(run, experience); train.update(run, losses['total_loss'])
-new, _ = look_back(run, run.model, experience.rollout)
+new = log_probs_of_rollout(run, run.model, experience.rollout).logp
 print(float((new - experience.old_logp)[experience.mask].exp().max()))""",
     ),
     "ratio of the KL": Case(

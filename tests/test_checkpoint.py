@@ -203,3 +203,15 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "write_text", write_text)
     folder.open(last_step=2)
     assert seen[:-1] == [[1, 2, 3]] * 2 and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("left", ["", "0" * 64 + "  config.json\n"])
+def test_a_list_of_checksums_that_is_empty_or_cut_off_is_damage(tmp_path, left):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "state.pt").write_bytes(b"")
+    checkpoint.seal(tmp_path)
+    assert checkpoint.damage(tmp_path) == ""
+    sums = (tmp_path / "SHA256SUMS").read_text()
+    for text in left, sums.rstrip("\n"):
+        (tmp_path / "SHA256SUMS").write_text(text)
+        assert "SHA256SUMS" in checkpoint.damage(tmp_path)

@@ -136,7 +136,7 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
 def test_without_grpo_there_is_nothing_to_explain(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         train.main(["--explain", "--output_dir", str(tmp_path / "out")])
-    assert stop.value.code == 2 and "--explain=True: it is a step of GRPO; add --use_grpo" in capsys.readouterr().err
+    assert stop.value.code == 2 and "--explain: it is a step of GRPO; add --use_grpo" in capsys.readouterr().err
 
 
 # ---- by hand --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ import prepare
 import train
 from conftest import QUICK, start_run
 from grpo import LOSS_TYPES
+from rewards import load_reward_function
 from runs import read_jsonl
 
 
@@ -93,6 +95,18 @@ def test_rollouts_hold_whole_groups(finished):
             assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))
 
 
+def test_rollouts_hold_what_the_policy_says_of_its_tokens_after_the_update(finished):
+    """The last step's against the final model, by transformers alone; the run samples at temperature 1 from everything."""
+    model = AutoModelForCausalLM.from_pretrained(finished / "final")
+    for r in read_jsonl(finished / "rollouts.jsonl")[-3:]:
+        logits = model(torch.tensor([r["prompt_ids"] + r["completion_ids"]])).logits[0, len(r["prompt_ids"]) - 1 : -1]
+        log_p = logits.log_softmax(-1)
+        own = [row[token].item() for row, token in zip(log_p, r["completion_ids"])]
+        assert r["logp_after"] == pytest.approx(own, abs=1e-4)
+        assert r["logp_after"] != pytest.approx(r["sampling_logp"], abs=1e-4), "there was an update"
+        assert r["entropies"] == pytest.approx((-log_p.exp() * log_p).sum(-1).tolist(), abs=1e-4)
+
+
 def test_the_final_model_loads_without_this_project(finished):
     model = AutoModelForCausalLM.from_pretrained(finished / "final")
     tokenizer = AutoTokenizer.from_pretrained(finished / "final")
@@ -164,11 +178,36 @@ def test_what_a_phase_began_without_cannot_be_switched_on_when_resuming(tmp_path
     settings = (folder / "config.json").read_text()
     with pytest.raises(SystemExit):
         train.main(["--output_dir", str(folder), "--resume", *changed.split()])
-    error = capsys.readouterr().err
-    assert f"--{flag}: this phase began with" in error and len(error.strip().splitlines()) == 1
+    error = capsys.readouterr().err.rpartition("at once\n")[2]
+    assert f"--{flag}: this run began with" in error and len(error.strip().splitlines()) == 1
     assert (folder / "config.json").read_text() == settings
     train.main(["--output_dir", str(folder), "--resume", "--learning_rate", "1e-5"])
     assert (folder / "final").exists()
+
+
+@pytest.mark.slow
+def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, capsys):
+    folder = run_folder(tmp_path / "out", *"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0".split())
+    (begun, *_) = sorted((folder / "checkpoints").iterdir())
+    state = torch.load(begun / "state.pt", weights_only=True)
+    assert state["phase"] == 1, "complete"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    again = ["--output_dir", str(folder), "--resume"]
+    for flags, flag in (["--lora_rank", "8"], "lora_rank=8"), (["--model_path", str(begun)], f"model_path={begun}"), (
+            ["--use_grpo", "false"], "use_grpo=False"):
+        with pytest.raises(SystemExit) as stop:
+            train.main([*again, *flags])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and f"--{flag}: this run began with" in error and len(error.strip().splitlines()) == 1
+    train.main([*again, "--learning_rate", "0.5"])
+    said = capsys.readouterr().out
+    assert f"from {begun}" in said and "changed: learning_rate 0.0004 -> 0.5" in said and "this run is complete" in said
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(SystemExit):
+        train.main(again)
+    assert "is complete and its checkpoints are gone" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before[folder / "metrics.jsonl"]
 
 
 @pytest.mark.slow
@@ -340,6 +379,28 @@ def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_
     assert (ours - theirs).norm() / theirs.norm() < 1e-5
 
 
+@pytest.mark.slow
+def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys):
+    """The run that was mended and resumed is the one that never raised."""
+    file = tmp_path / "late.py"
+    file.write_text("calls = 0\ndef late(completions, **columns):\n    global calls\n    calls += 1\n"
+                    "    if calls == 4: raise KeyError('late')\n    return [float(len(c) % 7) for c in completions]\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 5 --eval_limit 0 --reward_functions {file}:late".split()
+    with pytest.raises(SystemExit) as stop:
+        train.main([*QUICK, *flags, "--output_dir", str(tmp_path / "a")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
+    assert "reward function late raised KeyError: 'late'" in error and "step-00000002" in error and "--resume" in error
+    file.write_text(file.read_text().replace("calls == 4", "False"))
+    load_reward_function.cache_clear()
+    train.main(["--output_dir", str(tmp_path / "a"), "--resume"])
+    load_reward_function.cache_clear()
+    never = run_folder(tmp_path / "b", *flags)
+    assert comparable(tmp_path / "a") == comparable(never)
+    ours, theirs = weights_of(tmp_path / "a"), weights_of(never)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys):
     file = tmp_path / "fussy.py"
     file.write_text("def fussy(completions, **columns):\n    raise KeyError('always')\n")
@@ -358,8 +419,9 @@ def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys)
         return f"{tmp_path}/{name}:later"
 
     flags = "--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions".split()
-    with pytest.raises(RuntimeError, match="reward function later raised KeyError: 'no such thing'"):
+    with pytest.raises(SystemExit):
         run_folder(tmp_path / "a", *flags, later("one.py"))
+    assert "reward function later raised KeyError: 'no such thing'" in capsys.readouterr().err
     folder = run_folder(tmp_path / "b", *flags, later("two.py"), "--reward_errors", "none")
     (line,) = read_jsonl(folder / "metrics.jsonl")
     assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
