@@ -54,13 +54,12 @@ def may_look(query: Places, key: Places, window: int | None = None) -> Tensor:
 def attention_masks(model, queries: Places, keys: Places):
     """What transformers takes as attention_mask: for queries (K, n) and keys (K, m), on the model's device.
 
-    (K, 1, n, m), 0 where a token is seen and else as good as -inf, or a BlockMask for flex_attention; a dict of them where
+    (K, 1, n, m), 0 where a token is seen and -inf elsewhere, or a BlockMask for flex_attention; a dict of them where
     the model has several kinds of layers. In numbers of the layers' precision, though sdpa takes bool as well: it would make
     numbers of it in every layer, and keep them for the backward pass.
     """
     config = model.config.get_text_config()
-    eager = config._attn_implementation == "eager"
-    dtype = model.dtype if eager or precision_of(model) == "float32" else getattr(torch, precision_of(model))
+    dtype = model.dtype if precision_of(model) == "float32" else getattr(torch, precision_of(model))
     layer_types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
 
     def mask(window):
@@ -70,8 +69,7 @@ def attention_masks(model, queries: Places, keys: Places):
                 len(queries.prompt), None, queries.prompt.shape[1], keys.prompt.shape[1], device=queries.prompt.device,
             )
         visible = may_look(queries[:, None, :, None], keys[:, None, None, :], window)
-        hidden = torch.finfo(dtype).min if eager else -torch.inf
-        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, hidden)
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
     if layer_types is None:
         return mask(window)                               # Mistral: a window in every layer

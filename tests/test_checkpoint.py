@@ -209,6 +209,7 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
 def test_a_list_of_checksums_that_is_empty_or_cut_off_is_damage(tmp_path, left):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "state.pt").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_text("{}")
     checkpoint.seal(tmp_path)
     assert checkpoint.damage(tmp_path) == ""
     sums = (tmp_path / "SHA256SUMS").read_text()

@@ -53,6 +53,12 @@ def test_a_rule_speaks_with_the_numbers_and_then_stays_silent(rule):
     assert heard[: SILENCE - 1].count(rule) == 0
 
 
+def test_where_nothing_is_scored_it_is_said_once():
+    lines = history({"unscored": 1.0})
+    lines.append(lines[-1] | {"advice": diagnose(lines, Config())})
+    assert lines[-1]["advice"].startswith("nothing_scored") and diagnose(lines, Config()) is None
+
+
 def test_a_healthy_run_hears_nothing_and_numbers_that_are_not_there_are_no_illness():
     assert diagnose(history({}), Config()) is None
     assert diagnose([{}] * 20, Config()) is None

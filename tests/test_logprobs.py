@@ -8,10 +8,10 @@ from conftest import PROMPTS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
-from config import GRPOConfig
+from config import GRPOConfig, ModelConfig
 from grpo import policy_loss
-from model import recompute_activations
 from logprobs import completion_log_probs, restrict_logits
+from model import load_policy, recompute_activations
 from packing import first_fit, micro_batches, pack_rows
 from sample import sample_completions_for_prompts
 
@@ -231,3 +231,23 @@ def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, 
     torch.testing.assert_close(gradient(model, rollout, [everything]), kept, rtol=0, atol=0)
     assert len(calls) == 2, "once forward, once again backward"
     assert not any(module.training for module in model.modules()), "no dropout"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_all_layers_of_a_kind_keep_one_mask_between_them(precision):
+    """Of the model's four layers, two have a window. sdpa would make a mask of its own for each out of one in bool."""
+    model, tokenizer = load_policy(ModelConfig(precision=precision))
+    settings = GRPOConfig(generation_max_length=12)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], settings, seed=0)
+    length = logprobs.pack_rows(rollout, torch.arange(len(rollout.completion_ids)), True).ids.shape[1]
+    masks = set()
+
+    def note(tensor):
+        if tensor.shape[-2:] == (length, length):
+            masks.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = completion_log_probs(model, rollout)
+    assert len(masks) == 2, masks
+    del result
