@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test check test-tpu clean
 
 demo: $(VENV)/ready
-	$(BIN)/python train.py --use_grpo
+	$(BIN)/python train.py --use_grpo --output_dir outputs/demo $(if $(wildcard outputs/demo/config.json),--resume)
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
@@ -25,6 +25,7 @@ test-tpu: $(VENV)-tpu/ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(VENV)-tpu/bin/python -m pytest -q -n auto --maxprocesses 4 tests/test_tpu.py
 
 $(VENV)/ready: requirements.txt
+	@echo "installing torch, transformers and the rest into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements.txt
 	touch $@

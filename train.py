@@ -11,6 +11,7 @@ A run goes through phases: cold_start and grpo with --use_grpo, else supervised.
 
 import errno
 import math
+import shutil
 import sys
 import time
 
@@ -85,8 +86,9 @@ def learn(run: Run) -> None:
             run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
             save_checkpoint(run)
         save_policy(run.model, run.tokenizer, folder.path / "final.new")
-        if is_main():
-            (folder.path / "final.new").rename(final)     # all of it or nothing
+        if is_main():                                     # all of it or nothing
+            shutil.rmtree(final, ignore_errors=True)
+            (folder.path / "final.new").rename(final)
         folder.sum_up()
 
 
