@@ -8,6 +8,7 @@ Left out on purpose: serving, and a cache that is kept between the user's turns:
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from config import GRPOConfig, ModelConfig
 from conversations import load_environment, refuse_missing_columns, responders
 from data import with_instruction
 from devices import best_device
-from encode import as_text, encode_prompt
+from encode import as_text, encode_demonstration, encode_prompt
 from model import load_policy, move, refuse_too_long
-from sample import Rollout, sample_completions_for_prompts
+from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
 AT_ONCE = 64                    # prompts of a file, before their answers are written down
 SHOWN_AS = {                    # what is shown in place of a tag
@@ -82,21 +83,32 @@ class Speaker:
 
 
 def chat(speaker: Speaker, instruction: str) -> None:
-    """A conversation on the console. An empty line or Ctrl-D ends it."""
+    """A conversation on the console. An empty line, Ctrl-D or Ctrl-C ends it."""
+    print("An empty line ends the conversation.", file=sys.stderr)
     messages: list[dict] = []
-    while True:
-        try:
-            text = input("> ").strip()
-        except EOFError:
-            text = ""
-        if not text:
-            return
-        if not messages:
-            text = with_instruction({"prompt": text}, instruction)["prompt"]
-        messages.append({"role": "user", "content": text})
-        said = speaker.answer(messages)
-        messages += [{"role": "assistant", "content": said}] if isinstance(said, str) else said
-        speaker.seed += 1
+    try:
+        while text := input("> ").strip():
+            if not messages:
+                text = with_instruction({"prompt": text}, instruction)["prompt"]
+            messages.append({"role": "user", "content": text})
+            said = speaker.answer(prompt_of(messages, speaker))
+            messages += [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+            speaker.seed += 1
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+def prompt_of(messages: list[dict], speaker: Speaker) -> list[dict] | str | list[int]:
+    """What a conversation so far is asked as: messages, if there is a chat template for them. Without one the first turn is
+    the text that --question would send, and later ones are lines of text behind it, as training on conversations has them.
+    """
+    if speaker.tokenizer.chat_template:
+        return messages
+    prompt, later = messages[0]["content"], messages[1:]
+    if not later:
+        return prompt
+    ids, _ = encode_demonstration(speaker.tokenizer, prompt, later, stop_token_ids(speaker.model, speaker.tokenizer))
+    return encode_prompt(speaker.tokenizer, prompt) + ids
 
 
 def answer_file(speaker: Speaker, examples: list[dict], num_completions: int, target: Path) -> None:

@@ -90,7 +90,8 @@ def check_padding(model, tokenizer, prompt: list[int]) -> Finding:
         input_ids=ids[:1], attention_mask=mask[:1], position_ids=positions_of(mask)[:1], use_cache=False
     ).logits[:, -1]
     alone = model(input_ids=ids[:1, len(prompt) :], use_cache=False).logits[:, -1]
-    return agreement(model, "padding", "padded and not", padded.float().log_softmax(-1), alone.float().log_softmax(-1),
+    return agreement(model, "padding", "with and without padding they", padded.float().log_softmax(-1),
+                     alone.float().log_softmax(-1),
                      "this architecture ignores position_ids or the padding mask: try --attn_implementation eager")
 
 
@@ -192,16 +193,22 @@ def check_rewards(example: dict, config, reward_functions: list, begin=None) -> 
     rollout = as_rollout(list(completions))
     if begin:
         turn_points = torch.tensor(given)[:, None].expand(rollout.completion_mask.shape)
+    failures: list[dict] = []
     total, per_function = compute_rewards_for_completions(
         reward_functions, config.weights, rollout, [example], on_error=config.reward_errors, clips=config.reward_clips,
-        timeout=config.reward_timeout, turn_points=turn_points,
+        timeout=config.reward_timeout, failures=failures, turn_points=turn_points,
     )
     points = {kind: value for kind, value in zip(texts, total[0].tolist(), strict=True) if not math.isnan(value)}
     by_function = "; ".join(f"{name} {', '.join(f'{p:g}' for p in row[0].tolist())}" for name, row in per_function.items())
+    if not points:
+        nothing = f"{', '.join(per_function)} returned None or NaN for each of {len(texts)} completions"
+        found = "".join(f"{f['function']} failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]) or nothing
+        return [Finding("rewards", False, found, "nothing could be scored: " + (
+            "mend the function" if failures else "does the data have what it looks for, such as answers?"
+        ))]
     found = ", ".join(f"{kind} {value:.2f}" for kind, value in points.items()) + f" points ({by_function})"
-    findings = [Finding("rewards", bool(points), found, "no reward function can score this data: does it have answers?")]
-    flags = flags_of(points, is_total=True) if points else []
-    return findings + [Finding("rewards", None, f"the total {flag}: is that what you want?") for flag in flags]
+    flags = [f"the total {flag}: is that what you want?" for flag in flags_of(points, is_total=True)]
+    return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]
 
 
 def draw_row(rollout: Rollout, row: int) -> str:

@@ -15,7 +15,7 @@ import json
 import math
 import random
 import re
-import warnings
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,12 +45,14 @@ def load_examples(
     split      "train" or "test"; a file is one split, whatever this says
     limit      at most so many examples, from the start
     seed       the order of the built-in problems; which of them are test problems never changes
-    bad_lines  a line of a .jsonl file that is not JSON: "error", or "skip" with a warning that counts them
+    bad_lines  a line of a .jsonl file that is not JSON: "error", or "skip" with a line on stderr that counts them
     columns    {"prompt": "question", "answer": ..., "completion": ...}; what is left out or empty is found as COLUMNS says
     returns    a sequence that holds no rows but reads them, slices of it are lists; every row was looked at once
     raises     ValueError, one line that names the source and, where there is one, the line
     """
     if source in PROBLEMS:
+        if split not in ("train", "test"):
+            raise ValueError(f"{source}: there is no split {split}; it has train and test")
         return PROBLEMS[source](split, seed)[:limit]
     rows = read_rows(source, split, bad_lines)
     count = min(limit or len(rows), len(rows))
@@ -146,7 +148,7 @@ class JsonLines(Sequence):
             bad.append(number)
         if bad:
             total = len(self.starts) + len(bad)
-            warnings.warn(f"{path}: left out {len(bad)} of {total} lines that are not JSON objects: {bad[:5]}", stacklevel=2)
+            print(f"{path}: left out {len(bad)} of {total} lines that are not JSON objects: {bad[:5]}", file=sys.stderr)
 
     def __len__(self) -> int:
         return len(self.starts)

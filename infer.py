@@ -11,6 +11,7 @@ Ask a model, or measure it, or look at a run.
 """
 
 import argparse
+import difflib
 import json
 import sys
 from dataclasses import replace
@@ -127,12 +128,14 @@ def evaluate_as_asked(args, source: ModelConfig, config, environment) -> None:
         "environment": args.environment, "max_turns": args.max_turns,
         **{name: value for name, value in vars(args).items() if name.startswith("generation_")},
     }
-    result["results"] = [
-        measure(
-            replace(source, model_path=path), examples, config, seed=args.seed, samples=args.samples, environment=environment
-        )
-        for path in [args.model_path, *([args.against_model] if args.against_model else [])]
-    ]
+    result["results"] = []
+    for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
+        one = replace(source, model_path=getattr(args, flag))
+        try:
+            measured = measure(one, examples, config, seed=args.seed, samples=args.samples, environment=environment)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
+        result["results"].append(measured)
     for measured in result["results"]:
         if args.against_model:
             print(measured["model_path"] or "built-in model")
@@ -153,10 +156,23 @@ def estimate_text(name: str, estimate: dict, problems: int, samples: int) -> str
     return f"{name} {estimate['mean']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}] {of}"
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """With errors of one line, and "did you mean" for a flag that there is not."""
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+    def parse_all(self, argv: list[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], [f"--{name}" for name in vars(args)], n=1)
+            raise ValueError(f"{unknown[0]}: unknown flag; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        return args
+
+
 def main(argv: list[str]) -> None:
     """The command line."""
-    defaults = GRPOConfig()
-    parser = argparse.ArgumentParser(description="Ask a model, or measure it.", allow_abbrev=False)
+    parser = OneLineParser(description="Ask a model, or measure it.", allow_abbrev=False)
     parser.add_argument("--model_path", default="", help="folder or hub id, such as RUN/final")
     parser.add_argument("--question", help="print the model's answer to this")
     parser.add_argument("--chat", action="store_true", help="a conversation on the console")
@@ -166,25 +182,27 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--merge_into", metavar="FOLDER", help="write the model there with its adapter added to its weights")
     parser.add_argument("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     parser.add_argument("--against", metavar="RUN", default="", help="another run, to lie beside it in the report")
-    parser.add_argument("--samples", type=int, default=1, help="completions of each problem; above 1 also pass@k")
+    parser.add_argument("--samples", type=int, default=1, help="completions of each problem [%(default)s]; above 1 also pass@k")
     parser.add_argument("--against_model", metavar="MODEL", default="", help="evaluate this one too, and the difference")
     parser.add_argument("--json", metavar="FILE", default="", help="write what was evaluated there")
-    parser.add_argument("--split", default="test")
+    parser.add_argument("--split", default="test", help="train, test, or what a hub has; a file has one [%(default)s]")
     parser.add_argument("--limit", type=int, help="problems to evaluate or answer; default 256 to evaluate, all to answer")
     parser.add_argument("--prompt_column", default="", help="as in training")
     parser.add_argument("--answer_column", default="", help="as in training")
     parser.add_argument("--environment", default="", help="who answers the model, as in training")
-    parser.add_argument("--max_turns", type=int, default=1, help="of the model in a conversation with it")
+    parser.add_argument("--max_turns", type=int, default=1, help="of the model in a conversation with it [%(default)s]")
     parser.add_argument("--instruction", default="", help="text put before every prompt, as in training")
-    parser.add_argument("--generation_max_length", type=int, default=defaults.generation_max_length, help="new tokens")
-    parser.add_argument("--generation_temperature", type=float, default=1.0, help="0 takes the likeliest token")
-    parser.add_argument("--generation_top_p", type=float, default=1.0)
-    parser.add_argument("--generation_top_k", type=int, default=0)
-    parser.add_argument("--attn_implementation", default="sdpa", choices=["sdpa", "eager"])
-    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--trust_remote_code", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    parser.add_argument("--generation_max_length", type=int, default=GRPOConfig.generation_max_length,
+                        help="new tokens, in a conversation of all turns [%(default)s]")
+    parser.add_argument("--generation_temperature", type=float, default=1.0, help="0: the likeliest token [%(default)s]")
+    parser.add_argument("--generation_top_p", type=float, default=1.0, help="of the likeliest tokens; 1: all [%(default)s]")
+    parser.add_argument("--generation_top_k", type=int, default=0, help="likeliest tokens to keep; 0: all [%(default)s]")
+    parser.add_argument("--attn_implementation", default="sdpa", choices=["sdpa", "eager"], help="its attention [%(default)s]")
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"],
+                        help="of the layers; weights and head stay float32 [%(default)s]")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the Python that comes with a model")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling; the same one gives the same answers [%(default)s]")
+    args = parser.parse_all(argv)
     refuse_contradictions(args)
     if args.report:
         print(write_report(Path(args.report), Path(args.against) if args.against else None))
@@ -201,7 +219,10 @@ def main(argv: list[str]) -> None:
         if not has_adapter(model):
             raise ValueError(f"--merge_into={args.merge_into}: {args.model_path or 'the built-in model'} has no adapter")
         save_policy(merged_copy(model), tokenizer, args.merge_into)
+        print(f"{args.merge_into}: {args.model_path} with its adapter added to its weights")
         return
+    if not args.model_path:
+        print("no --model_path: this is the built-in model with random weights, and it knows nothing yet", file=sys.stderr)
     keep_freed_memory()
     if args.evaluate:
         evaluate_as_asked(args, source, config, environment)
@@ -214,14 +235,17 @@ def main(argv: list[str]) -> None:
     elif args.questions:
         examples = [with_instruction(example, args.instruction) for example in questions]
         answer_file(speaker, examples, args.samples, Path(args.answers))
+        print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
     else:
         speaker.answer(with_instruction({"prompt": args.question}, args.instruction)["prompt"])
 
 
 def refuse_contradictions(args) -> None:
     """Raise ValueError, one line, for what the user has to change."""
-    if sum(map(bool, (args.question, args.chat, args.questions, args.evaluate, args.merge_into, args.report))) != 1:
+    if sum(map(bool, (args.question is not None, args.chat, args.questions, args.evaluate, args.merge_into, args.report))) != 1:
         raise ValueError("give --question, --chat, --questions, --evaluate, --merge_into or --report, one of them; see --help")
+    if args.question is not None and not args.question.strip():
+        raise ValueError("--question: is empty; ask something")
     if bool(args.questions) != bool(args.answers):
         raise ValueError("--questions DATASET and --answers FILE belong together")
     if args.limit is not None and args.limit < 1:

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from data import load_examples
+from data import COLUMNS, load_examples
 from problems import demonstration
 from reward_library import extract_answer, text_of
 from rewards import BUILT_IN, RESERVED, compute_rewards_for_completions, load_reward_function, missing_columns, name_of
@@ -148,27 +149,34 @@ def lint(functions: list[Callable], weights: list[float], examples: list[dict]) 
     return table, flags
 
 
+def suitable(examples: list[dict]) -> list[Callable]:
+    """The built-in functions that score something here: their columns are there, and so is what they need to be installed."""
+    columns = {name for example in examples for name in example}
+    functions = [f for name, f in BUILT_IN.items() if name != "environment" and not missing_columns(f, columns)]
+    return [function for function in functions if measure(function, examples)[0]]
+
+
 def main(argv: list[str]) -> int:
     """The command line. Returns the exit code: 0 nothing to flag, 1 something, 2 a mistake in the command."""
     parser = argparse.ArgumentParser(prog="rewards.py", description="What do reward functions reward?", allow_abbrev=False)
     parser.add_argument("--lint", action="store_true", required=True)
-    parser.add_argument("--reward_functions", nargs="+", default=[], help="as in train.py; empty: those that the data suits")
+    parser.add_argument("--reward_functions", nargs="+", default=[], help="as in train.py; empty: built-in ones that score it")
     parser.add_argument("--reward_weights", nargs="+", type=float, default=[], help="one for each; empty: 1 each")
     parser.add_argument("--dataset", default="arithmetic", help="as in train.py")
+    for name in COLUMNS:
+        parser.add_argument(f"--{name}_column", default="", help="as in train.py")
+    parser.add_argument("--bad_lines", default="error", choices=["error", "skip"], help="as in train.py")
     parser.add_argument("--limit", type=int, default=8, help="examples (default %(default)s)")
     args = parser.parse_args(argv)
     try:
-        examples = load_examples(args.dataset, limit=max(1, args.limit))
-        columns = {name for example in examples for name in example}
-        suitable = [name for name, function in BUILT_IN.items() if not missing_columns(function, columns)]
-        suitable.remove("environment")                    # nobody gives those points here
-        names = args.reward_functions or suitable
-        functions = [load_reward_function(name) for name in names]
+        asked = {name: getattr(args, f"{name}_column") for name in COLUMNS}
+        examples = load_examples(args.dataset, limit=max(1, args.limit), bad_lines=args.bad_lines, columns=asked)
+        functions = [load_reward_function(name) for name in args.reward_functions] or suitable(examples)
         weights = args.reward_weights or [1.0] * len(functions)
         if len(weights) != len(functions):
             raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions; one for each")
     except ValueError as error:
-        print(f"rewards.py: error: {error}")
+        print(f"rewards.py: error: {error}", file=sys.stderr)
         return 2
     table, flags = lint(functions, weights, examples)
     print("\n".join(table))

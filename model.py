@@ -141,9 +141,11 @@ def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 def check_model_folder(path: str, trust_remote_code: bool) -> None:
     """Whether a local folder holds what a model needs, said before anything slow happens. Hub ids pass."""
     folder = Path(path)
+    if folder.is_file():
+        raise ValueError(f"--model_path={path}: is a file; name its folder, {folder.parent}")
     if not folder.exists():
         if path.count("/") != 1 or path.startswith((".", "/")):
-            raise ValueError(f"--model_path={path}: no such folder")
+            raise ValueError(f"--model_path={path}: no such folder ({folder.absolute()}); ids on the hub look like owner/name")
         return
     if adapter := adapter_settings(path):
         base = adapter["base_model_name_or_path"]
@@ -170,7 +172,7 @@ def refuse_too_long(model: PreTrainedModel, longest: int, wanted: int) -> None:
     if known and longest + wanted > known:
         raise ValueError(
             f"--generation_max_length={wanted}: with prompts of up to {longest} tokens that exceeds the model's {known} "
-            f"positions; at most {known - longest}, or shorten prompts with --max_prompt_length"
+            f"positions; at most {max(0, known - longest)}, or shorten the prompts (train.py: --max_prompt_length)"
         )
 
 

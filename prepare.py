@@ -149,9 +149,14 @@ def truncated(example: dict, tokenizer, limit: int) -> dict:
 def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
     """Supervised steps need something to imitate."""
     training = config.training
-    if (training.cold_start_steps or not training.use_grpo) and not all(e.get("completion") for e in dataset):
+    without = sum(not e.get("completion") for e in dataset) if training.cold_start_steps or not training.use_grpo else 0
+    if without:
         wish = f"--cold_start_steps={training.cold_start_steps}" if training.use_grpo else "supervised training (no --use_grpo)"
-        raise ValueError(f"{wish} needs demonstrations, but {config.data.dataset} has no completion column for some examples")
+        instead = "--cold_start_steps 0" if training.use_grpo else "--use_grpo --cold_start_steps 0"
+        raise ValueError(
+            f"{wish} needs demonstrations, but {config.data.dataset} has no completion for {without} of {len(dataset)} "
+            f"examples; name a --completion_column, or pass {instead} to learn from rewards alone"
+        )
 
 
 def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> None:

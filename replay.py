@@ -35,6 +35,8 @@ def replay(config: Config, gradient: Callable) -> None:
     raises  ValueError in one line, if the file, the weights or something else that the settings ask for is not there
     """
     path = Path(config.training.replay)
+    if not path.exists():
+        raise ValueError(f"--replay={path}: no such file")
     try:
         records = read_jsonl(path)
     except (ValueError, OSError):

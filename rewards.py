@@ -13,6 +13,7 @@ are in reward_library.py (pure), reward_programs.py and in files of your own.
 shows what functions give to right, wrong, empty and cheating completions, and what is wrong with that (lint.py).
 """
 
+import difflib
 import importlib.util
 import inspect
 import math
@@ -40,7 +41,11 @@ ANSWER_NAMES = ("solution", "target")             # by which a function may ask 
 
 
 class RewardError(RuntimeError):
-    """A reward function raised; the message says which one, how, and on what."""
+    """A reward function raised, or returned no points; the message says which one, how, and on what."""
+
+
+class NoPoints(ValueError):
+    """What a reward function returned is not a number or None for each completion."""
 
 
 @cache
@@ -49,8 +54,13 @@ def load_reward_function(name: str) -> Callable:
     function = BUILT_IN.get(name) or function_from_file("reward_functions", name, BUILT_IN)
     if name not in BUILT_IN and name_of(function) in BUILT_IN:
         raise ValueError(f"--reward_functions {name}: there is a built-in reward function {name_of(function)}; rename yours")
-    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values()):
-        raise ValueError(f"--reward_functions {name}: it must accept columns it does not use: add **columns to its parameters")
+    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        kind = "a class" if inspect.isclass(function) else "async"
+        raise ValueError(f"--reward_functions {name}: it is {kind}; name a plain function f(completions, **columns)")
+    parameters = inspect.signature(function).parameters
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
+        lacks = "**columns" if "completions" in parameters else "completions (a list of them) and **columns"
+        raise ValueError(f"--reward_functions {name}: it must accept columns it does not use: add {lacks} to its parameters")
     return function
 
 
@@ -58,7 +68,8 @@ def function_from_file(flag: str, name: str, built_in) -> Callable:
     """The function that `path/to/file.py:function` names, for a flag which might have named one of the built-in ones."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        raise ValueError(f"--{flag} {name}: unknown; use path/to/file.py:function or one of {', '.join(built_in)}")
+        near = "".join(f"did you mean {known}? Else " for known in difflib.get_close_matches(name, built_in, n=1))
+        raise ValueError(f"--{flag} {name}: unknown; {near}use path/to/file.py:function or one of {', '.join(built_in)}")
     if not Path(path).is_file():
         raise ValueError(f"--{flag} {name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"file {path}", path)
@@ -149,25 +160,38 @@ def call_reward_function(
     if "answer" in arguments:
         arguments = {name: arguments["answer"] for name in ANSWER_NAMES if name in asked} | arguments
     try:
-        points = call_within(timeout, function, arguments)
-        if len(points) != len(completions):
-            raise ValueError(f"it returned {len(points)} values for {len(completions)} completions")
-        points = [math.nan if p is None else float(p) for p in points]
-        if math.inf in points or -math.inf in points:
-            raise ValueError("it returned an infinite number of points")
-        return torch.tensor(points, dtype=torch.float64)
+        return as_points(call_within(timeout, function, arguments), len(completions))
     except Exception as error:
+        form = isinstance(error, NoPoints)                # then no completion is to blame
         late = isinstance(error, TimeoutError)
-        failed = f"some of {len(completions)}" if late else first_failing(function, arguments)
-        what = f"{type(error).__name__}: {error}"
+        failed = f"{'all' if form else 'some'} of {len(completions)}" if form or late else first_failing(function, arguments)
+        what = str(error) if form else f"{type(error).__name__}: {error}"
         if on_error == "none":
             if failures is not None:
                 failures.append({"function": name_of(function), "error": what, "completion": failed})
             return torch.full((len(completions),), math.nan, dtype=torch.float64)
+        if form:
+            raise RewardError(f"reward function {name_of(function)}: {what}") from None
         raise RewardError(
             f"reward function {name_of(function)} raised {what}; on completion {failed!r}. "
             "Let it return None for what it cannot score, or pass --reward_errors none."
         ) from error
+
+
+def as_points(returned, count: int) -> Tensor:
+    """What a function returned, a list, tuple, array or tensor -> (count,) float64 points, NaN for None. Or NoPoints."""
+    wanted = f"return a list with one number (or None) for each of the {count} completions"
+    if not isinstance(returned, list | tuple) and not getattr(returned, "ndim", 0):
+        raise NoPoints(f"it returned {returned!r:.60}; {wanted}")
+    if len(returned) != count:
+        raise NoPoints(f"it returned {len(returned)} values for {count} completions; {wanted}")
+    try:
+        points = torch.tensor([math.nan if p is None else float(p) for p in returned], dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise NoPoints(f"it returned {returned!r:.60}; {wanted}") from None
+    if points.isinf().any():
+        raise NoPoints("it returned an infinite number of points; let it return None for what it cannot score")
+    return points
 
 
 def call_within(seconds: float, function: Callable, arguments: dict):

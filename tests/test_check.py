@@ -65,7 +65,24 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
         return [None] * len(completions)
 
     config = GRPOConfig(reward_functions=["never"], reward_weights=[1.0])
-    assert findings_of(model, tokenizer, config, [never])["rewards"].ok is False
+    found = findings_of(model, tokenizer, config, [never])["rewards"]
+    assert found.ok is False and found.found == "never returned None or NaN for each of 8 completions"
+    assert found.fix == "nothing could be scored: does the data have what it looks for, such as answers?"
+
+
+def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):
+    def fussy(completions, **columns):
+        raise KeyError("level")
+
+    config = GRPOConfig(reward_functions=["fussy"], reward_weights=[1.0], reward_errors="none")
+    found = findings_of(model, tokenizer, config, [fussy])["rewards"]
+    assert found.ok is False and found.found.startswith("fussy failed on '<reasoning>because")
+    assert found.found.endswith("KeyError: 'level'") and found.fix == "nothing could be scored: mend the function"
+
+
+def test_agreement_reads_as_a_sentence(model, tokenizer, settings):
+    found = findings_of(model, tokenizer, settings)["padding"].found
+    assert found.startswith("with and without padding they differ by at most")
 
 
 def test_the_mask_is_drawn(model, tokenizer):

@@ -218,14 +218,20 @@ def test_an_unusable_file_is_refused_in_one_line_that_names_it(tmp_path, name, c
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
-def test_lines_that_are_not_json_can_be_left_out_and_are_counted(tmp_path):
+@pytest.mark.parametrize("source", PROBLEMS)
+def test_a_built_in_problem_has_no_other_split(source):
+    with pytest.raises(ValueError, match=f"{source}: there is no split validation; it has train and test"):
+        load_examples(source, "validation")
+
+
+def test_lines_that_are_not_json_can_be_left_out_and_are_counted(tmp_path, capsys):
     path = tmp_path / "cut.jsonl"
     path.write_text('{"prompt": "a"}\nnonsense\n\n{"prompt": "b"}\n{"prompt": "c')
-    with pytest.warns(UserWarning, match=r"left out 2 of 4 lines.*\[2, 5\]"):
-        assert load_examples(str(path), bad_lines="skip") == [{"prompt": "a"}, {"prompt": "b"}]
+    assert load_examples(str(path), bad_lines="skip") == [{"prompt": "a"}, {"prompt": "b"}]
+    assert capsys.readouterr().err == f"{path}: left out 2 of 4 lines that are not JSON objects: [2, 5]\n"
     path.write_text('{"prompt": "a"}\n' + "nonsense\n" * 9)
-    with pytest.warns(UserWarning, match=r"left out 9 of 10 lines.*\[2, 3, 4, 5, 6\]"):
-        load_examples(str(path), bad_lines="skip")
+    load_examples(str(path), bad_lines="skip")
+    assert "left out 9 of 10 lines that are not JSON objects: [2, 3, 4, 5, 6]" in capsys.readouterr().err
     path.write_bytes(b'{"prompt": "caf\xe9"}\n')          # Latin-1
     assert load_examples(str(path)) == [{"prompt": "caf\ufffd"}]
 

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,17 @@ def tests(monkeypatch):
         found[number]()
 
     return run
+
+
+def test_the_headings_of_the_lecture_say_which_exercises_follow_and_add_up_to_ninety_minutes():
+    parts = (FOLDER.parent / "lecture.md").read_text().split("\n## ")[1:]
+    minutes = 0
+    for part in parts:
+        heading, _, text = part.partition("\n")
+        talk, then, named = re.search(r"\((\d+) minutes(?:, then (\d+) for exercises? ([\d and]+))?\)", heading).groups()
+        assert re.findall(r"\d", named or "") == re.findall(r"\*\*Exercise (\d)\*\*", text), heading
+        minutes += int(talk) + int(then or 0)
+    assert minutes == 90
 
 
 stubs, solutions = module_of("exercises"), module_of("solutions")

@@ -85,10 +85,27 @@ def test_the_exit_code_says_whether_there_are_flags(capsys, tmp_path):
     assert lint.main(["--lint", "--reward_functions", "no_such"]) == 2
     assert lint.main(["--lint", "--dataset", str(tmp_path / "none.jsonl")]) == 2
     assert lint.main(["--lint", "--reward_functions", "correctness", "--reward_weights", "1", "2"]) == 2
-    assert "error: --reward_functions no_such" in capsys.readouterr().out
-    lint.main(["--lint", "--limit", "1"])
+    printed = capsys.readouterr()
+    assert "error: --reward_functions no_such" in printed.err and printed.out == ""
+
+
+def test_without_names_the_functions_are_those_that_score_something(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)           # no math-verify
+    lint.main(["--lint", "--limit", "2"])
     printed = capsys.readouterr().out
     assert "| `correctness` |" in printed and "environment" not in printed, "nobody gives its points here"
+    assert "multiple_choice" not in printed and "math_equality" not in printed and "failed" not in printed
+
+
+def test_data_is_read_as_training_reads_it(capsys, tmp_path):
+    (tmp_path / "own.jsonl").write_text('nonsense\n{"q": "1+1=?", "a": "2", "c": "<answer>2</answer>"}\n')
+    command = ["--lint", "--dataset", str(tmp_path / "own.jsonl"), "--reward_functions", "correctness"]
+    assert lint.main(command) == 2 and lint.main([*command, "--bad_lines", "skip"]) == 2
+    errors = capsys.readouterr().err
+    assert "--bad_lines skip" in errors and "--prompt_column" in errors
+    columns = ["--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]
+    assert lint.main([*command, "--bad_lines", "skip", *columns]) == 0
+    assert "| `correctness` | 1.00 |" in capsys.readouterr().out
 
 
 def test_of_a_conversation_the_last_turn_is_changed():

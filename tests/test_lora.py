@@ -138,6 +138,7 @@ def test_a_run_with_an_adapter_resumes_is_asked_and_merged(tmp_path, monkeypatch
     infer.main(["--model_path", str(final), *evaluation])
     asked = capsys.readouterr().out
     infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
+    assert capsys.readouterr().out == f"{tmp_path}/merged: {final} with its adapter added to its weights\n"
     infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])
     assert capsys.readouterr().out == asked and asked.startswith("accuracy")
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token_id == 1

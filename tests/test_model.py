@@ -1,6 +1,8 @@
 """Loading policies: six architectures from disk and the built-in one; saving; refusing what is not a model."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,8 +76,15 @@ def test_a_tokenizer_without_pad_pads_with_eos(model, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere"])
 def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(path):
-    with pytest.raises(ValueError, match="no such folder"):
+    wanted = re.escape(f"no such folder ({Path(path).absolute()}); ids on the hub look like owner/name")
+    with pytest.raises(ValueError, match=wanted):
         load_policy(ModelConfig(model_path=path))
+
+
+def test_a_file_is_no_model_and_its_folder_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"config.json: is a file; name its folder, {tmp_path}$"):
+        load_policy(ModelConfig(model_path=f"{tmp_path}/config.json"))
 
 
 def test_a_model_is_moved_for_a_while_and_comes_home_whatever_happens():

@@ -18,6 +18,13 @@ def test_the_notebook_is_kept_without_outputs(cells):
     assert len(cells) > 5 and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
 
 
+def test_its_first_cell_says_how_to_run_it_and_what_to_set(cells):
+    first = "".join(json.loads(NOTEBOOK.read_text())["cells"][0]["source"])
+    assert "jupyter lab docs/notebook.ipynb" in first and "nbconvert" in first and "REPOSITORY" in first
+    assert "jupyter lab docs/notebook.ipynb" in (NOTEBOOK.parent / "walkthrough.md").read_text()
+    assert "REPOSITORY = " in "".join(cells[0]["source"])
+
+
 @pytest.mark.slow                                          # 20 to 40 seconds
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 def test_the_notebook_runs_downloads_nothing_and_learns(cells, monkeypatch):

@@ -68,7 +68,7 @@ def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
 
 
 @pytest.mark.parametrize("flags,message", [
-    (["nowhere.jsonl"], "no rollouts in it"),
+    (["nowhere.jsonl"], "--replay=nowhere.jsonl: no such file"),
     (["{run}/metrics.jsonl"], "no rollouts in it"),
     (["{run}/config.json"], "no rollouts in it"),
     (["{run}"], "no rollouts in it"),

@@ -19,7 +19,7 @@ from conftest import start_run
 from data import load_examples
 from experience import shape_rewards
 from grpo import compute_group_advantages
-from rewards import compute_rewards_for_completions, load_reward_function
+from rewards import RewardError, compute_rewards_for_completions, load_reward_function
 from train import grpo_training_step
 
 needs_math_verify = pytest.mark.skipif(
@@ -425,11 +425,41 @@ def test_a_function_that_raises_names_itself_the_completion_and_the_exception():
         compute_rewards_for_completions([fussy], [1.0], rollout, EXAMPLES)
     total, _ = compute_rewards_for_completions([fussy, length], [1.0, 1.0], rollout, EXAMPLES, on_error="none")
     assert total.isfinite().all(), "the other function still counts"
-    with pytest.raises(RuntimeError, match="returned 1 values for 4"):
-        compute_rewards_for_completions([lambda completions, **columns: [1.0]], [1.0], rollout, EXAMPLES)
-    for infinite in math.inf, -math.inf:
-        with pytest.raises(RuntimeError, match="returned an infinite number of points"):
-            compute_rewards_for_completions([lambda completions, p=infinite, **columns: [p] * 4], [1.0], rollout, EXAMPLES)
+
+
+async def later(completions, **columns):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize("function,returned", [
+    (lambda completions, **columns: None, "None; return a list with one number (or None) for each of the 4 completions"),
+    (lambda completions, **columns: 0.5, "0.5; return a list"),
+    (lambda completions, **columns: (1.0 for _ in completions), "<generator object"),
+    (later, "<coroutine object"),
+    (lambda completions, **columns: "1111", "'1111'; return a list"),
+    (lambda completions, **columns: torch.tensor(1.0), "tensor(1.); return a list"),
+    (lambda completions, **columns: [1.0], "1 values for 4 completions; return a list"),
+    (lambda completions, **columns: ["good"] * 4, "['good', 'good', 'good', 'good']; return a list"),
+    (lambda completions, **columns: [math.inf] * 4, "an infinite number of points"),
+    (lambda completions, **columns: [1.0, -math.inf, 1.0, 1.0], "an infinite number of points"),
+])
+def test_what_is_no_list_of_points_is_shown_and_no_completion_is_blamed(function, returned):
+    rollout, failures = rollout_of("a", "b", "", "d"), []
+    with pytest.raises(RewardError) as error:
+        compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES)
+    said = str(error.value)
+    assert f"it returned {returned}" in said and "raised" not in said and "on completion" not in said, said
+    compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES, on_error="none", failures=failures)
+    assert f"it returned {returned}" in failures[0]["error"] and failures[0]["completion"] == "all of 4"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda points: torch.tensor(points).numpy()])
+def test_points_may_be_a_list_a_tuple_a_tensor_or_an_array(kind):
+    total, _ = compute_rewards_for_completions(
+        [lambda completions, **columns: kind([1.0, 2.0, 3.0, math.nan])], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES
+    )
+    assert total[0].tolist() == [1.0, 2.0] and total[1, 0] == 3.0 and total[1, 1].isnan()
 
 
 def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
@@ -438,15 +468,23 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
     file.write_text("def short(completions, **columns):\n    return [-len(c) for c in completions]\n\nnumber = 3\n")
     assert load_reward_function(f"{file}:short")(["abc"]) == [-3]
     (tmp_path / "broken.py").write_text("import no_such_module\n")
-    (tmp_path / "same.py").write_text("def correctness(completions, **columns): ...\ndef narrow(completions): ...\n")
+    (tmp_path / "same.py").write_text(
+        "def correctness(completions, **columns): ...\ndef narrow(completions): ...\n"
+        "async def later(completions, **columns): ...\ndef one(text): ...\n"
+        "class Short:\n    def __call__(self, completions, **columns): ...\n"
+    )
     for name, message in {
-        "corectness": "unknown.*correctness",
+        "corectness": "unknown; did you mean correctness\\? Else use path/to/file.py:function or one of correctness",
+        "xyz": "unknown; use path",
         f"{file}:long": "has no function long",
         f"{file}:number": "has no function number",
         f"{tmp_path}/none.py:f": "no file",
         f"{tmp_path}/broken.py:f": "no_such_module",
         f"{tmp_path}/same.py:correctness": "there is a built-in reward function correctness; rename yours",
-        f"{tmp_path}/same.py:narrow": "it must accept columns it does not use",
+        f"{tmp_path}/same.py:narrow": r"it must accept columns it does not use: add \*\*columns",
+        f"{tmp_path}/same.py:one": r"does not use: add completions \(a list of them\) and \*\*columns to its parameters",
+        f"{tmp_path}/same.py:later": "it is async; name a plain function",
+        f"{tmp_path}/same.py:Short": r"it is a class; name a plain function f\(completions, \*\*columns\)",
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             load_reward_function(name)

@@ -1,5 +1,8 @@
 """The Python in the pages: blocks marked `python run` are run in order, a page at a time; all others must at least compile."""
 
+import code
+import contextlib
+import io
 import re
 import runpy
 from pathlib import Path
@@ -26,6 +29,17 @@ def test_the_python_of_a_page_runs_and_its_asserts_hold(page):
     assert any("assert " in block for block in code), "nothing that could fail"
     for block in code:
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_it_can_be_pasted_into_python_line_by_line(page, monkeypatch):
+    """There a block ends at an empty line, and nowhere else."""
+    console, errors = code.InteractiveConsole(), []
+    monkeypatch.setattr(console, "write", errors.append)
+    for block in blocks(page, "python run"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            unfinished = [console.push(line) for line in [*block.strip("\n").splitlines(), ""]][-1]
+        assert not errors and not unfinished, f"{block.strip()}\n{''.join(errors)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

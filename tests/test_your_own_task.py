@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import chat
 import infer
 import lint
 import train
+from model import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/your-own-task.md").read_text()
@@ -56,6 +58,11 @@ def test_every_command_of_the_page_runs(ran):
     for program, code, output in results:
         assert not code or "has_answer" in output, f"{program}: {output}"
     assert (folder / "outputs/words/report.html").exists() and (folder / "outputs/turns/final").is_dir()
+
+
+def test_the_answer_is_shown_as_the_page_says(capsys):
+    chat.Words(byte_tokenizer()).on_finalized_text("<answer>aklnp</answer>", stream_end=True)
+    assert f"The last command prints `{capsys.readouterr().out.strip()}`" in PAGE
 
 
 def test_the_linter_says_what_the_page_says(ran):
