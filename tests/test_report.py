@@ -96,8 +96,8 @@ def test_the_numbers_of_the_files_are_in_the_page(tmp_path):
     assert group["completions"][1] == {
         "text": "answer 11 of step 2", "reward": 0.0, "advantage": -0.5, "points": [0.0, None], "finished": False, "tokens": 20}
     assert [group["tied"] for group in run["groups"]] == [True, False, False, False] * 3
-    ids, logp, advantages = page.data["tokens-0-2"][group["first"] + 1]
-    assert len(ids) == 20 and logp[:3] == [0.0, -0.1, -0.2] and advantages is None
+    ids, logp, advantages, entropies, changes = page.data["tokens-0-2"][group["first"] + 1]
+    assert len(ids) == 20 and logp[:3] == [0.0, -0.1, -0.2] and advantages is entropies is changes is None
     assert run["pieces"][str(STOP)] == "<eos>"
 
 
@@ -206,6 +206,7 @@ def test_numbers_that_are_not_finite_are_none(tmp_path):
     record = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[-1])
     record |= {"step": 13, "reward": None, "advantage": math.nan, "token_advantages": [math.nan]}
     record["sampling_logp"] = [-math.inf] * record["tokens"]
+    record |= {"entropies": [math.nan] * record["tokens"], "logp_after": [-math.inf, *[-1.0] * (record["tokens"] - 1)]}
     with (folder / "rollouts.jsonl").open("a") as file:
         file.write(2 * (json.dumps(record) + "\n"))
     page = Page(write_report(folder))
@@ -213,8 +214,8 @@ def test_numbers_that_are_not_finite_are_none(tmp_path):
     assert run["series"]["mean_reward"][1][-1] is None and run["series"]["kl"][1][-1] is None
     completion = run["groups"][-1]["completions"][0]
     assert completion["reward"] is None and completion["advantage"] is None
-    (_, logp, advantages), _ = page.data["tokens-0-13"]
-    assert set(logp) == {None} and advantages == [None]
+    (_, logp, advantages, entropies, changes), _ = page.data["tokens-0-13"]
+    assert set(logp) == set(entropies) == set(changes) == {None} and advantages == [None]
 
 
 @pytest.mark.parametrize("keep", [[], ["metrics.jsonl"]])
@@ -369,7 +370,7 @@ def count_becomes(page, text):
 
 def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
-    assert page.title() == f"GRPO run {tmp_path / 'run'}"
+    assert page.title() == f"plain-grpo: {tmp_path / 'run'}"
     assert page.locator("#charts svg path").count() > 0
     assert groups_shown(page) == ["step 10, group 0tied", "step 10, group 1", "step 10, group 2", "step 10, group 3"]
     page.click("#back")
@@ -626,13 +627,14 @@ def test_cards_by_hand(tmp_path, visit):
         "reward 0", "advantage -0.5", "wrong", "correctness 0", "length none", "answer 21 of step 10<eos>"]
     assert "cut at the length limit" in card(2, 1).inner_text()
     titles = card(2, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
-    assert titles[:3] == ["log-probability 0 nat", "log-probability -0.1 nat", "log-probability -0.2 nat"]
+    assert titles[:2] == ['"a"\nlog-probability 0 nat\nadvantage +1', '"n"\nlog-probability -0.1 nat\nadvantage +1']
     for t, colour in enumerate(colours(2, 0)):
         assert colour == pytest.approx([217, 140, 20, 0.75 * (1 - math.exp(-0.1 * t))], abs=0.006), "ochre: unlikely"
     assert "mean advantage -0.667" in card(3, 0).inner_text() and "3 tokens" in card(3, 0).inner_text()
     assert "mean log-probability -0.750 nat" in card(3, 0).inner_text(), "of the policy's tokens"
     titles = card(3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
-    assert titles[:3] == ["log-probability -1 nat, advantage +2", "not the policy's", "log-probability -0.5 nat, advantage -4"]
+    assert titles[:3] == [
+        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\nnot the policy\'s', '"c"\nlog-probability -0.5 nat\nadvantage -4']
     page.select_option("#colour", "advantage")
     assert colours(2, 0)[0] == [42, 111, 191, 0.6] and colours(2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
     assert colours(3, 0) == [pytest.approx(c) for c in ([42, 111, 191, 0.3], [0, 0, 0, 0], [201, 66, 48, 0.6], [0, 0, 0, 0])]
