@@ -7,8 +7,8 @@ Here a run folder becomes data; report.html beside this file is the page that dr
 not to be trusted: it travels as JSON in which no tag can begin, the page shows it as text and never as HTML, and the page's
 own policy forbids every script but its own and every connection.
 
-Left out on purpose, because rollouts.jsonl does not hold them: entropies of single tokens, and how an update changed the
-log-probabilities of what it learned from (train.py --explain shows that for one group).
+Left out on purpose, because rollouts.jsonl does not hold it: what else the policy might have said at a token. Runs that were
+made before entropies and log-probabilities after the update were saved are not coloured by them.
 """
 
 import base64
@@ -55,6 +55,7 @@ CHARTS = [
     ("Speed and memory", "peak_memory_gb", "peak memory", "GB"),
 ]
 NOT_DRAWN = {"step", "eval_accuracy_low", "eval_accuracy_high"}                  # the band around eval_accuracy
+DECIMALS = {"mean_advantage": 5}                # in most variants 0 but for float32's rounding, which looks like a curve
 
 
 def write_report(folder: Path, against: Path | None = None) -> Path:
@@ -67,11 +68,14 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
     blocks, runs = [], []
     for number, (path, config) in enumerate(zip(folders, configs, strict=True)):
         lines = metrics_of(path, config)
+        series = series_of(lines)
         groups, tokens, pieces, every = groups_of(path, config)
+        completions = [completion for of_step in tokens.values() for completion in of_step]
         blocks += [block(f"tokens-{number}-{step}", of_step) for step, of_step in tokens.items()]
         runs.append({
-            "name": str(path), "series": series_of(lines), "phases": phases_of(lines), "groups": groups, "pieces": pieces,
-            "every": every, "environment": config["grpo"].get("environment", ""),
+            "name": str(path), "series": series, "phases": phases_of(lines), "groups": groups, "pieces": pieces,
+            "every": every, "environment": config["grpo"].get("environment", ""), "judged": judged_by(config, series),
+            "offers": [name for name, at in (("entropy", 3), ("change", 4)) if any(c[at] for c in completions)],
             "advice": [[line["step"], line["advice"]] for line in lines if line.get("advice")],
         })
     page = {"runs": runs, "charts": charts_of(runs), "settings": settings_of(configs)}
@@ -153,8 +157,16 @@ def series_of(lines: list[dict]) -> dict[str, list[list]]:
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
                 steps, values = series.setdefault(name, [[], []])
                 steps.append(line["step"])
-                values.append(digits(value, 6))
+                values.append(digits(round(value, DECIMALS[name]) if value is not None and name in DECIMALS else value, 6))
     return {name: columns for name, columns in series.items() if set(columns[1]) - {None}}
+
+
+def judged_by(config: dict, series: dict) -> list[str]:
+    """Metrics that say how good the run is on held-out data: accuracy, or the points of what is trained on instead of it."""
+    trained_on = config.get("grpo", {}).get("reward_functions", ["correctness"])
+    if config.get("training", {}).get("use_grpo") and "correctness" not in trained_on:
+        return [name for name in series if name.startswith("eval_reward/") and name != "eval_reward/correctness"]
+    return [name for name in series if name == "eval_accuracy"]
 
 
 def digits(value: float | None, count: int) -> float | None:
@@ -189,8 +201,8 @@ def groups_of(folder: Path, config: dict) -> tuple[list[dict], dict[int, list], 
     """What the page shows of rollouts.jsonl.
 
     returns  groups, each {"step", "group", "prompt", "tied", "names" of the reward functions, "completions"};
-             {step: [[ids, log-probabilities, advantages or None] of each of its completions]}, which the page reads when it
-             comes to that step; the text of every token id, {} without a tokenizer; and n, if it is every n-th saved step
+             {step: [tokens_of each of its completions]}, which the page reads when it comes to that step;
+             the text of every token id, {} without a tokenizer; and n, if it is every n-th saved step
     """
     path, groups, tokens = folder / "rollouts.jsonl", [], {}
     every = max(1, -(-path.stat().st_size // BYTES_SHOWN)) if path.is_file() else 1
@@ -250,13 +262,20 @@ def completion_of(record: dict) -> dict:
 
 
 def tokens_of(record: dict) -> list:
-    """[ids, log-probabilities in nats to three decimals, advantages of tokens from a value head or None].
+    """[ids, log-probabilities, advantages, entropies, changes] of a completion's tokens.
 
-    Both are None at a token that the policy did not choose, which an environment said.
+    Log-probabilities have three decimals, the others three digits, because changes may be small. In nats, but for advantages.
+    A change is the log-probability after the update, less that at sampling: where the sampler rounds otherwise than the
+    trainer (bfloat16), that is in it too. A token that the policy did not choose, which an environment said, has None in each.
+    Advantages are None as a whole without a value head; entropies and changes, where the run did not save them.
     """
-    logp = [None if (known := or_none(value)) is None else round(known, 3) for value in record["sampling_logp"]]
-    advantages = record.get("token_advantages")
-    return [record["completion_ids"], logp, advantages and [digits(value, 3) for value in advantages]]
+    sampled, after = record["sampling_logp"], record.get("logp_after")
+    logp = [None if (known := or_none(value)) is None else round(known, 3) for value in sampled]
+    advantages, entropies = (
+        values and [digits(value, 3) for value in values] for values in map(record.get, ("token_advantages", "entropies")))
+    changes = after and [
+        None if new is None or old is None else digits(new - old, 3) for new, old in zip(after, sampled, strict=True)]
+    return [record["completion_ids"], logp, advantages, entropies, changes]
 
 
 def prompt_text(prompt, tokenizer) -> str:

@@ -96,8 +96,8 @@ def test_the_numbers_of_the_files_are_in_the_page(tmp_path):
     assert group["completions"][1] == {
         "text": "answer 11 of step 2", "reward": 0.0, "advantage": -0.5, "points": [0.0, None], "finished": False, "tokens": 20}
     assert [group["tied"] for group in run["groups"]] == [True, False, False, False] * 3
-    ids, logp, advantages = page.data["tokens-0-2"][group["first"] + 1]
-    assert len(ids) == 20 and logp[:3] == [0.0, -0.1, -0.2] and advantages is None
+    ids, logp, advantages, entropies, changes = page.data["tokens-0-2"][group["first"] + 1]
+    assert len(ids) == 20 and logp[:3] == [0.0, -0.1, -0.2] and advantages is entropies is changes is None
     assert run["pieces"][str(STOP)] == "<eos>"
 
 
@@ -206,6 +206,7 @@ def test_numbers_that_are_not_finite_are_none(tmp_path):
     record = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[-1])
     record |= {"step": 13, "reward": None, "advantage": math.nan, "token_advantages": [math.nan]}
     record["sampling_logp"] = [-math.inf] * record["tokens"]
+    record |= {"entropies": [math.nan] * record["tokens"], "logp_after": [-math.inf, *[-1.0] * (record["tokens"] - 1)]}
     with (folder / "rollouts.jsonl").open("a") as file:
         file.write(2 * (json.dumps(record) + "\n"))
     page = Page(write_report(folder))
@@ -213,8 +214,46 @@ def test_numbers_that_are_not_finite_are_none(tmp_path):
     assert run["series"]["mean_reward"][1][-1] is None and run["series"]["kl"][1][-1] is None
     completion = run["groups"][-1]["completions"][0]
     assert completion["reward"] is None and completion["advantage"] is None
-    (_, logp, advantages), _ = page.data["tokens-0-13"]
-    assert set(logp) == {None} and advantages == [None]
+    (_, logp, advantages, entropies, changes), _ = page.data["tokens-0-13"]
+    assert set(logp) == set(entropies) == set(changes) == {None} and advantages == [None]
+
+
+AFTER = {                                                     # of one completion: changes of 0, +2e-4, -0.123..., none, +0.5
+    "completion_ids": [*tokens_of_text("wxyz"), STOP], "sampling_logp": [-0.25, -1.0, -2.5, None, -1.0], "tokens": 4,
+    "logp_after": [-0.25, -0.9998, -2.6234567, None, -0.5], "entropies": [0.0, 0.00012345, math.log(2), None, math.log(10)],
+}
+
+
+def edit_rollouts(folder, change):
+    """change(record, i) each record of rollouts.jsonl."""
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for i, record in enumerate(records):
+        change(record, i)
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_entropies_and_changes_have_three_digits_however_small(tmp_path):
+    page = Page(write_report(edit_rollouts(fake_run(tmp_path / "run"), lambda record, i: record.update(AFTER)))).data
+    *_, entropies, changes = page["tokens-0-6"][5]
+    assert entropies == [0.0, 0.000123, 0.693, None, 2.3] and changes == [0.0, 0.0002, -0.123, None, 0.5]
+    assert page["page"]["runs"][0]["offers"] == ["entropy", "change"]
+    folder = edit_rollouts(tmp_path / "run", lambda record, i: record.pop("entropies"))
+    assert Page(write_report(folder)).data["page"]["runs"][0]["offers"] == ["change"]
+    edit_rollouts(folder, lambda record, i: record["logp_after"].append(0.0))
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl is damaged"):
+        write_report(folder)
+
+
+def test_the_rounding_of_a_mean_that_is_0_is_no_curve(tmp_path):
+    folder = fake_run(tmp_path / "run")
+    means = [5e-8, -7e-8, 2e-6, 0.0312345678, None]
+    with (folder / "metrics.jsonl").open("a") as file:
+        for i, mean in enumerate(means):
+            file.write(json.dumps({"step": 13 + i, "phase": "grpo", "mean_advantage": mean, "kl": mean}) + "\n")
+    series = Page(write_report(folder)).data["page"]["runs"][0]["series"]
+    assert series["mean_advantage"][1] == [0, 0, 0, 0.03123, None]
+    assert series["kl"][1][-5:] == [5e-8, -7e-8, 2e-6, 0.0312346, None]
 
 
 @pytest.mark.parametrize("keep", [[], ["metrics.jsonl"]])
@@ -369,7 +408,7 @@ def count_becomes(page, text):
 
 def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
-    assert page.title() == f"GRPO run {tmp_path / 'run'}"
+    assert page.title() == f"plain-grpo: {tmp_path / 'run'}"
     assert page.locator("#charts svg path").count() > 0
     assert groups_shown(page) == ["step 10, group 0tied", "step 10, group 1", "step 10, group 2", "step 10, group 3"]
     page.click("#back")
@@ -599,6 +638,15 @@ def test_the_pointer_reads_the_nearest_step_and_hears_the_doctor_and_a_click_goe
     assert groups_shown(page)[1] == "step 6, group 1"
 
 
+def card(page, p, g):
+    return page.locator("#list .group").nth(p).locator(".completion").nth(g)
+
+
+def colours(page, p, g):
+    style = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
+    return [channels(colour) for colour in card(page, p, g).locator(".text span").evaluate_all(style)]
+
+
 def test_cards_by_hand(tmp_path, visit):
     """Numbers, tokens and colours of two completions, and of one whose tokens have advantages and an environment's words."""
     folder = fake_run(tmp_path / "run")
@@ -611,34 +659,178 @@ def test_cards_by_hand(tmp_path, visit):
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = visit(write_report(folder), color_scheme="light")
 
-    def card(p, g):
-        return page.locator("#list .group").nth(p).locator(".completion").nth(g)
-
-    def colours(p, g):
-        style = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
-        return [channels(colour) for colour in card(p, g).locator(".text span").evaluate_all(style)]
-
     mean = sum(-0.1 * t for t in range(21)) / 21
-    assert card(2, 0).inner_text().split("\n") == [
+    assert card(page, 2, 0).inner_text().split("\n") == [
         "reward +1.5", "advantage +1", "correctness +1", "length +0.5", "answer 20 of step 10<eos>",
         "21 tokens, ended with <eos>", f"mean log-probability {mean:.3f} nat"]
-    assert card(2, 1).inner_text().split("\n")[:6] == [
+    assert card(page, 2, 1).inner_text().split("\n")[:6] == [
         "reward 0", "advantage -0.5", "wrong", "correctness 0", "length none", "answer 21 of step 10<eos>"]
-    assert "cut at the length limit" in card(2, 1).inner_text()
-    titles = card(2, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
-    assert titles[:3] == ["log-probability 0 nat", "log-probability -0.1 nat", "log-probability -0.2 nat"]
-    for t, colour in enumerate(colours(2, 0)):
+    assert "cut at the length limit" in card(page, 2, 1).inner_text()
+    titles = card(page, 2, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
+    assert titles[:2] == ['"a"\nlog-probability 0 nat\nadvantage +1', '"n"\nlog-probability -0.1 nat\nadvantage +1']
+    for t, colour in enumerate(colours(page, 2, 0)):
         assert colour == pytest.approx([217, 140, 20, 0.75 * (1 - math.exp(-0.1 * t))], abs=0.006), "ochre: unlikely"
-    assert "mean advantage -0.667" in card(3, 0).inner_text() and "3 tokens" in card(3, 0).inner_text()
-    assert "mean log-probability -0.750 nat" in card(3, 0).inner_text(), "of the policy's tokens"
-    titles = card(3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
-    assert titles[:3] == ["log-probability -1 nat, advantage +2", "not the policy's", "log-probability -0.5 nat, advantage -4"]
+    assert "mean advantage -0.667" in card(page, 3, 0).inner_text() and "3 tokens" in card(page, 3, 0).inner_text()
+    assert "mean log-probability -0.750 nat" in card(page, 3, 0).inner_text(), "of the policy's tokens"
+    titles = card(page, 3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
+    assert titles[:3] == [
+        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\nnot the policy\'s', '"c"\nlog-probability -0.5 nat\nadvantage -4']
     page.select_option("#colour", "advantage")
-    assert colours(2, 0)[0] == [42, 111, 191, 0.6] and colours(2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
-    assert colours(3, 0) == [pytest.approx(c) for c in ([42, 111, 191, 0.3], [0, 0, 0, 0], [201, 66, 48, 0.6], [0, 0, 0, 0])]
+    assert colours(page, 2, 0)[0] == [42, 111, 191, 0.6] and colours(page, 2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
+    assert colours(page, 3, 0) == [
+        pytest.approx(c) for c in ([42, 111, 191, 0.3], [0, 0, 0, 0], [201, 66, 48, 0.6], [0, 0, 0, 0])]
     assert " ".join(page.inner_text("#legend").split()) == "negative positive, beside the group's largest"
     page.select_option("#colour", "")
-    assert {colour[3] for colour in colours(2, 0)} == {0} and page.inner_text("#legend") == ""
+    assert {colour[3] for colour in colours(page, 2, 0)} == {0} and page.inner_text("#legend") == ""
+
+
+def modes(page):
+    return page.locator("#colour option").evaluate_all("options => options.map(option => option.value)")
+
+
+def test_tokens_are_coloured_by_entropy_and_by_what_the_update_changed(tmp_path, visit):
+    """Group 1 of a step has AFTER in its first completion, small changes in the second, and nothing saved in the third."""
+    def change(record, i):
+        if record["group"] == 1 and i % 3 == 0:
+            record.update(AFTER)
+        elif record["group"] == 1 and i % 3 == 1:
+            record.update(AFTER, logp_after=[-0.5, -1.0, -2.5, None, -1.0])
+        elif record["group"] == 2:                        # rounding: nothing changed more than 1e-5
+            record.update(AFTER, logp_after=[-0.25001, -1.0, -2.5, None, -1.0])
+
+    page = visit(write_report(edit_rollouts(fake_run(tmp_path / "run"), change)), color_scheme="light")
+    assert modes(page) == ["logp", "entropy", "change", "advantage", ""] and page.input_value("#colour") == "logp"
+    titles = card(page, 1, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
+    assert titles == [
+        '"w"\nlog-probability -0.25 nat\nchange by the update 0 nat\nentropy 0 nat\nadvantage +1',
+        '"x"\nlog-probability -1 nat\nchange by the update +0.0002 nat\nentropy 0.000123 nat\nadvantage +1',
+        '"y"\nlog-probability -2.5 nat\nchange by the update -0.123 nat\nentropy 0.693 nat\nadvantage +1',
+        '"z"\nnot the policy\'s',
+        '"<eos>"\nlog-probability -1 nat\nchange by the update +0.5 nat\nentropy 2.3 nat\nadvantage +1',
+    ]
+    title = card(page, 1, 2).locator(".text span").nth(1).get_attribute("title")
+    assert title == '"n"\nlog-probability -0.1 nat\nadvantage -0.5', "nothing was saved of it"
+    mean_change, mean_entropy = (0.0002 - 0.123 + 0.5) / 4, (0.000123 + 0.693 + 2.3) / 4
+    assert f"mean change +{mean_change:.3g}, entropy {mean_entropy:.3g} nat" in card(page, 1, 0).inner_text()
+    assert "mean change" not in card(page, 1, 2).inner_text()
+
+    page.select_option("#colour", "change")
+    up, down, clear = [42, 111, 191], [201, 66, 48], pytest.approx([0, 0, 0, 0])
+    assert colours(page, 1, 0) == [clear, [*up, 0], pytest.approx([*down, 0.6 * 0.123 / 0.5], abs=0.006), clear, [*up, 0.6]]
+    assert colours(page, 1, 1) == [pytest.approx([*down, 0.3]), clear, clear, clear, clear]
+    assert colours(page, 1, 2) == [clear] * 21
+    assert colours(page, 2, 0)[0] == pytest.approx([*down, 0.06]), "faint, though nothing else changed"
+    assert groups_shown(page)[1:3] == ["step 10, group 1full colour: 0.5 nat", "step 10, group 2full colour: 0.0001 nat"]
+    assert " ".join(page.inner_text("#legend").split()) == (
+        "less likely after the update more likely; full colour at the group's largest change of log-probability, in nat")
+    ramp = page.locator("#legend .ramp").evaluate("ramp => getComputedStyle(ramp).backgroundImage")
+    assert ramp.index("201, 66, 48") < ramp.index("42, 111, 191"), "left is less likely"
+
+    page.select_option("#colour", "entropy")
+    odd = [217, 140, 20]
+    assert colours(page, 1, 0) == [
+        [*odd, 0], [*odd, 0], pytest.approx([*odd, 0.375], abs=0.006), clear, pytest.approx([*odd, 0.675], abs=0.006)]
+    assert colours(page, 1, 2) == [clear] * 21 and groups_shown(page)[1] == "step 10, group 1"
+    assert " ".join(page.inner_text("#legend").split()) == "0 nat, one choice many; in the middle 0.69 nat, two equal choices"
+
+
+def test_a_change_of_2e_4_is_seen_where_no_other_is_larger(tmp_path, visit):
+    small = AFTER | {"logp_after": [-0.2502, -0.9999, -2.5, None, -1.0]}
+    folder = edit_rollouts(fake_run(tmp_path / "run"), lambda record, i: record.update(small))
+    page = visit(write_report(folder), color_scheme="light")
+    page.select_option("#colour", "change")
+    assert colours(page, 1, 1)[:2] == [[201, 66, 48, 0.6], [42, 111, 191, 0.3]]
+    assert groups_shown(page)[1] == "step 10, group 1full colour: 0.0002 nat"
+
+
+def test_what_a_run_did_not_save_is_not_offered(tmp_path, visit):
+    """Two runs, of which one has entropies and changes. The choice goes back to log-probabilities where it must."""
+    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other")
+    edit_rollouts(other, lambda record, i: record.update(AFTER))
+    page = visit(write_report(ours, other))
+    assert modes(page) == ["logp", "advantage", ""]
+    page.select_option("#colour", "advantage")
+    page.select_option("#run", "1")
+    assert modes(page) == ["logp", "entropy", "change", "advantage", ""] and page.input_value("#colour") == "advantage"
+    page.select_option("#colour", "change")
+    page.select_option("#run", "0")
+    assert modes(page) == ["logp", "advantage", ""] and page.input_value("#colour") == "logp"
+    assert page.inner_text("#legend").startswith("certain") and colours(page, 1, 0)[20][3] > 0.5
+    page.select_option("#run", "1")
+    page.select_option("#colour", "")
+    page.select_option("#run", "0")
+    assert page.input_value("#colour") == "", "none stays none"
+
+
+def test_it_opens_where_there_is_something_to_learn(tmp_path, visit):
+    """At the last step with a group that is not tied; at the last one if there is none."""
+    folder = fake_run(tmp_path / "run")
+    edit_rollouts(folder, lambda record, i: record.update(reward=1.0) if record["step"] > 6 else None)
+    assert groups_shown(visit(write_report(folder)))[1] == "step 6, group 1"
+    edit_rollouts(folder, lambda record, i: record.update(reward=1.0))
+    assert groups_shown(visit(write_report(folder)))[1] == "step 10, group 1tied"
+
+
+def test_it_says_so_when_another_step_is_shown_than_was_asked_for(tmp_path, visit):
+    page = visit(write_report(fake_run(tmp_path / "run"), fake_run(tmp_path / "other")))
+    assert not page.is_visible("#nearest")
+    page.locator(".advice button").first.click()
+    assert page.input_value("#step") == "6" and page.inner_text("#nearest") == "nearest saved step to 5"
+    page.check("#tied")
+    assert page.inner_text("#nearest") == "nearest saved step to 5", "it is still"
+    for elsewhere in (
+        lambda: page.click("#on"), lambda: page.select_option("#step", "2"), lambda: page.select_option("#run", "1"),
+        lambda: page.evaluate("goTo(6.3)"), lambda: page.select_option("#step", ""),
+    ):
+        page.evaluate("goTo(4.7)")
+        assert page.inner_text("#nearest") == "nearest saved step to 5"
+        elsewhere()
+        assert not page.is_visible("#nearest")
+
+
+@pytest.mark.parametrize("width", [390, 1500])
+def test_no_flag_and_no_number_is_broken(tmp_path, visit, width):
+    folder = fake_run(tmp_path / "run", flags=["--learning_rate", "5e-7"])
+    said = "ties: most groups of the last 12345678 rollouts: raise --num_completions_per_prompt to 16 or --dynamic_sampling"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 13, "phase": "grpo", "advice": said}) + "\n")
+    page = visit(write_report(folder, fake_run(tmp_path / ("a_long_name" * 5))), width=width)
+    page.locator("summary", has_text="All settings").click()
+    cells = page.locator("td, .advice li > span:last-child").evaluate_all("""cells => cells.flatMap(cell => {
+        const words = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+        while (texts.nextNode()) for (const {0: word, index} of texts.currentNode.data.matchAll(/--\\w+|\\d[\\d.e-]*/g)) {
+            const range = document.createRange();
+            range.setStart(texts.currentNode, index);
+            range.setEnd(texts.currentNode, index + word.length);
+            words.push([word, range.getClientRects().length]);
+        }
+        return words;
+    })""")
+    assert [word for word, lines in cells if lines != 1] == []
+    assert {"--num_completions_per_prompt", "12345678", "5e-7"} <= {word for word, _ in cells}
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    box = page.locator(".advice").evaluate("list => [list.scrollWidth, list.clientWidth]")
+    assert box[0] <= box[1], "the sentences fit"
+
+
+def test_the_head_says_how_good_a_run_is_at_what_it_was_trained_on(tmp_path, visit):
+    """The accuracy of a run whose rewards do not ask for it says nothing."""
+    flags = ["--reward_functions", "length", "diversity"]
+    folders = [fake_run(tmp_path / "length", flags=flags), *(fake_run(tmp_path / name) for name in ("right", "supervised"))]
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["phase"] == "eval":
+                line |= {"eval_reward/length": 0.25 + line["step"] / 100, "eval_reward/correctness": 0.0}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = json.loads((folders[2] / "config.json").read_text())
+    config["training"]["use_grpo"], config["grpo"]["reward_functions"] = False, ["length"]
+    (folders[2] / "config.json").write_text(json.dumps(config))
+    began = "cold_start from step 1, grpo from step 2; 12 steps; held-out"
+    page = visit(write_report(folders[0]))
+    assert page.inner_text("#keys") == f"{began} length 0.25 points, then 0.37 points"
+    for folder in folders[1:]:
+        assert visit(write_report(folder)).inner_text("#keys") == f"{began} accuracy 10\u00a0%, then 80\u00a0%"
 
 
 def test_without_a_tokenizer_completions_are_shown_as_text(tmp_path, visit):
