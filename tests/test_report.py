@@ -408,7 +408,7 @@ def count_becomes(page, text):
 
 def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
-    assert page.title() == f"plain-grpo: {tmp_path / 'run'}"
+    assert page.title() == page.inner_text("h1") == f"plain-grpo: {tmp_path / 'run'}"
     assert page.locator("#charts svg path").count() > 0
     assert groups_shown(page) == ["step 10, group 0tied", "step 10, group 1", "step 10, group 2", "step 10, group 3"]
     page.click("#back")
@@ -793,7 +793,7 @@ def test_no_flag_and_no_number_is_broken(tmp_path, visit, width):
     folder = fake_run(tmp_path / "run", flags=["--learning_rate", "5e-7"])
     said = "ties: most groups of the last 12345678 rollouts: raise --num_completions_per_prompt to 16 or --dynamic_sampling"
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 13, "phase": "grpo", "advice": said}) + "\n")
+        file.write(json.dumps({"step": 13, "phase": "grpo", "advice": f"{said}; {said}"}) + "\n")
     page = visit(write_report(folder, fake_run(tmp_path / ("a_long_name" * 5))), width=width)
     page.locator("summary", has_text="All settings").click()
     cells = page.locator("td, .advice li > span:last-child").evaluate_all("""cells => cells.flatMap(cell => {
@@ -811,6 +811,10 @@ def test_no_flag_and_no_number_is_broken(tmp_path, visit, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     box = page.locator(".advice").evaluate("list => [list.scrollWidth, list.clientWidth]")
     assert box[0] <= box[1], "the sentences fit"
+    last = page.locator(".advice li").last
+    button, sentence = (last.locator(part).bounding_box() for part in ("button", "> span:last-child"))
+    beside = sentence["x"] > button["x"] + button["width"] and sentence["y"] < button["y"] + button["height"]
+    assert beside == (width == 1500), "beside its button, or on a telephone below it"
 
 
 def test_the_head_says_how_good_a_run_is_at_what_it_was_trained_on(tmp_path, visit):
