@@ -593,9 +593,11 @@ def test_the_report_of_conversations_shows_who_said_what(finished):
     given = 0
     for group in run["groups"]:
         tokens = json.loads(blocks[f"tokens-0-{group['step']}"])[group["first"] :]
-        for completion, (ids, logp, advantages) in zip(group["completions"], tokens):
+        for completion, (ids, logp, *others) in zip(group["completions"], tokens):
             assert completion["text"].startswith("assistant: ") and completion["text"].count("\nuser: ") <= 3
-            assert [value is None for value in advantages] == [value is None for value in logp] and len(ids) == len(logp)
+            assert len(ids) == len(logp) and len(others) == 3, "advantages, entropies, changes"
+            for numbers in others:
+                assert [value is None for value in numbers] == [value is None for value in logp]
             given += sum(value is None for value in logp)
     assert given > 0
 

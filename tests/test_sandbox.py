@@ -14,6 +14,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
+import reward_programs
 import sandbox
 from reward_programs import passes_tests
 from sandbox import OUTPUT_BYTES, SETTLED, run_python
@@ -340,7 +341,7 @@ def test_the_program_is_not_told_what_is_expected(monkeypatch):
         seen.append(code)
         return real(code, **options)
 
-    monkeypatch.setattr(sandbox, "run_python", spy)
+    monkeypatch.setattr(reward_programs, "run_python", spy)
     program = "def f(x): return x"
     passes_tests([program], [["assert f(12) == 987654321", "assert f(3) in {987654321, 3}"]])
     with_program = [code for code in seen if program in code]
