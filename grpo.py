@@ -1,6 +1,7 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices; with torch installed this file works
-anywhere, and so does each function that is not a loss, copied out on its own.
+anywhere. So does each function that is not a loss, copied out on its own below these two lines, `import torch` and
+`from torch import Tensor`; policy_loss and what is in LOSSES belong together.
 
 Reading order: compute_group_advantages (who did better than their siblings), policy_loss (push towards them, carefully)
 with a small function for each kind of loss, kl_penalty (but stay near the reference); value_loss and
@@ -140,8 +141,8 @@ def aggregate(x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequ
 
     added up over the tokens where mask (B, T) is True; length counts those of a row, num_sequences the rows that have any.
     """
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"{aggregation=} must be one of {', '.join(AGGREGATIONS)}")
+    if aggregation not in ("token_mean", "sequence_mean", "constant"):
+        raise ValueError(f"{aggregation=} must be one of token_mean, sequence_mean, constant")
     if aggregation != "token_mean" and num_sequences is None:
         raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences for the whole optimiser step")
     if aggregation == "constant" and max_tokens is None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import grpo
 from grpo import (
     AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES, adapt_kl_coefficient, aggregate, clipped_ratio, compute_group_advantages,
     generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty, policy_loss, value_loss,
@@ -571,6 +572,7 @@ def test_every_function_but_the_losses_works_copied_alone_into_another_project()
     ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
     calls = {
         compute_group_advantages: lambda f: f(torch.rand(2, 3)),
+        aggregate: lambda f: [f(ones, mask, kind, num_tokens=6, num_sequences=2, max_tokens=3) for kind in AGGREGATIONS],
         kl_penalty: lambda f: f(ones, ones),
         value_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
         generalized_advantage_estimation: lambda f: f(ones, ones, mask),
@@ -578,8 +580,12 @@ def test_every_function_but_the_losses_works_copied_alone_into_another_project()
         importance_weights: lambda f: f(ones, ones, mask, cap=2.0),
         adapt_kl_coefficient: lambda f: f(0.1, 0.2, target=0.1, num_samples=4, horizon=100),
     }
+    with_losses = {policy_loss, grpo.averaged_by, grpo.clipped_ratio, *(function for function, _ in grpo.LOSSES.values())}
+    assert set(calls) | with_losses == {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
+    imports = re.search(r"two lines, `(.*)` and\n`(.*)`;", grpo.__doc__).groups()
     for function, call in calls.items():
-        project = {"torch": torch, "Tensor": torch.Tensor}
+        project = {}
+        exec("\n".join(imports), project)
         exec(inspect.getsource(function), project)
         call(project[function.__name__])
 

@@ -165,7 +165,9 @@ def measured(case: Case, leave_out: bool) -> float:
 
 def as_text(number: float | str) -> str:
     """For a cell of the table."""
-    return number if isinstance(number, str) else f"{number:.3g}"
+    if isinstance(number, str):
+        return number
+    return "< 1e-5" if 0 < abs(number) < 1e-5 else f"{float(f'{number:.3g}'):g}"          # rounding is not reproducible
 
 
 def main() -> None:

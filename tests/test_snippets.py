@@ -73,6 +73,12 @@ def test_each_line_that_the_walkthrough_leaves_out_is_there_once_and_has_a_row()
         compile(case.code, name, "exec")
 
 
+def test_figures_that_are_rounding_are_written_as_such():
+    as_text = runpy.run_path(str(ROOT / "docs/left_out.py"))["as_text"]
+    assert [as_text(x) for x in (0.0, 4.2e-07, 0.40504, 2541.6, 1.0000001)] == ["0", "< 1e-5", "0.405", "2540", "1"]
+    assert not re.search(r"\d+e-0[6-9] \|", (ROOT / "docs/walkthrough.md").read_text())
+
+
 def test_without_its_line_a_tie_is_no_tie():
     module = runpy.run_path(str(ROOT / "docs/left_out.py"))
     assert [module["measured"](module["CASES"]["ties"], leave_out) > 0.1 for leave_out in (False, True)] == [False, True]
