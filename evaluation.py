@@ -1,20 +1,81 @@
 """
-What samples say about a model: accuracy, pass@k, majority@n and the difference between two models, each with a 95 % interval.
-Texts and numbers in, numbers out; no model.
+Measuring a model: ask it and score what it answers, and what these samples say: accuracy, pass@k, majority@n and the
+difference between two models, each with a 95 % interval.
 
 What varies from one measurement to the next is the problems, and the n completions of a problem stand and fall together: so
 every interval is over problems, however many completions there are.
 
-A problem here is {"right": n bools, which of its completions are correct; "majority": its majority_vote}, P of them.
+From summarise on nothing knows of a model: a problem is {"right": n bools, which of its completions are correct; "majority":
+its majority_vote}, P of them.
 """
 
 import math
+from itertools import chain
 
 import numpy as np
+import torch
 
-from reward_library import extract_answer, same_answer, text_of
+from conversations import responders
+from devices import everywhere, gathered_weights, share
+from reward_library import correctness, extract_answer, same_answer, text_of
+from rewards import compute_rewards_for_completions
+from sample import occurrences, sample_completions_for_prompts
 
 Z = 1.96                        # standard deviations to either side that hold 95 % of a normal distribution
+
+
+def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **options) -> dict:
+    """One sampled completion for each problem, scored; each process takes its share. options: as for ask_and_score.
+
+    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
+             eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
+    """
+    _, points, truncated = ask_and_score(model, tokenizer, examples, config, seed=seed, num_completions=1, **options)
+    columns = {name: of_function[:, 0] for name, of_function in points.items()}
+    correct = columns["correctness"][~columns["correctness"].isnan()]
+    result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
+    result |= {"eval_problems": len(correct) or len(examples), "eval_truncated": truncated / len(examples)}
+    if len(correct):
+        low, high = wilson_interval(float(correct.sum()), len(correct))
+        result |= {"eval_accuracy": float(correct.mean()), "eval_accuracy_low": low, "eval_accuracy_high": high}
+    return result
+
+
+def ask_and_score(
+    model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int, reward_functions=(correctness,),
+    on_error: str = "raise", reward_timeout: float = 0.0, batch_size: int = 64, shared_prompt: bool = True, environment=None,
+) -> tuple[list, dict[str, torch.Tensor], int]:
+    """Sample num_completions of each problem, and score them.
+
+    config   and shared_prompt as for sample_completions_for_prompts; on_error and reward_timeout as for
+             compute_rewards_for_completions; batch_size: completions sampled at once, the others wait until half of these
+             are done; environment: who answers the policy, if anybody does
+    returns  completions (P * n, those of a problem adjacent: texts, or conversations), points of each function (P, n), and
+             how many were cut at the limit
+    """
+    functions = list(dict.fromkeys([correctness, *reward_functions]))
+    asked = share([{"answer": None} | example for example in examples])
+    earlier = share(occurrences([example["prompt"] for example in examples]))
+
+    def ask():
+        if not asked:
+            return None
+        rollout = sample_completions_for_prompts(
+            model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=num_completions,
+            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier, respond=responders(environment, asked),
+        )
+        _, points = compute_rewards_for_completions(
+            functions, [1.0] * len(functions), rollout, asked, on_error=on_error, timeout=reward_timeout,
+            turn_points=rollout.turn_points,
+        )
+        return rollout.completions, points, int((~rollout.finished).sum())
+
+    with gathered_weights(model):
+        texts, points, cut = zip(*filter(None, everywhere(ask)), strict=True)
+    return list(chain(*texts)), {name: torch.cat([part[name] for part in points]) for name in points[0]}, sum(cut)
+
+
+# ---- what the samples say --------------------------------------------------------------------------------------------
 
 
 def summarise(problems: list[dict]) -> dict[str, dict]:

@@ -15,79 +15,18 @@ import difflib
 import json
 import sys
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
-import torch
 
 from chat import Speaker, answer_file, chat
 from check import can_share_prompts
 from config import GRPOConfig, ModelConfig
-from conversations import load_environment, refuse_missing_columns, responders
+from conversations import load_environment, refuse_missing_columns
 from data import load_examples, with_instruction
-from devices import best_device, everywhere, gathered_weights, keep_freed_memory, share
-from evaluation import compare, majority_vote, summarise, wilson_interval
+from devices import best_device, keep_freed_memory
+from evaluation import ask_and_score, compare, evaluate, majority_vote, summarise  # noqa: F401 - evaluate as a function
 from model import has_adapter, load_policy, merged_copy, move, save_policy
 from report import write_report
-from rewards import compute_rewards_for_completions, correctness
-from sample import occurrences, sample_completions_for_prompts
-
-
-def evaluate(
-    model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(correctness,), on_error: str = "raise",
-    reward_timeout: float = 0.0, batch_size: int = 64, shared_prompt: bool = True, environment=None,
-) -> dict:
-    """One sampled completion for each problem, scored; each process takes its share.
-
-    config   and shared_prompt as for sample_completions_for_prompts; on_error and reward_timeout as for
-             compute_rewards_for_completions; batch_size: completions sampled at once, the others wait until half of these
-             are done; environment: who answers the policy, if anybody does
-    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
-             eval_reward/<function> (mean points) and eval_truncated (share). No accuracy where no answer is known.
-    """
-    _, points, truncated = ask_and_score(
-        model, tokenizer, examples, config, seed=seed, num_completions=1, reward_functions=reward_functions, on_error=on_error,
-        reward_timeout=reward_timeout, batch_size=batch_size, shared_prompt=shared_prompt, environment=environment,
-    )
-    columns = {name: of_function[:, 0] for name, of_function in points.items()}
-    correct = columns["correctness"][~columns["correctness"].isnan()]
-    result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
-    result |= {"eval_problems": len(correct) or len(examples), "eval_truncated": truncated / len(examples)}
-    if len(correct):
-        low, high = wilson_interval(float(correct.sum()), len(correct))
-        result |= {"eval_accuracy": float(correct.mean()), "eval_accuracy_low": low, "eval_accuracy_high": high}
-    return result
-
-
-def ask_and_score(
-    model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int, reward_functions=(correctness,),
-    on_error: str = "raise", reward_timeout: float = 0.0, batch_size: int = 64, shared_prompt: bool = True, environment=None,
-) -> tuple[list, dict[str, torch.Tensor], int]:
-    """num_completions of each problem, the rest as for evaluate.
-
-    returns  completions (P * n, those of a problem adjacent: texts, or conversations), points of each function (P, n), and
-             how many were cut at the limit
-    """
-    functions = list(dict.fromkeys([correctness, *reward_functions]))
-    asked = share([{"answer": None} | example for example in examples])
-    earlier = share(occurrences([example["prompt"] for example in examples]))
-
-    def ask():
-        if not asked:
-            return None
-        rollout = sample_completions_for_prompts(
-            model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=num_completions,
-            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier, respond=responders(environment, asked),
-        )
-        _, points = compute_rewards_for_completions(
-            functions, [1.0] * len(functions), rollout, asked, on_error=on_error, timeout=reward_timeout,
-            turn_points=rollout.turn_points,
-        )
-        return rollout.completions, points, int((~rollout.finished).sum())
-
-    with gathered_weights(model):
-        texts, points, cut = zip(*filter(None, everywhere(ask)), strict=True)
-    return list(chain(*texts)), {name: torch.cat([part[name] for part in points]) for name in points[0]}, sum(cut)
 
 
 def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, samples: int, environment=None) -> dict:

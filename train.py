@@ -22,12 +22,12 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, 
 from conversations import EnvironmentRaised, describe_conversations
 from devices import all_sum, clip_gradient, cut_graph, is_main, leave, peak_memory_gb
 from doctor import diagnose, mean_of
+from evaluation import evaluate
 from experience import (
     Experience, describe_groups, log_probs_of_rollout, minibatches, passes, prepare_experience, sample_groups,
 )
 from explain import explain
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
-from infer import evaluate
 from logprobs import LogProbs, completion_log_probs
 from model import precision_of, save_policy, update_reference
 from prepare import Phase, Run, begin_phase, keep_base, set_up, validate_grpo_setup  # noqa: F401

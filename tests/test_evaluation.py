@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
+import evaluation
 import infer
 from config import Config, ModelConfig
 from evaluation import (
-    compare, estimate_difference, estimate_mean, majority_vote, pass_at_k, summarise, tries, values_by_problem, wilson_interval,
+    compare, estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, summarise, tries, values_by_problem,
+    wilson_interval,
 )
-from infer import evaluate
 from model import load_policy, save_policy
 from runs import held_out_text
 
@@ -200,7 +201,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def scripted(monkeypatch):
     """The first two completions of every problem with an even answer are right; the model called "other" is always wrong."""
-    real, truth = infer.sample_completions_for_prompts, lambda prompt: eval(prompt.removesuffix("=?"))
+    real, truth = evaluation.sample_completions_for_prompts, lambda prompt: eval(prompt.removesuffix("=?"))
 
     def sample(model, tokenizer, prompts, config, *, num_completions, **options):
         rollout = real(model, tokenizer, prompts, config, num_completions=num_completions, **options)
@@ -210,7 +211,7 @@ def scripted(monkeypatch):
         ]
         return rollout
 
-    monkeypatch.setattr(infer, "sample_completions_for_prompts", sample)
+    monkeypatch.setattr(evaluation, "sample_completions_for_prompts", sample)
 
 
 ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import chat
+import evaluation
 import infer
 import sample
 from config import GRPOConfig, ModelConfig
 from encode import encode_demonstration, encode_prompt, encode_reply
-from infer import evaluate, wilson_interval
+from evaluation import evaluate, wilson_interval
 from model import load_policy, save_policy
 
 
@@ -134,14 +135,14 @@ def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder
 
 def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
     model, tokenizer = load_policy(ModelConfig(model_path=folder))
-    real = infer.sample_completions_for_prompts
+    real = evaluation.sample_completions_for_prompts
 
     def scripted(model, tokenizer, prompts, *args, **kwargs):
         rollout = real(model, tokenizer, prompts, *args, **kwargs)
         rollout.completions = [f"<answer>{'1' if p == 'easy' else '0'}</answer>" for p in prompts]
         return rollout
 
-    monkeypatch.setattr(infer, "sample_completions_for_prompts", scripted)
+    monkeypatch.setattr(evaluation, "sample_completions_for_prompts", scripted)
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
     result = evaluate(model, tokenizer, examples, settings, seed=0, batch_size=2)
     assert result["eval_accuracy"] == 0.75 and result["eval_problems"] == 4
