@@ -81,6 +81,9 @@ def test_every_metric_is_in_the_glossary(finished):
         for name in line:
             entry = name.partition("/")[0] + "/<function>" if "/" in name else name
             assert f"`{entry}`" in glossary, name
+    of_completions = glossary.partition("## Completions")[2]
+    for name in read_jsonl(finished / "rollouts.jsonl")[0]:
+        assert f"`{name}`" in of_completions, name
 
 
 def test_rollouts_hold_whole_groups(finished):
