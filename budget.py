@@ -14,7 +14,7 @@ from check import made_up
 from devices import bytes_here, gathered_weights, local, peak_memory_gb
 from encode import encode_prompt
 from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
-from model import has_adapter, layers_of, trained
+from model import has_adapter, layers_of, precision_of, trained
 from packing import pack_rows
 
 
@@ -56,7 +56,8 @@ def memory_gb(run, longest_prompt: int, pass_tokens: int, pack_tokens: int) -> d
     columns = rows * (longest_prompt / (group_size if run.shared_prompt else 1) + grpo.generation_max_length)
     logits = 3 * max(LOGITS_AT_ONCE, TOKENS_AT_ONCE * len(head)) * 4             # as they are, as probabilities, their gradient
     one_more_gradient = head.numel() * 4                                         # of the embedding, before it is added
-    masks = pass_tokens * pack_tokens * 4 * len(set(getattr(config, "layer_types", None) or [""]))
+    kinds = len(set(getattr(config, "layer_types", None) or [""])) * (config._attn_implementation != "flex_attention")
+    masks = kinds * pass_tokens * pack_tokens * (4 if precision_of(run.model) == "float32" else 2)
     python = peak_memory_gb(run.device) - weights / 1e9
     return {
         "libraries": max(0.0, python) if run.device.type == "cpu" else 0.0,

@@ -69,7 +69,7 @@ class Speaker:
             watch=watch,
         )
 
-    def answer(self, prompt: str | list[dict]) -> str | list[dict]:
+    def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
         """The answer to one prompt, printed while it is sampled; what is said in several turns, when it is complete."""
         words = None if self.config.environment else Words(self.tokenizer, skip_special_tokens=True)
         rollout = self.sample([{"prompt": prompt}], watch=words and words.put)

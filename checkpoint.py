@@ -46,8 +46,11 @@ def saved_if_it_raises(run):
         yield
     except (RewardError, EnvironmentRaised) as error:
         run.batches.position = position                   # nothing was learned from this batch
-        continued = f"--output_dir {run.folder.path} --resume"
-        raise type(error)(f"{error} Saved to {save_checkpoint(run)}: mend it and continue with {continued}") from error
+        try:
+            end = f"Saved to {save_checkpoint(run)}: mend it and continue with --output_dir {run.folder.path} --resume"
+        except NotSaved as problem:
+            end = f"And {problem}"
+        raise type(error)(f"{error} {end}") from error
 
 
 class Diverged(RuntimeError):
@@ -92,6 +95,15 @@ def save_checkpoint(run) -> Path:
     if problem := gather(problem)[0]:
         raise NotSaved(problem)
     return target
+
+
+def save_final(run, folder: Path) -> None:
+    """Write the policy into a folder, all of it or nothing: that it is there says that the run is complete."""
+    new = folder.with_name(folder.name + ".new")
+    save_policy(run.model, run.tokenizer, new)
+    if is_main():
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
 
 
 def state_of(run) -> dict:
@@ -190,8 +202,12 @@ def restore_phase(run) -> bool:
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     for number, parts in state["optimizer"]["state"].items():
         state["optimizer"]["state"][number] = {k: sharded_like(v, parameters[number]) for k, v in parts.items()}
+    asked = [{name: group[name] for name in ("initial_lr", "betas", "weight_decay")} for group in run.optimizer.param_groups]
     run.optimizer.load_state_dict(state["optimizer"])
     run.scheduler.load_state_dict(state["scheduler"])
+    run.scheduler.base_lrs = [settings["initial_lr"] for settings in asked]      # a flag may have changed it
+    for group, settings, lr in zip(run.optimizer.param_groups, asked, run.scheduler.get_lr(), strict=True):
+        group.update(settings, lr=lr)
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.batches.position = state["position"]

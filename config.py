@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES
 
@@ -406,16 +407,20 @@ class Config:
         if not self.training.use_grpo:
             counted = "generation_", "environment", "max_turns"                  # in evaluations
             unused = [f.name for f in dataclasses.fields(GRPOConfig) if not f.name.startswith(counted)]
-            return self.inert({"without --use_grpo": unused})
+            unused += ["cold_start_steps", "cold_start_accuracy", "cold_start_learning_rate", "prefer_mixed", "log_groups",
+                       "log_rollouts_every"]
+            adapter = ["lora_alpha"] * (not self.model.lora_rank)
+            return self.inert({"without --use_grpo": unused, "without --lora_rank": adapter})
         grpo, several = self.grpo, self.updates_per_rollout > 1
         lines = self.inert({
             "with --loss_type reinforce": ["clip_low", "clip_high"] * (grpo.loss_type == "reinforce"),
             "without --use_value_head": ["value_coef", "value_clip", "gae_gamma", "gae_lambda"] * (not grpo.use_value_head),
             "without --normalize_advantages":
-                ["advantage_scale", "advantage_epsilon"] * (not grpo.normalize_advantages and not grpo.use_value_head),
+                ["advantage_scale", *["advantage_epsilon"] * (grpo.reward_combination == "sum")]
+                * (not grpo.normalize_advantages and not grpo.use_value_head),
             "without --use_kl_penalty true and a --kl_penalty_coef": [
-                "kl_penalty_coef", "kl_in", "kl_estimator", "kl_horizon", "reference_mode", "ema_alpha",
-                "reference_update_freq", "reference_offload"] * (not grpo.kl_coef),
+                *["kl_penalty_coef"] * (grpo.kl_penalty_coef > 0), "kl_in", "kl_estimator", "kl_horizon", "reference_mode",
+                "ema_alpha", "reference_update_freq", "reference_offload"] * (not grpo.kl_coef),
             "without --kl_target": ["kl_horizon"] * (grpo.kl_coef > 0 and not grpo.kl_target),
             "without --reference_mode ema": ["ema_alpha"] * (grpo.kl_coef > 0 and grpo.reference_mode != "ema"),
             "without --reference_mode periodic":
@@ -503,7 +508,7 @@ def parse_config(argv: list[str]) -> Config:
     """Command line -> Config. Raises ValueError, one line."""
     given = flags_of_file(argv[0]) + argv[1:] if argv and not argv[0].startswith("-") else list(argv)
     where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    where.add_argument("--resume", action="store_true")
+    where.add_argument("--resume", nargs="?", const="true", default="false", type=string_to_bool)
     where.add_argument("--output_dir", default="")
     where.add_argument("--replay", default="")
     where.add_argument("--profile", default="")

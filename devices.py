@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import math
 import os
+import pickle
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -123,20 +124,25 @@ def gather(thing) -> list:
 
 
 def everywhere(work: Callable) -> list:
-    """The results of work() for all shares, in order. What one process raises, all raise."""
+    """The results of work() for all shares, in order. What one process raises first, all raise."""
     failure = result = None
     try:
         result = work()
     except Exception as error:
         failure = error
-    parts = gather((failure is not None and (type(failure), str(failure)), result))
-    if failure is not None:
-        raise failure
-    for problem, _ in parts:
-        if problem:
-            kind, text = problem
-            raise kind(text)
+    parts = gather((failure and as_sent(failure), result))
+    first = next((number for number, (problem, _) in enumerate(parts) if problem), None)
+    if first is not None:
+        raise failure if first == process_number() else parts[first][0]
     return [result for _, result in parts[::tensor_parallel]]
+
+
+def as_sent(error: Exception) -> Exception:
+    """An exception that other processes can be told of."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:                                     # of a class that pickle does not find, or cannot make anew
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def all_sum(count):

@@ -93,12 +93,16 @@ def sample_groups(run, examples: list[dict]) -> Groups:
     prompts of the data, in a bounded number of rounds; what is still equal after the last one stays.
     """
     groups = score_groups(run, examples, attempt=0)
+    earned = [groups]
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):
         tied = groups.tied
         if not tied.any():
             break
         fresh = score_groups(run, run.batches.take(int(tied.sum())), attempt)
         groups = groups.where(~tied).and_also(replace(fresh, replaced=int(tied.sum())))
+        earned.append(fresh)
+    for some in earned:                                   # when nothing can raise any more
+        run.memory.record([example["prompt"] for example in some.examples], some.rewards.tolist())
     return groups
 
 
@@ -130,7 +134,6 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
     rollout, rewards = join_rollouts(rollouts), torch.cat(rewards)
     assert len(rollout.completions) == len(examples) * grpo.num_completions_per_prompt, f"{len(rollout.completions)=}"
     per_function = {name: torch.cat([points[name] for points in by_function]) for name in by_function[0]}
-    run.memory.record([example["prompt"] for example in examples], rewards.tolist())
     points = shape_rewards(grpo, rollout, rewards, per_function)
     return Groups(examples, rollout, rewards, per_function, points, failures=list(chain(*failures)))
 

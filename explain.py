@@ -41,7 +41,7 @@ def explain(run: Run, supervised_step: Callable, gradient: Callable, update: Cal
     rollout, rows = groups.rollout, torch.arange(groups.points.numel())
     experience, _ = prepare_experience(run, rollout, groups.points)
     show_completions(run, groups, experience)
-    old = log_probs_of_rollout(run, run.model, rollout).logp                         # (G, T)
+    old = log_probs_of_rollout(run, run.model, rollout).logp                     # (G, T)
     likeliest_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()
     picked = [(row, t) for row in (likeliest_first[0], likeliest_first[-1]) for t in surprising(rollout, row)]
     show_tokens(run, experience, old, picked, "3. Some tokens before the update: by sampler (old) and trainer (new)")

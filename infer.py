@@ -17,7 +17,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-
 from chat import Speaker, answer_file, chat
 from check import can_share_prompts
 from config import GRPOConfig, ModelConfig

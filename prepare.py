@@ -219,10 +219,12 @@ def set_up(config: Config) -> Run:
     train_set, eval_set = load_data(config)
     validate_demonstrations(config, train_set)
     checkpoint = latest_checkpoint(folder.path, folder.say) if config.training.resume else None
-    if config.training.resume:
-        folder.say(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
     if config.training.resume and not checkpoint and (folder.path / "final").exists():
         raise ValueError(f"--resume: {folder.path} is complete and its checkpoints are gone; take its final as --model_path")
+    if config.training.resume:
+        folder.say(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
+    if checkpoint:
+        compare_settings(config, checkpoint, folder.say)
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
     tokenizer.tools = getattr(environment, "tools", None)                        # for its chat template, in encode.render
@@ -248,7 +250,6 @@ def set_up(config: Config) -> Run:
             folder.say(line)
     if checkpoint:
         restore_counters(run, checkpoint)
-        compare_settings(run)
         if not config.grpo.kl_target:
             run.kl_coef = config.grpo.kl_coef             # a flag may have changed it
         run.reference = load_reference(run, checkpoint, run.saved_state)
@@ -264,22 +265,27 @@ def keep_base(run: Run) -> None:
             save_policy(merged_copy(run.model), run.tokenizer, base)             # a new adapter adds 0
 
 
-def compare_settings(run: Run) -> None:
+def compare_settings(config: Config, checkpoint: Path, say: Callable) -> None:
     """Say what a resumed run does differently from now on, and refuse what the saved state does not fit."""
+    state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=True)
     saved, now = ({name: value for part in settings.values() for name, value in part.items()}
-                  for settings in (run.saved_state["settings"], run.config.as_dict()))
+                  for settings in (state["settings"], config.as_dict()))
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
-    in_grpo = "optimizer" in run.saved_state and run.phases[run.phase].name == "grpo"
-    for name in changed:
-        if name in ("model_path", "lora_rank", "use_grpo") or (in_grpo and name in ("use_value_head", "use_kl_penalty")):
+    fixed = ["use_grpo", "model_path", "lora_rank", "lora_alpha", "profile", "cold_start_steps"]
+    if "optimizer" in state:                              # saved within a phase
+        fixed += ["adam_8bit"]
+        in_grpo = saved["use_grpo"] and state["phase"] == (saved["cold_start_steps"] > 0)
+        fixed += ["use_value_head", "use_kl_penalty"] * in_grpo
+    for name in fixed:
+        if name in changed:
             raise ValueError(
                 f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one instead, from a checkpoint as "
                 "--model_path"
             )
     if changed:
-        run.folder.say("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
+        say("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
 
 
 def load_reference(run: Run, checkpoint: Path, state: dict):

@@ -20,6 +20,7 @@ import math
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -173,9 +174,16 @@ def call_reward_function(
         if form:
             raise RewardError(f"reward function {name_of(function)}: {what}") from None
         raise RewardError(
-            f"reward function {name_of(function)} raised {what}; on completion {failed!r}. "
+            f"reward function {name_of(function)} raised {what} ({line_of(error, function)}); on completion {failed!r}. "
             "Let it return None for what it cannot score, or pass --reward_errors none."
         ) from error
+
+
+def line_of(error: Exception, function: Callable) -> str:
+    """Where a function raised, in its own file if it can be told."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == getattr(getattr(function, "__code__", None), "co_filename", "")]
+    return f"{Path((own or frames)[-1].filename).name}, line {(own or frames)[-1].lineno}"
 
 
 def as_points(returned, count: int) -> Tensor:

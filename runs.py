@@ -57,8 +57,9 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
         if not training.resume and (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder")
-        there = next(folder for folder in (self.path.resolve(), *self.path.resolve().parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
+        writes = not (training.check or training.explain or training.replay)
+        there = next(folder for folder in (self.path.resolve(), *self.path.resolve().parents) if os.path.exists(folder))
+        if writes and not (there.is_dir() and os.access(there, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {there} is no folder that can be written to; name another one")
         refuse_missing(training.report_to)
         self.writes = is_main()
@@ -149,7 +150,7 @@ class RunFolder:
             self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {points_text(shown['reward'])} points")
 
     def keeps_completions(self, step: int, updates: int) -> bool:
-        """Whether a rollout goes into rollouts.jsonl: the first one, and then one every so many steps."""
+        """Whether a rollout goes into rollouts.jsonl: if its updates hold the run's step 1, 1 + n, 1 + 2n, ..."""
         every = self.config.training.log_rollouts_every
         return every > 0 and (step - 1) // every > (step - 1 - updates) // every
 
@@ -286,7 +287,9 @@ def completion_records(
             if advantages.shape[1] > 1:
                 record["token_advantages"] = of_own_tokens(advantages[row])
             if after is not None:
-                record |= {"logp_after": of_own_tokens(after.logp[row]), "entropies": of_own_tokens(after.entropy[row])}
+                for name, numbers in ("logp_after", after.logp), ("entropies", after.entropy):
+                    known = (None if number is None else or_none(number) for number in of_own_tokens(numbers[row]))
+                    record[name] = [None if number is None else round(number, 5) for number in known]
         records.append(record | {
             "finished": bool(rollout.finished[row]),
             "tokens": int(mask.sum()),
@@ -305,7 +308,7 @@ def held_out_text(result: dict, config: Config) -> str:
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
     points = {n.removeprefix("eval_reward/"): p for n, p in result.items() if n.startswith("eval_reward/")}
     scored = [f"{n} {p:.3f} points" for n, p in points.items() if p is not None and math.isfinite(p) and n != "correctness"]
-    return f"{', '.join(scored) or 'nothing to score with: the data has no answers'} of {result['eval_problems']}"
+    return ", ".join(scored) or "nothing could be scored"
 
 
 def points_text(reward: float | None) -> str:

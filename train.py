@@ -11,13 +11,12 @@ A run goes through phases: cold_start and grpo with --use_grpo, else supervised.
 
 import errno
 import math
-import shutil
 import sys
 import time
 
 import torch
 
-from checkpoint import Diverged, NotSaved, save_checkpoint, saved_if_it_raises
+from checkpoint import Diverged, NotSaved, save_checkpoint, save_final, saved_if_it_raises
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
 from conversations import EnvironmentRaised, describe_conversations
 from devices import all_sum, clip_gradient, cut_graph, is_main, leave, peak_memory_gb
@@ -29,7 +28,7 @@ from experience import (
 from explain import explain
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
-from model import precision_of, save_policy, update_reference
+from model import precision_of, update_reference
 from prepare import Phase, Run, begin_phase, keep_base, set_up, validate_grpo_setup  # noqa: F401
 from replay import replay
 from rewards import RewardError
@@ -58,7 +57,7 @@ def learn(run: Run) -> None:
             phase = run.phases[run.phase]
             begin_phase(run, phase)
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-            bar = folder.progress.add_task(phase.name, total=phase.steps)
+            bar, measured = folder.progress.add_task(phase.name, total=phase.steps), -1
             while run.phase_step < phase.steps and not stop.asked():
                 before, skipped = run.phase_step, run.skipped
                 with saved_if_it_raises(run):
@@ -66,9 +65,9 @@ def learn(run: Run) -> None:
                 metrics["skipped"] = run.skipped - skipped
                 log_step(run, phase, metrics, completions)
                 folder.progress.update(bar, completed=run.phase_step)
-                if due(before, run.phase_step, training.eval_steps) or run.phase_step == phase.steps:
+                if due(before, run.phase_step, training.eval_steps):
                     with saved_if_it_raises(run):
-                        accuracy = log_evaluation(run)
+                        accuracy, measured = log_evaluation(run), run.step
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = run.phase_step      # it has learned what it is there for
                         folder.progress.update(bar, total=phase.steps)
@@ -83,12 +82,12 @@ def learn(run: Run) -> None:
                 folder.say(f"stopped at step {run.step}, saved to {save_checkpoint(run)}")
                 folder.say(f"continue with: python train.py --output_dir {folder.path} --resume")
                 return
+            if measured < run.step:
+                with saved_if_it_raises(run):
+                    log_evaluation(run)
             run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
             save_checkpoint(run)
-        save_policy(run.model, run.tokenizer, folder.path / "final.new")
-        if is_main():                                     # all of it or nothing
-            shutil.rmtree(final, ignore_errors=True)
-            (folder.path / "final.new").rename(final)
+        save_final(run, final)
         folder.sum_up()
 
 
@@ -300,6 +299,8 @@ def main(argv: list[str]) -> None:
             explain(run, supervised_training_step, add_up_gradient, update)
     except ValueError as error:
         leave_with(f"error: {error}", 2)
+    except (RewardError, EnvironmentRaised) as error:
+        leave_with(str(error), 1)
     if config.training.check or config.training.explain:
         return
     try:

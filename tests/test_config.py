@@ -182,6 +182,7 @@ def test_settings_that_change_nothing_announce_themselves(flags, words):
     (["--no_normalize_advantages", "--advantage_scale", "batch"], "advantage_scale batch is inert without --normalize"),
     (["--cold_start_steps", "0", "--cold_start_learning_rate", "1"], "cold_start_learning_rate 1.0 is inert without"),
     (["--lora_alpha", "5"], "lora_alpha 5.0 is inert without --lora_rank"),
+    (["--no_normalize_advantages", "--advantage_epsilon", "1"], "advantage_epsilon 1.0 is inert without --normalize"),
     (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
     (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
     (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed True is inert with one epoch"),
@@ -194,6 +195,16 @@ def test_a_supervised_run_says_which_settings_are_for_grpo_alone():
     config = parse_config(["--loss_type", "gspo", "--use_value_head", "--generation_top_k", "7"])
     assert config.remarks() == ["loss_type gspo is inert without --use_grpo", "use_value_head True is inert without --use_grpo"]
     assert parse_config([]).remarks() == []
+
+
+@pytest.mark.parametrize("flags", [
+    ["--use_kl_penalty", "--kl_penalty_coef", "0"], ["--cold_start_steps", "0"], ["--resume", "false"],
+    ["--no_normalize_advantages", "--advantage_epsilon", "1", "--reward_combination", "gdpo"],
+])
+def test_what_counts_or_switches_something_off_is_not_called_inert(flags):
+    remarks = parse_config(["--use_grpo", *flags]).remarks()
+    names = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
+    assert not any(name in line for name in names for line in remarks), remarks
 
 
 def test_settings_that_work_together_are_neither_refused_nor_called_inert():

@@ -87,7 +87,7 @@ def test_a_run_on_countdown_needs_its_reward_and_says_what_it_earned(tmp_path, c
     flags = ["--use_grpo", "--dataset", "countdown", "--max_steps", "1", "--cold_start_steps", "0"]
     folder = run_folder(tmp_path / "run", *flags, "--reward_functions", "countdown", "reasoning_coherence")
     assert "reward/countdown" in read_jsonl(folder / "metrics.jsonl")[1]
-    assert "(8 problems, countdown 0.000" in capsys.readouterr().out
+    assert "held out at step 1: countdown 0.000 points, reasoning_coherence 0." in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run_folder(tmp_path / "other", *flags)
     assert "correctness: needs the column answer, which countdown does not have" in capsys.readouterr().err

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from test_train import length_reward
 
 from checkpoint import latest_checkpoint
-from devices import rounds, share
+from devices import as_sent, rounds, share
+from rewards import RewardError
 from runs import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -144,3 +145,14 @@ def test_shares_and_rounds_cover_everything_once(monkeypatch):
                 lengths.add(len(mine))
                 counted += [thing for thing, counts in mine if counts]
             assert shares == things and sorted(counted) == things and len(lengths) == 1
+
+
+def test_what_one_process_raises_can_be_told_to_the_others():
+    class Local(Exception):
+        def __init__(self, one, two):
+            super().__init__(one)
+
+    told = as_sent(RewardError("no good"))
+    assert type(told) is RewardError and str(told) == "no good"
+    for odd in Local("no good", 2), Local(lambda: 0, 2):
+        assert type(as_sent(odd)) is RuntimeError and str(as_sent(odd)).startswith("Local: ")

@@ -163,6 +163,34 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
 
 
 @pytest.mark.slow
+def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases(tmp_path, monkeypatch, capsys):
+    real = train.log_step
+
+    def press_ctrl_c(run, *rest):
+        real(run, *rest)
+        if run.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train, "log_step", press_ctrl_c)
+    flags = "--use_grpo --cold_start_steps 1 --max_steps 5 --eval_limit 0 --learning_rate 1e-3"
+    folder = run_folder(tmp_path / "out", *flags.split())
+    monkeypatch.setattr(train, "log_step", real)
+    again = ["--output_dir", str(folder), "--resume"]
+    for changed in ["--use_grpo", "false"], ["--cold_start_steps", "0"], ["--profile", "balanced"], ["--lora_alpha", "8"]:
+        with pytest.raises(SystemExit):
+            train.main([*again, *changed])
+        assert f"{changed[0]}=" in capsys.readouterr().err.splitlines()[-1]
+    train.main([*again, "--learning_rate", "1e-5", "--weight_decay", "0.25"])
+    assert "changed: learning_rate 0.001 -> 1e-05, weight_decay 0.0 -> 0.25" in " ".join(capsys.readouterr().out.split())
+    rates = [m["learning_rate"] for m in read_jsonl(folder / "metrics.jsonl") if m["phase"] == "grpo"]
+    peaks = [1e-3, *[1e-5] * 4]
+    factors = [prepare.learning_rate_factor(step, steps=5, warmup=1, schedule="cosine") for step in range(1, 6)]
+    assert rates == pytest.approx([peak * factor for peak, factor in zip(peaks, factors)], rel=1e-6)
+    newest = max((folder / "checkpoints").glob("step-00000006*"))
+    assert torch.load(newest / "state.pt", weights_only=True)["settings"]["training"]["weight_decay"] == 0.25
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("began,changed,flag", [
     ("--use_kl_penalty false", "--use_kl_penalty true", "use_kl_penalty=True"),
     ("--use_kl_penalty true", "--kl_penalty_coef 0", "use_kl_penalty=False"),
@@ -383,18 +411,21 @@ def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_
 
 
 @pytest.mark.slow
-def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys):
-    """The run that was mended and resumed is the one that never raised."""
+@pytest.mark.parametrize("call,evaluated,saved", [(4, "0", 2), (8, "4", 5)])     # in the third step; in the last evaluation
+def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, evaluated, saved):
+    """The run that was mended and resumed is the one that never raised. The first call is the start-up check's."""
     file = tmp_path / "late.py"
     file.write_text("calls = 0\ndef late(completions, **columns):\n    global calls\n    calls += 1\n"
-                    "    if calls == 4: raise KeyError('late')\n    return [float(len(c) % 7) for c in completions]\n")
-    flags = f"--use_grpo --cold_start_steps 0 --max_steps 5 --eval_limit 0 --reward_functions {file}:late".split()
+                    f"    if calls == {call}: raise KeyError('late')\n    return [float(len(c) % 7) for c in completions]\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 5 --eval_limit {evaluated} --eval_steps 0".split()
+    flags += ["--reward_functions", f"{file}:late"]
     with pytest.raises(SystemExit) as stop:
         train.main([*QUICK, *flags, "--output_dir", str(tmp_path / "a")])
     error = capsys.readouterr().err
     assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
-    assert "reward function late raised KeyError: 'late'" in error and "step-00000002" in error and "--resume" in error
-    file.write_text(file.read_text().replace("calls == 4", "False"))
+    assert "reward function late raised KeyError: 'late' (late.py, line 5)" in error
+    assert f"step-0000000{saved}" in error and "--resume" in error
+    file.write_text(file.read_text().replace(f"calls == {call}", "False"))
     load_reward_function.cache_clear()
     train.main(["--output_dir", str(tmp_path / "a"), "--resume"])
     load_reward_function.cache_clear()
