@@ -474,6 +474,7 @@ def test_trls_formats_are_read(name, suffix, tmp_path):
     assert load_examples(str(path)) == [example | {"answer": "2"}] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prompt and completion", "conversational prompt", "messages"])
 def test_trls_formats_and_reward_functions_run_unchanged(name, tmp_path):
     row, example = FORMATS[name]

@@ -110,6 +110,7 @@ def test_a_group_that_is_not_tied_is_looked_for_and_otherwise_it_says_so(tmp_pat
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [
     "--loss_type gspo", "--loss_type dr_grpo --normalize_advantages false --overlong penalise", "--use_value_head",
     "--use_kl_penalty --kl_in reward", "--use_kl_penalty --kl_estimator exact --entropy_coef 0.01",
@@ -119,6 +120,7 @@ def test_every_variant_can_be_explained(tmp_path, capsys, more):
     assert "7. log-probability" in printed and "nan" not in printed
 
 
+@pytest.mark.slow
 def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path, capsys):
     explained(tmp_path, capsys, "--max_steps", "4", "--save_steps", "3")
     resume = ["--output_dir", str(tmp_path / "out"), "--resume", "--explain"]

@@ -79,6 +79,7 @@ def test_figures_that_are_rounding_are_written_as_such():
     assert not re.search(r"\d+e-0[6-9] \|", (ROOT / "docs/walkthrough.md").read_text())
 
 
+@pytest.mark.slow
 def test_without_its_line_a_tie_is_no_tie():
     module = runpy.run_path(str(ROOT / "docs/left_out.py"))
     assert [module["measured"](module["CASES"]["ties"], leave_out) > 0.1 for leave_out in (False, True)] == [False, True]

@@ -435,6 +435,7 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys):
     file = tmp_path / "fussy.py"
     file.write_text("def fussy(completions, **columns):\n    raise KeyError('always')\n")
