@@ -74,10 +74,7 @@ def activation_bytes(run) -> float:
     prompts = [encode_prompt(run.tokenizer, example["prompt"]) for example in run.train_set[:2]]
     rollout = made_up(run.model, run.tokenizer, prompts)
     kept: dict[int, int] = {}
-    layer = next(iter(layers_of(run.model)), run.model)
-    forward = layer.forward
-    if run.config.training.gradient_checkpointing:
-        layer.forward = forward.args[0]                   # recompute_activations wrapped it
+    recomputed = layers_of(run.model)[:1] if run.config.training.gradient_checkpointing else []
 
     def count(tensor):
         storage = local(tensor).untyped_storage()
@@ -87,9 +84,15 @@ def activation_bytes(run) -> float:
 
     with gathered_weights(run.model), saved_tensors_hooks(count, lambda tensor: tensor):
         weights = {local(p).untyped_storage().data_ptr() for p in run.model.parameters()}
-        result = completion_log_probs(run.model, rollout, shared_prompt=run.shared_prompt)
+        wrapped = [layer.forward for layer in recomputed]
+        try:
+            for layer in recomputed:
+                layer.forward = layer.forward.args[0]     # what recompute_activations wrapped
+            result = completion_log_probs(run.model, rollout, shared_prompt=run.shared_prompt)
+        finally:
+            for layer, forward in zip(recomputed, wrapped, strict=True):
+                layer.forward = forward
     del result                                            # kept alive until here, so that no address was used twice
-    layer.forward = forward
     return sum(kept.values()) / pack_rows(rollout, torch.arange(len(rollout.completions)), run.shared_prompt).ids.numel()
 
 

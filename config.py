@@ -409,31 +409,32 @@ class Config:
             unused = [f.name for f in dataclasses.fields(GRPOConfig) if not f.name.startswith(counted)]
             unused += ["cold_start_steps", "cold_start_accuracy", "cold_start_learning_rate", "prefer_mixed", "log_groups",
                        "log_rollouts_every"]
-            adapter = ["lora_alpha"] * (not self.model.lora_rank)
-            return self.inert({"without --use_grpo": unused, "without --lora_rank": adapter})
-        grpo, several = self.grpo, self.updates_per_rollout > 1
-        lines = self.inert({
-            "with --loss_type reinforce": ["clip_low", "clip_high"] * (grpo.loss_type == "reinforce"),
-            "without --use_value_head": ["value_coef", "value_clip", "gae_gamma", "gae_lambda"] * (not grpo.use_value_head),
-            "without --normalize_advantages":
-                ["advantage_scale", *["advantage_epsilon"] * (grpo.reward_combination == "sum")]
-                * (not grpo.normalize_advantages and not grpo.use_value_head),
-            "without --use_kl_penalty true and a --kl_penalty_coef": [
-                *["kl_penalty_coef"] * (grpo.kl_penalty_coef > 0), "kl_in", "kl_estimator", "kl_horizon", "reference_mode",
-                "ema_alpha", "reference_update_freq", "reference_offload"] * (not grpo.kl_coef),
-            "without --kl_target": ["kl_horizon"] * (grpo.kl_coef > 0 and not grpo.kl_target),
-            "without --reference_mode ema": ["ema_alpha"] * (grpo.kl_coef > 0 and grpo.reference_mode != "ema"),
-            "without --reference_mode periodic":
-                ["reference_update_freq"] * (grpo.kl_coef > 0 and grpo.reference_mode != "periodic"),
-            "without --cold_start_steps":
-                ["cold_start_learning_rate", "cold_start_accuracy"] * (not self.training.cold_start_steps),
-            "without --lora_rank": ["lora_alpha"] * (not self.model.lora_rank),
-            "with one epoch, in which no prompt comes again; --num_epochs makes more":
-                ["prefer_mixed"] * (self.training.num_epochs <= 1),
-            "with a value head, which scales over the tokens of the step": ["advantage_scale"] * grpo.use_value_head,
-            "with so few completions in a rollout":
-                ["minibatch_size"] * (grpo.minibatch_size >= self.training.batch_size * grpo.num_completions_per_prompt),
-        })
+            return self.inert([
+                ("without --use_grpo", True, unused), ("without --lora_rank", not self.model.lora_rank, ["lora_alpha"]),
+            ])
+        grpo, training, several = self.grpo, self.training, self.updates_per_rollout > 1
+        no_kl, critic = not grpo.kl_coef, grpo.use_value_head
+        unscaled = not grpo.normalize_advantages and not critic
+        lines = self.inert([
+            ("without --lora_rank", not self.model.lora_rank, ["lora_alpha"]),
+            ("without --cold_start_steps", not training.cold_start_steps, ["cold_start_learning_rate", "cold_start_accuracy"]),
+            ("with --loss_type reinforce", grpo.loss_type == "reinforce", ["clip_low", "clip_high"]),
+            ("without --use_value_head", not critic, ["value_coef", "value_clip", "gae_gamma", "gae_lambda"]),
+            ("with a value head, which scales over the tokens of the step", critic, ["advantage_scale"]),
+            ("without --normalize_advantages", unscaled, ["advantage_scale"]),
+            ("without --normalize_advantages", unscaled and grpo.reward_combination == "sum", ["advantage_epsilon"]),
+            ("without --use_kl_penalty true", no_kl and grpo.kl_penalty_coef > 0, ["kl_penalty_coef"]),
+            ("without --use_kl_penalty true and a --kl_penalty_coef", no_kl, [
+                "kl_in", "kl_estimator", "kl_horizon", "reference_mode", "ema_alpha", "reference_update_freq",
+                "reference_offload"]),
+            ("without --kl_target", not no_kl and not grpo.kl_target, ["kl_horizon"]),
+            ("without --reference_mode ema", not no_kl and grpo.reference_mode != "ema", ["ema_alpha"]),
+            ("without --reference_mode periodic", not no_kl and grpo.reference_mode != "periodic", ["reference_update_freq"]),
+            ("with one epoch, in which no prompt comes again; --num_epochs makes more", training.num_epochs <= 1,
+             ["prefer_mixed"]),
+            ("with so few completions in a rollout",
+             grpo.minibatch_size >= training.batch_size * grpo.num_completions_per_prompt, ["minibatch_size"]),
+        ])
         if not several and grpo.loss_type != "reinforce":
             what = "clipping and max_policy_kl are" if grpo.max_policy_kl else "clipping is"
             lines.append(f"{what} inert: with one update per rollout every ratio is 1; --ppo_epochs makes more")
@@ -447,15 +448,15 @@ class Config:
             lines.append("dr_grpo is meant for advantages in points; --normalize_advantages false is the paper's")
         return lines
 
-    def inert(self, unused: dict[str, list[str]]) -> list[str]:
-        """A line for every flag that counts for nothing and was set nevertheless; unused: flags by the reason why."""
+    def inert(self, rules: list[tuple[str, bool, list[str]]]) -> list[str]:
+        """A line for every flag that was set and counts for nothing. rules: why, whether it is so here, and for which flags."""
         profile, lines = PROFILES.get(self.training.profile, {}), []
         for section in (self.model, self.data, self.grpo, self.training):
             for f in dataclasses.fields(section):
                 default = f.default_factory() if f.default is dataclasses.MISSING else f.default
                 value = getattr(section, f.name)
                 if value != profile.get(f.name, default):
-                    lines += [f"{f.name} {value} is inert {why}" for why, flags in unused.items() if f.name in flags]
+                    lines += [f"{f.name} {value} is inert {why}" for why, holds, flags in rules if holds and f.name in flags]
         return lines
 
     def as_dict(self) -> dict[str, dict]:
