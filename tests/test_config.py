@@ -209,7 +209,8 @@ def test_what_counts_or_switches_something_off_is_not_called_inert(flags):
 
 def test_settings_that_work_together_are_neither_refused_nor_called_inert():
     flags = (
-        "--use_grpo --use_kl_penalty --kl_in reward --kl_estimator k1 --kl_target 0.05 --reference_mode ema "
+        "--use_grpo --use_kl_penalty --kl_in reward --kl_estimator k1 --kl_target 0.05 --kl_horizon 5000 "
+        "--reference_mode ema --ema_alpha 0.5 "
         "--reference_offload --ppo_epochs 2 --minibatch_size 64 --max_policy_kl 0.1 --dual_clip 3 --importance_cap 2 "
         "--overlong penalise --overlong_buffer 8 "
         "--entropy_coef 0.01 --dynamic_sampling 3 --baseline global_mean --advantage_scale batch "
