@@ -15,7 +15,7 @@ from devices import bytes_here, gathered_weights, local, peak_memory_gb
 from encode import encode_prompt
 from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
 from model import has_adapter, layers_of, precision_of, trained
-from packing import pack_rows
+from engine.packing import pack_rows
 
 
 def describe_step(run) -> list[str]:

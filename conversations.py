@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from encode import as_messages, encode_reply, is_ids
-from packing import completion_lengths
+from engine.packing import completion_lengths
 from rewards import RESERVED, extract_answer, function_from_file
 from sandbox import run_python
 

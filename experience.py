@@ -20,7 +20,7 @@ from grpo import (
 )
 from logprobs import LogProbs, completion_log_probs
 from model import moved_to
-from packing import completion_lengths, micro_batches
+from engine.packing import completion_lengths, micro_batches
 from rewards import compute_rewards_for_completions, weighted_sum
 from sample import Rollout, join_rollouts, occurrences, sample_completions_for_prompts, select_groups
 

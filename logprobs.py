@@ -12,6 +12,7 @@ Shapes: B rows of T completion tokens, K packs of L tokens, N completion tokens 
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -23,7 +24,8 @@ from torch.nn.functional import embedding, pad
 
 from devices import bucket, cut_graph, eager_device, forward_pass
 from model import logits_of, product, scaled
-from packing import attention_masks, pack_rows
+from engine.packing import pack_rows
+from engine.prefix_attention import use_prefix_attention
 
 LOGITS_AT_ONCE = 2**22          # tokens * V: 16 megabytes in float32
 TOKENS_AT_ONCE = 64             # but no fewer tokens: every chunk goes through the whole head four times
@@ -82,22 +84,19 @@ def completion_log_probs(
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
-    packs = pack_rows(rollout, rows, shared_prompt, device)
-    places = packs.places.to(device)
-    inputs = dict(
-        input_ids=packs.ids.to(device),
-        position_ids=places.position,
-        attention_mask=attention_masks(model, places, places) if shared_prompt else places.prompt >= 0,
-        use_cache=False,
-    )
+    batch = pack_rows(rollout, rows, shared_prompt, device)
+    inputs = dict(input_ids=batch.ids.to(device), position_ids=batch.positions.to(device), use_cache=False)
+    inputs |= dict(token_layout=batch.layout.to(device)) if batch.layout else dict(attention_mask=batch.mask.to(device))
     mask = rollout.completion_mask[rows]                                         # (b, T)
-    chosen, predictor = rollout.completion_ids[rows][mask], packs.predictor[mask]                # (N,)
+    chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]                # (N,)
     missing = (0, bucket(len(chosen), device) - len(chosen))                     # tokens that nobody asks for: no gradient
     chosen, predictor = pad(chosen, missing).to(device), pad(predictor, missing).to(device)
 
     def hidden_states(model):
         # Siblings' first tokens come from one place. An index's backward pass would add up there in any order of the threads.
-        return embedding(predictor, model.base_model(**inputs).last_hidden_state.flatten(0, 1))  # (N, H)
+        with use_prefix_attention(model) if batch.layout else nullcontext():
+            hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
+        return embedding(predictor, hidden)                                      # (N, H)
 
     reference_hidden = None
     if reference is not None:

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from config import PROFILES, Config
 from devices import all_sum, gather, is_main, num_processes
-from packing import completion_lengths
+from engine.packing import completion_lengths
 from trackers import open_tracker, refuse_missing
 
 UNITS = {                       # the console line: metric, label, format

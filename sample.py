@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cache import PackedCache, PlainCache
 from conversations import Conversation
 from devices import bucket, cut_graph
 from encode import encode_demonstration, encode_prompt
+from engine.cache import PlainCache, PrefixCache
 from logprobs import restrict_logits
-from model import merged_adapter
-from packing import Places
+from model import logits_of, merged_adapter
 
 FIRST_STEPS = 32                # the cache begins with room for so many
+COMPACT_BELOW = 0.75            # of the rows are still sampled
 STEPS_BETWEEN_LOOKS = defaultdict(lambda: 8, cpu=1)      # by device: to look which completions have ended means to wait
 
 
@@ -84,74 +84,53 @@ def sample_completions_for_prompts(
     # What has gone through a recurrent layer cannot be taken back, so there a turn has to be answered at once.
     steps_between_looks = 1 if talks and not shared_prompt else STEPS_BETWEEN_LOOKS[device.type]
     groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
-    no_prompts = [0] * (bucket(len(encoded) + 1, device) - len(encoded))         # at least one, for nobody
-    prompt_lengths = torch.tensor([len(ids) for ids in encoded] + no_prompts, device=device)
     cut_graph(device)
 
     with sampling_mode(model):
-        queue, cache, alive = deque(range(len(prompts))), None, []
-        while queue or alive:
-            room = groups_at_once - -(-len(alive) // group_size)
-            if queue and (not alive or (room > 0 and shared_prompt)):            # a plain cache takes no prompts later
-                fresh = [queue.popleft() for _ in range(min(len(queue), room))]
-                cache = cache if alive else None          # nobody needs what it holds
-                cache = with_prompts(cache, model, fresh, prompt_ids, prompt_mask, state, group_size, shared_prompt)
-                alive = state.unfinished(alive + [p * group_size + g for p in fresh for g in range(group_size)])
+        queue, cache, active = deque(range(len(prompts))), None, []
+        while queue or active:
+            room = groups_at_once - -(-len(active) // group_size)
+            if queue and (not active or (room > 0 and shared_prompt)):           # a plain cache takes no prompts later
+                new_prompts = [queue.popleft() for _ in range(min(len(queue), room))]
+                if not active:                            # what the cache holds is done
+                    cache = PrefixCache(model) if shared_prompt else PlainCache(model)
+                hidden = cache.add_prompts(new_prompts, [encoded[p] for p in new_prompts])
+                new_rows = [p * group_size + g for p in new_prompts for g in range(group_size)]
+                missing = len(hidden) * group_size - len(new_rows)
+                row_ids = torch.tensor(new_rows + [state.dummy_row] * missing).to(device)
+                state.take(row_ids, logits_of(model, hidden).repeat_interleave(group_size, dim=0))
+                cut_graph(device)
+                active = state.unfinished(active + new_rows)
                 continue                                  # a completion may be a single token
-            counts = state.count.cpu()[alive]             # room for as many steps again, but no more than can be needed
-            steps = min(max(FIRST_STEPS, int(counts.max())), config.generation_max_length - int(counts.min()))
-            owners = cache.arrange(alive, [owner // group_size for owner in alive], state.nobody, steps)      # (R, Q)
+            longest = int(state.count.cpu()[active].max())                       # tokens so far; the last one is forwarded next
+            capacity = min(longest + max(FIRST_STEPS, longest), config.generation_max_length) - 1
+            row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)  # (R,)
             cut_graph(device)                             # so that every step is the same program
-            enough = len(alive) // 2                      # then it is worth while to close ranks, or to begin prompts
-            while cache.steps_left and len(alive) > enough:
-                for _ in range(min(cache.steps_left, steps_between_looks)):
-                    # What is forwarded while a turn waits for its answer is nobody's: the cache must not keep it.
-                    whose = owners.masked_fill(state.stopped[owners], state.nobody)                           # (R, Q)
-                    prompt, count = torch.where(whose == state.nobody, -1, whose // group_size), state.count[whose]
-                    places = Places(prompt, whose + 1, (prompt_lengths[prompt] + count - 1).clamp(min=0))
-                    logits = cache.forward(state.ids[whose, count - 1], places)                               # (R * Q, V)
-                    state.take(whose.flatten(), logits)
+            enough = int(len(active) * COMPACT_BELOW)     # then it pays to leave the finished ones out, or to begin prompts
+            while longest <= capacity and len(active) > enough:
+                for _ in range(min(capacity - longest + 1, steps_between_looks)):
+                    count = state.count[row_ids]
+                    hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                     # (R, width)
+                    state.take(row_ids, logits_of(model, hidden))
+                    longest += 1
                     cut_graph(device)
-                alive = state.unfinished(alive)
+                active = state.unfinished(active)
     return state.as_rollout(prompt_ids, prompt_mask, tokenizer)
-
-
-def with_prompts(cache, model, fresh: list[int], prompt_ids, prompt_mask, state, group_size: int, shared_prompt: bool):
-    """Forward prompts, draw the first token of each of their completions, and add them to the cache."""
-    device = state.ids.device
-    longest = int(prompt_mask[fresh].sum(dim=1).max())
-    missing = bucket(len(fresh), device) - len(fresh)     # rows of padding
-    shape = (bucket(longest, device) - longest, 0, 0, missing)
-    ids, mask = (pad(part[fresh, -longest:], shape) for part in (prompt_ids, prompt_mask))
-    number = torch.tensor(fresh + [-1] * missing)[:, None].expand_as(ids)
-    places = Places(number.masked_fill(~mask, -1), torch.zeros_like(ids), positions_of(mask)).to(device)
-    owners = torch.arange(state.nobody).view(-1, group_size)[fresh].flatten()
-    owners = pad(owners, (0, missing * group_size), value=state.nobody).to(device)
-    if not shared_prompt:
-        cache = PlainCache(model, ids.to(device), places, owners)
-        state.take(owners, cache.logits)
-        return cache
-    new = PackedCache(model, ids.to(device), places)
-    state.take(owners, new.logits.repeat_interleave(group_size, dim=0))
-    cut_graph(device)
-    if cache is None:
-        return new
-    cache.join(new)
-    return cache
 
 
 class SamplingState:
     """What has been drawn so far, and how to draw more. Tensors have more entries than there are completions: for nobody."""
 
     def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device, talks=None, watch=None):
-        self.nobody, limit = uniforms.shape
-        size = bucket(self.nobody + 1, device)
-        self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, size - self.nobody), (0, 0)))).to(device)         # (B + 1, T)
+        self.dummy_row, limit = uniforms.shape
+        size = bucket(self.dummy_row + 1, device)
+        self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, size - self.dummy_row), (0, 0)))).to(device)         # (B + 1, T)
         self.ids = torch.full((size, limit), pad_id, device=device)
         self.said = torch.full((size, limit), -1)         # on the host: tokens that are not drawn, what environments said
         self.given = self.said.to(device, copy=True)      # the same on the device
         self.logp = torch.zeros(size, limit, device=device)
         self.count = torch.zeros(size, dtype=torch.long, device=device)          # tokens so far
+        self.count[self.dummy_row :] = 1                  # rows of padding always forward the same one
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stops, self.policy, self.pad_id = torch.tensor(stops, dtype=torch.long, device=device), policy, pad_id
         self.talks = talks                                # B conversations with environments, or None
@@ -160,8 +139,8 @@ class SamplingState:
     def take(self, owners: Tensor, logits: Tensor) -> None:
         """Draw a token for each owner, or take the given one: owners (n,), logits (n, V). What is done gets no more."""
         done = self.stopped[owners] | (self.count[owners] >= self.ids.shape[1])
-        owners = owners.masked_fill(done, self.nobody)
-        at = self.count[owners].masked_fill(owners == self.nobody, 0)
+        owners = owners.masked_fill(done, self.dummy_row)
+        at = self.count[owners].masked_fill(owners == self.dummy_row, 0)
         tokens, logp = draw(restrict_logits(logits, **self.policy), self.uniforms[owners, at])
         given = self.given[owners, at]
         own = given < 0
@@ -172,7 +151,7 @@ class SamplingState:
     def rows(self, owners: list[int]) -> Tensor:
         """The index of some completions, on the device, filled up with nobody to a size that XLA may have compiled before."""
         missing = bucket(len(owners), self.ids.device) - len(owners)
-        return torch.tensor(owners + [self.nobody] * missing).to(self.ids.device)
+        return torch.tensor(owners + [self.dummy_row] * missing).to(self.ids.device)
 
     def unfinished(self, owners: list[int]) -> list[int]:
         """Which of them go on, after an answer if their turn has ended. The one place where the host waits for the device."""
@@ -202,16 +181,16 @@ class SamplingState:
             points[row, list(talk.points)] = torch.tensor(list(talk.points.values()))
         return replace(
             rollout, turn_points=points,
-            completion_mask=rollout.completion_mask & (self.said[: self.nobody, : points.shape[1]] < 0),
+            completion_mask=rollout.completion_mask & (self.said[: self.dummy_row, : points.shape[1]] < 0),
             finished=rollout.finished & ~torch.tensor([talk.outgrown for talk in self.talks]),
             completions=[talk.completion(rollout.completion_ids[row, :n].tolist()) for row, (talk, n) in enumerate(rows)],
         )
 
     def as_rollout(self, prompt_ids: Tensor, prompt_mask: Tensor, tokenizer) -> Rollout:
-        lengths, stopped = self.count.cpu()[: self.nobody], self.stopped.cpu()[: self.nobody]
+        lengths, stopped = self.count.cpu()[: self.dummy_row], self.stopped.cpu()[: self.dummy_row]
         mask = torch.arange(int(lengths.max())) < lengths[:, None]               # (B, T) by position, never by id
         width = mask.shape[1]
-        ids, logp = (part.cpu()[: self.nobody, :width] for part in (self.ids, self.logp))
+        ids, logp = (part.cpu()[: self.dummy_row, :width] for part in (self.ids, self.logp))
         ids = ids.masked_fill(~mask, self.pad_id)
         assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
         if self.talks:

@@ -11,7 +11,7 @@ from conftest import start_run
 
 import budget
 from logprobs import completion_log_probs
-from packing import pack_rows
+from engine.packing import pack_rows
 from sample import sample_completions_for_prompts
 
 

@@ -9,7 +9,7 @@ import sample
 from check import can_share_prompts, check_setup
 from config import GRPOConfig
 from logprobs import completion_log_probs
-from packing import Places, may_look
+from engine.packing import Places, may_look
 from sample import sample_completions_for_prompts
 
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times

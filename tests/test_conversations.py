@@ -26,7 +26,7 @@ from experience import shape_rewards, token_advantages
 from grpo import policy_loss
 from logprobs import completion_log_probs
 from model import byte_tokenizer
-from packing import completion_lengths, micro_batches
+from engine.packing import completion_lengths, micro_batches
 from replay import rollout_of
 from rewards import compute_rewards_for_completions, correctness, environment
 from runs import completion_records, read_jsonl

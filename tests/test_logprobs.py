@@ -12,7 +12,7 @@ from config import GRPOConfig, ModelConfig
 from grpo import policy_loss
 from logprobs import completion_log_probs, restrict_logits
 from model import load_policy, recompute_activations
-from packing import first_fit, micro_batches, pack_rows
+from engine.packing import first_fit, micro_batches, pack_rows
 from sample import sample_completions_for_prompts
 
 

@@ -30,7 +30,7 @@ from config import GRPOConfig
 from devices import best_device, bucket
 from logprobs import completion_log_probs
 from model import ValueHead, move
-from packing import micro_batches, pack_rows
+from engine.packing import micro_batches, pack_rows
 from runs import read_jsonl
 from sample import sample_completions_for_prompts
 

@@ -1,0 +1,262 @@
+"""
+The key-value cache of sampling. A prompt's keys and values are kept once for all of its completions, each completion's own
+in a row of its own. A decoding step attends to [prompt | own] in one softmax, with one product over the prompt's keys for
+all siblings.
+
+Column t of a row holds token t of its completion, so positions tell what is visible, and a row that forwards its last token
+again changes nothing. All shapes stay as they are between two calls of compact.
+Shapes: P prompts of up to Tp tokens, R rows of C columns, one row for each completion that is sampled; K key heads, H query
+heads, D head size; S slots, the most rows that a prompt has.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from devices import bucket
+from engine.packing import make_layout
+from engine.prefix_attention import MASKED, use_prefix_attention
+
+COLUMNS_AT_ONCE = 32            # on a CPU or GPU a step looks at a multiple of so many columns, not at all that there are
+
+
+@dataclass
+class LayerCache:
+    """Keys and values of one layer; layers that share them have one between them."""
+
+    prompt_keys: Tensor         # (P, K, Tp, D), right-aligned; under a window no more than its columns
+    prompt_values: Tensor
+    keys: Tensor | None = None                  # (R, K, C, D)
+    values: Tensor | None = None
+
+
+class PrefixCache:
+    """The cache of some prompts and their completions: add_prompts, then compact, then forward, and so on."""
+
+    def __init__(self, model):
+        self.model, self.layers = model, []
+        self.prompts: list[int] = []                      # numbers of the prompts that are held
+        self.lengths: list[int] = []                      # of these prompts
+        self.row_ids: list[int] = []                      # which completion each row holds
+        self.shared: list[tuple[Tensor, LayerCache]] = []                        # this step's keys, and where they are kept
+
+    def forward_hidden(self, ids: Tensor, positions: Tensor, layout) -> Tensor:
+        """Forward tokens (rows, n) at their positions. Returns hidden states (rows, n, width)."""
+        self.shared = []
+        with use_prefix_attention(self.model):
+            return self.model.base_model(
+                input_ids=ids, position_ids=positions, token_layout=layout, use_cache=False
+            ).last_hidden_state
+
+    def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
+        """Forward prompts, end to end in one row, and keep their keys and values. Returns the last hidden states (n, width).
+
+        The next call has to be compact. n is rounded up where every shape is compiled.
+        """
+        device = next(self.model.parameters()).device
+        count = bucket(len(prompts), device)
+        width = bucket(max(map(len, prompts)), device)
+        flat, positions, ranges = [], [], []
+        for prompt in prompts:
+            ranges.append((len(flat), len(prompt)))
+            flat += prompt
+            positions += range(len(prompt))
+        missing = bucket(len(flat), device) - len(flat)
+        padding = [(at, min(width, len(flat) + missing - at)) for at in range(len(flat), len(flat) + missing, width)]
+        layout = make_layout(
+            torch.tensor(positions + [0] * missing).numpy(), ranges + padding, [], [], {}, device
+        ).to(device)
+        column = torch.arange(width) - width + torch.tensor([n for _, n in ranges] + [1] * (count - len(ranges)))[:, None]
+        start = torch.tensor([at for at, _ in ranges] + [0] * (count - len(ranges)))[:, None]
+        index = (start + column.clamp(min=0)).to(device)  # (n, Tp), right-aligned
+        new: list[LayerCache] = []
+
+        def store(keys, values, window):                  # (1, K, L, D)
+            if any(keys is known for known, _ in self.shared):
+                return
+            at = index[:, -max(1, window - 1) :] if window else index
+            kept = (part[0][:, at].transpose(0, 1).contiguous() for part in (keys, values))
+            new.append(LayerCache(*kept))
+            self.shared.append((keys, new[-1]))
+
+        layout.store = store
+        tokens = torch.tensor([flat + [0] * missing]).to(device)
+        hidden = self.forward_hidden(tokens, torch.tensor([positions + [0] * missing]).to(device), layout)[0]
+        for mine, more in zip(self.layers or [None] * len(new), new, strict=True):
+            if mine is not None:
+                width = max(mine.prompt_keys.shape[2], more.prompt_keys.shape[2])
+                more.prompt_keys, more.prompt_values = (
+                    torch.cat([padded(part, width, left=True) for part in parts])
+                    for parts in ((mine.prompt_keys, more.prompt_keys), (mine.prompt_values, more.prompt_values))
+                )
+                more.keys, more.values = mine.keys, mine.values
+        self.layers = new
+        # Rows of padding, where there are any, count as prompts of no number.
+        self.prompts += numbers + [-1] * (count - len(numbers))
+        self.lengths += [len(prompt) for prompt in prompts] + [1] * (count - len(prompts))
+        return hidden[index[:, -1]]
+
+    def compact(self, row_ids: list[int], prompt_of: list[int], dummy: int, capacity: int) -> Tensor:
+        """Keep the completions `row_ids` of the prompts `prompt_of`, with room for `capacity` tokens each.
+
+        dummy    number of a completion that does not exist, for rows of padding
+        returns  (R,) which completion each row holds
+        """
+        device = next(self.model.parameters()).device
+        held = sorted(set(prompt_of), key=prompt_of.index)
+        count, size = bucket(len(held), device), bucket(len(row_ids), device)
+        capacity = bucket(capacity, device)
+        groups: dict[int, list[int]] = {number: [] for number in held}
+        for row, number in enumerate(prompt_of):
+            groups[number].append(row)
+        most = bucket(max(map(len, groups.values())), device)
+        grid = torch.zeros(count, most, dtype=torch.long)                        # (P, S) rows; what is not used is row 0
+        slot = torch.zeros(size, dtype=torch.long)                               # (R,) where a row lies in the grid
+        for at, rows in enumerate(groups.values()):
+            grid[at, : len(rows)] = torch.tensor(rows)
+            slot[rows] = at * most + torch.arange(len(rows))
+        # A grid without gaps, in order, is a view of the rows.
+        self.grid = None if torch.equal(grid.flatten(), torch.arange(size)) else grid.to(device)
+        self.slot, self.grid_shape = slot.to(device), (count, most)
+
+        at = [self.prompts.index(number) for number in held]
+        width = max(self.lengths[i] for i in at)
+        width = bucket(width, device)
+        before = {row_id: row for row, row_id in enumerate(self.row_ids)}
+        source = [before.get(row_id, 0) for row_id in row_ids] + [0] * (size - len(row_ids))
+        keep_prompts = at == list(range(len(self.prompts))) and count == len(at)
+        at, source = torch.tensor(at + [0] * (count - len(at))).to(device), torch.tensor(source).to(device)
+        for layer in self.layers:
+            if not keep_prompts or layer.prompt_keys.shape[2] > width:
+                layer.prompt_keys, layer.prompt_values = (
+                    part[:, :, -width:].index_select(0, at) for part in (layer.prompt_keys, layer.prompt_values)
+                )
+            shape = (size, layer.prompt_keys.shape[1], capacity)
+            layer.keys, layer.values = (
+                moved(old, source, like.new_zeros(*shape, like.shape[-1]))
+                for old, like in ((layer.keys, layer.prompt_keys), (layer.values, layer.prompt_values))
+            )
+        self.lengths = [self.lengths[i] for i in at.tolist()]
+        self.prompts = held + [-1] * (count - len(held))
+        self.row_ids = list(row_ids)
+        lengths = torch.tensor(self.lengths)
+        self.prompt_length = lengths.repeat_interleave(most)[slot].to(device)    # (R,)
+        self.rows = torch.arange(size).to(device)
+        return torch.tensor(row_ids + [dummy] * (size - len(row_ids))).to(device)
+
+    def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
+        """Forward the last token of each row: ids (R,), tokens so far count (R,), at most `longest`. Returns (R, width)."""
+        static = ids.device.type == "xla"
+        capacity = self.layers[0].keys.shape[2]
+        self.columns = capacity if static else min(capacity, -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE)
+        self.count, self.masks = count, {}
+        positions = self.prompt_length + count - 1
+        return self.forward_hidden(ids[:, None], positions[:, None], self)[:, 0]
+
+    def mask(self, layer: LayerCache, window: int | None, dtype) -> Tensor:
+        """(R, 1, 1, prompt columns + own columns), 0 where the last token sees a column and MASKED elsewhere."""
+        width = layer.prompt_keys.shape[2]
+        if (window, width) not in self.masks:
+            last = self.count[:, None] - 1                                       # its own column
+            behind = torch.arange(-width, self.columns, device=last.device)      # column -1: the end of the prompt
+            visible = (behind <= last) & (behind >= -self.prompt_length[:, None])
+            if window:
+                visible &= behind > last - window
+            mask = torch.zeros(visible.shape, dtype=dtype, device=last.device).masked_fill_(~visible, MASKED)
+            self.masks[window, width] = mask[:, None, None]
+        return self.masks[window, width]
+
+    def attend(self, module, query, key, value, *, window, softcap, scaling, sinks) -> Tensor:
+        """query (R, H, 1, D), key and value (R, K, 1, D) of the new tokens -> (R, 1, H, D)."""
+        layer = next((layer for known, layer in self.shared if known is key), None)
+        heads = key.shape[1]
+        if layer is None:
+            layer = self.layers[len(self.shared)]
+            self.shared.append((key, layer))
+            at = ((self.rows[:, None] * heads + torch.arange(heads, device=key.device)) * layer.keys.shape[2]
+                  + self.count[:, None] - 1).flatten()
+            layer.keys.view(-1, key.shape[-1]).index_copy_(0, at, key.reshape(-1, key.shape[-1]))
+            layer.values.view(-1, value.shape[-1]).index_copy_(0, at, value.reshape(-1, value.shape[-1]))
+        query = query.view(len(query), heads, -1, query.shape[-1]) * scaling     # (R, K, H / K, D)
+        prompt = self.from_grid(self.to_grid(query) @ layer.prompt_keys.mT)      # (R, K, H / K, Tp)
+        own = query @ layer.keys[:, :, : self.columns].mT                        # (R, K, H / K, columns)
+        scores = torch.cat([prompt, own], dim=-1).to(torch.promote_types(own.dtype, torch.float32))
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + self.mask(layer, window, scores.dtype)
+        if sinks is not None:
+            sinks = sinks.view(1, heads, -1, 1).expand(len(scores), -1, -1, -1).to(scores.dtype)
+            scores = torch.cat([scores, sinks], dim=-1)
+        probs = scores.softmax(dim=-1).to(value.dtype)
+        width = prompt.shape[-1]
+        output = self.from_grid(self.to_grid(probs[..., :width]) @ layer.prompt_values)
+        output = output + probs[..., width : width + self.columns] @ layer.values[:, :, : self.columns]
+        return output.flatten(1, 2)[:, None]
+
+    def to_grid(self, x: Tensor) -> Tensor:
+        """(R, K, r, n) -> (P, K, S * r, n): the rows of a prompt as one matrix."""
+        x = (x if self.grid is None else x[self.grid.flatten()]).unflatten(0, self.grid_shape)
+        return x.transpose(1, 2).flatten(2, 3)
+
+    def from_grid(self, x: Tensor) -> Tensor:
+        """The way back."""
+        x = x.unflatten(2, (self.grid_shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.grid is None else x[self.slot]
+
+
+class PlainCache:
+    """transformers' own cache, for models whose layers keep more than keys and values of tokens.
+
+    Prompts are forwarded once, and what their layers keep is repeated for the siblings.
+    """
+
+    def __init__(self, model):
+        self.model, self.layers, self.row_ids = model, DynamicCache(config=model.config.get_text_config()), []
+
+    def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
+        """Forward prompts, padded on the left. Returns the hidden states (P, width) of their last tokens. Once only."""
+        device = next(self.model.parameters()).device
+        if device.type == "xla":
+            raise ValueError("XLA: this model keeps more than keys and values of tokens, and its cache grows with every token")
+        self.numbers = numbers
+        self.prompt_length = torch.tensor([len(prompt) for prompt in prompts]).to(device)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]).to(device)
+        positions = torch.arange(longest, device=device) - longest + self.prompt_length[:, None]
+        self.mask = positions >= 0
+        return self.forward_hidden(ids, positions.clamp(min=0))
+
+    def forward_hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Forward tokens (rows, n). Returns the hidden states (rows, width) of the last ones."""
+        return self.model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=self.mask, past_key_values=self.layers, use_cache=True
+        ).last_hidden_state[:, -1]
+
+    def compact(self, row_ids: list[int], prompt_of: list[int], dummy: int, capacity: int) -> Tensor:
+        """Keep these completions; at first, repeat what the prompts left for each of them."""
+        before, wanted = (self.row_ids, row_ids) if self.row_ids else (self.numbers, prompt_of)
+        source = torch.tensor([before.index(number) for number in wanted]).to(self.mask.device)
+        self.layers.reorder_cache(source)
+        self.mask, self.prompt_length, self.row_ids = self.mask[source], self.prompt_length[source], list(row_ids)
+        return torch.tensor(row_ids).to(self.mask.device)
+
+    def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
+        """As PrefixCache.forward."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
+        return self.forward_hidden(ids[:, None], (self.prompt_length + count - 1)[:, None])
+
+
+def moved(old: Tensor | None, source: Tensor, new: Tensor) -> Tensor:
+    """The rows `source` of old (R, K, C, D) at the beginning of the columns of new."""
+    if old is not None:
+        columns = min(old.shape[2], new.shape[2])
+        new[:, :, :columns] = old[:, :, :columns].index_select(0, source)
+    return new
+
+
+def padded(x: Tensor, width: int, left: bool) -> Tensor:
+    """(P, K, n, D) with zeros up to n = width."""
+    missing = width - x.shape[2]
+    return torch.nn.functional.pad(x, (0, 0, missing, 0) if left else (0, 0, 0, missing))

@@ -1,0 +1,399 @@
+"""
+Attention in which the completions of a prompt share it: forward and backward, exact for unmodified models.
+
+A pass holds its tokens in one row: a prompt, the completions of it, the next prompt, and so on. Linear layers see every
+token once. Attention splits in two. Each prompt and each completion attends to itself, causally; each completion attends
+to its prompt. Both results are joined by their log-sum-exps, so a prompt's keys and values are never copied for a
+completion, and no (tokens, tokens) mask exists (Prefix Grouper, arXiv:2506.05433; Hydragen, arXiv:2402.05099).
+
+The function is registered with transformers' AttentionInterface. Models hand the keyword argument `token_layout` on to it
+from their forward pass. There is no mask function of the same name, so transformers makes no mask.
+Left out on purpose: dropout; layers that carry state from token to token (they need plain rows).
+Shapes: L tokens of a pass, K key heads, R query heads for each, D head size; a block has b rows of n queries and m keys.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+
+NAME = "prefix_attention"
+QUERIES_PER_CHUNK = 256         # where a window or a soft cap needs scores or masks of a chunk of queries
+SCORES_PER_CHUNK = 2**21        # scores of a chunk of rows and queries: 8 megabytes in float32
+MASKED = -1e30                  # finite: a query that sees no key of a block gets weight exp(-1e30) = 0 there, not NaN
+
+
+# ---- where tokens lie ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Block:
+    """Rows of queries, and the keys that each row of them attends to: indices of tokens of the pass."""
+
+    queries: Tensor             # (b, n), right-padded by repeating a token
+    keys: Tensor                # (b, m)
+    query_positions: Tensor     # (b, n); padding: -1
+    key_positions: Tensor       # (b, m); padding: 2^30, which no query sees
+    causal: bool                # the queries are the keys, and each sees those up to itself
+    longest_distance: int       # between a query and a key that it would see without a window
+    padded_keys: bool           # not causal, and of different numbers
+
+
+@dataclass
+class TokenLayout:
+    """Which token of a pass attends to which: `own` covers every token once, `prefix` the completions behind a prompt."""
+
+    own: list[Block]
+    prefix: list[Block]
+    own_slots: Tensor           # (L,) where a token lies among the queries of `own`, flattened one block after the other
+    prefix_query_slots: Tensor  # (L,) the same for `prefix`; one more than there are: nowhere
+    prefix_key_slots: Tensor    # (L,) where a token lies among the keys of `prefix`
+    store: Callable | None = None               # called with keys and values of each layer (sampling keeps a prompt's)
+    layers: set = field(default_factory=set)    # the modules that have called attend
+
+    def attend(self, module, query, key, value, **options) -> Tensor:
+        """query (1, H, L, D), key and value (1, K, L, D) -> (1, L, H, D). options: see prefix_attention."""
+        self.layers.add(module)
+        if self.store is not None:
+            self.store(key, value, options["window"])
+        return PrefixAttention.apply(query, key, value, options.pop("sinks"), self, Options(**options))
+
+    def to(self, device) -> "TokenLayout":
+        """The same on a device."""
+        def moved(blocks):
+            return [Block(*(part.to(device) if isinstance(part, Tensor) else part for part in vars(block).values()))
+                    for block in blocks]
+
+        slots = (self.own_slots, self.prefix_query_slots, self.prefix_key_slots)
+        return TokenLayout(moved(self.own), moved(self.prefix), *(part.to(device) for part in slots))
+
+
+def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Whether a query sees a key of its block: not the future, and less than `window` positions back. (b, n, m) bool.
+
+    A completion's positions go on from its prompt's, so one rule serves both halves of the attention.
+    """
+    distance = query_positions[:, :, None] - key_positions[:, None, :]
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+# ---- kernels: (q (B, R, n, D), k and v (B, 1, m, D)) -> output (B, R, n, D), log-sum-exp (B, R, n) ------------------------
+
+
+class Options(NamedTuple):
+    """What a layer asks of its attention."""
+
+    window: int | None          # a query sees less than so many positions back
+    softcap: float | None       # scores become softcap * tanh(scores / softcap)
+    scaling: float
+
+
+class FlashOnCPU:
+    """torch's flash attention for CPUs. Reads a key head for each of its query heads without a copy (stride 0)."""
+
+    @staticmethod
+    def forward(q, k, v, mask, causal: bool, options: Options):
+        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=options.scaling
+        )
+
+    @staticmethod
+    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
+        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
+        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, output, lse, 0.0, causal, attn_mask=mask, scale=options.scaling
+        )
+        return of_q, of_k.sum(dim=1, keepdim=True), of_v.sum(dim=1, keepdim=True)
+
+
+class FlashOnCUDA:
+    """torch's flash attention for 16-bit numbers on CUDA. Written after torch's sources; has never run on a GPU."""
+
+    @staticmethod
+    def forward(q, k, v, mask, causal: bool, options: Options):
+        assert mask is None
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=options.scaling)
+        return output, lse
+
+    @staticmethod
+    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
+        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)             # random state: there is no dropout
+        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
+            scale=options.scaling,
+        )
+        return of_q, of_k.sum(dim=1, keepdim=True), of_v.sum(dim=1, keepdim=True)
+
+
+class Chunked:
+    """Matrix products and a softmax in float32, a chunk of rows and queries at a time. For every device and every option.
+
+    The query heads of a key head are folded into the queries, so keys are read once for all of them.
+    """
+
+    @staticmethod
+    def forward(q, k, v, mask, causal: bool, options: Options):
+        output = q.new_empty(*q.shape[:3], v.shape[-1])
+        lse = torch.empty(q.shape[:3], dtype=torch.float32 if q.dtype != torch.float64 else q.dtype, device=q.device)
+        for rows, at, seen in chunks(q, k, causal):
+            scores, _ = masked_scores(q, k, mask, causal, options, rows, at, seen)
+            lse[rows, :, at] = scores.logsumexp(dim=-1)
+            probs = (scores - lse[rows, :, at, None]).exp_()
+            output[rows, :, at] = folded(probs.to(v.dtype), v[rows, :, seen])
+        return output, lse
+
+    @staticmethod
+    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
+        of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros_like(part, dtype=lse.dtype) for part in (k, v))
+        delta = (grad * output).sum(dim=-1, keepdim=True, dtype=lse.dtype)       # (B, R, n, 1)
+        for rows, at, seen in chunks(q, k, causal):
+            scores, slope = masked_scores(q, k, mask, causal, options, rows, at, seen)
+            probs = (scores - lse[rows, :, at, None]).exp_()
+            of_v[rows, :, seen] += folded_transposed(probs.to(grad.dtype), grad[rows, :, at])
+            of_scores = folded(grad[rows, :, at], v[rows, :, seen].mT) - delta[rows, :, at]
+            of_scores = probs * of_scores * options.scaling if slope is None else probs * of_scores * slope * options.scaling
+            of_q[rows, :, at] = folded(of_scores.to(k.dtype), k[rows, :, seen])
+            of_k[rows, :, seen] += folded_transposed(of_scores.to(q.dtype), q[rows, :, at])
+        return of_q, of_k, of_v
+
+
+def chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """(rows, queries, keys) whose scores fit SCORES_PER_CHUNK; of a causal block only keys up to the last query."""
+    (rows, heads, queries, _), keys = q.shape, k.shape[2]
+    length = min(queries, QUERIES_PER_CHUNK, max(1, SCORES_PER_CHUNK // (heads * keys)))
+    count = max(1, SCORES_PER_CHUNK // (heads * keys * length))
+    for row in range(0, rows, count):
+        for at in range(0, queries, length):
+            end = min(at + length, queries)
+            yield slice(row, row + count), slice(at, end), slice(0, end if causal else keys)
+
+
+def masked_scores(q, k, mask, causal: bool, options: Options, rows: slice, at: slice, seen: slice):
+    """Scores (b, R, n, m) of a chunk in at least float32, and the slope of the soft cap, if there is one."""
+    scores = folded(q[rows, :, at], k[rows, :, seen].mT)
+    scores, slope = scores.to(torch.promote_types(scores.dtype, torch.float32)) * options.scaling, None
+    if options.softcap:
+        bent = torch.tanh(scores / options.softcap)
+        scores, slope = bent * options.softcap, 1 - bent**2
+    if mask is not None:
+        scores = scores + mask[rows, :, at, seen]
+    elif causal:
+        number = torch.arange(seen.stop, device=q.device)
+        scores = scores.masked_fill(number[at, None] < number, MASKED)
+    return scores, slope
+
+
+def folded(left: Tensor, right: Tensor) -> Tensor:
+    """left (b, R, n, i) @ right (b, 1, i, j) -> (b, R, n, j), as one product for all R."""
+    return (left.flatten(1, 2) @ right[:, 0]).unflatten(1, left.shape[1:3])
+
+
+def folded_transposed(left: Tensor, right: Tensor) -> Tensor:
+    """The sum over R of left (b, R, n, i) transposed @ right (b, R, n, j) -> (b, 1, i, j)."""
+    return (left.flatten(1, 2).mT @ right.flatten(1, 2))[:, None]
+
+
+def choose_kernel(device: str, dtype: torch.dtype, head_sizes: tuple[int, int], masked: bool, softcap: bool):
+    """The kernel for a block: by device type, numbers, sizes of a key's and a value's head, window or padding, soft cap."""
+    if softcap or head_sizes[0] != head_sizes[1]:
+        return Chunked
+    if device == "cpu":
+        return FlashOnCPU
+    half = dtype in (torch.float16, torch.bfloat16)
+    return FlashOnCUDA if device == "cuda" and half and head_sizes[0] <= 256 and not masked else Chunked
+
+
+# ---- the attention of a pass -----------------------------------------------------------------------------------------
+
+
+def pieces(block: Block, window: int | None) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """(queries, keys, mask or None) of a block; with a window as chunks of queries, and only the keys that they may see."""
+    queries, keys = block.queries.shape[1], block.keys.shape[1]
+    if not block.padded_keys and (window is None or block.longest_distance < window):
+        yield slice(0, queries), slice(0, keys), None
+        return
+    for at in range(0, queries, QUERIES_PER_CHUNK):
+        end = min(at + QUERIES_PER_CHUNK, queries)
+        if block.causal:
+            seen = slice(max(0, at - window + 1), end)
+        else:                                             # right-aligned: the end of a prompt is the last column
+            seen = slice(max(0, keys - window + 1) if window else 0, keys)
+        visible = attends_to(block.query_positions[:, at:end], block.key_positions[:, seen], window)
+        yield slice(at, end), seen, visible
+
+
+class PrefixAttention(torch.autograd.Function):
+    """query (1, H, L, D), key and value (1, K, L, D), sinks (H,) or None -> (1, L, H, D).
+
+    A softmax over two sets of keys, from a softmax over each: with l = log(exp(l1) + exp(l2)),
+    output = exp(l1 - l) output1 + exp(l2 - l) output2. A sink is a third set with one score and value 0. Backward, each
+    kernel gets the joint output and l, and so computes its part of the joint gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, layout: TokenLayout, options: Options):
+        q, k, v = by_key_head(query, key.shape[1]), key[0], value[0]             # (K, L, R, D), (K, L, D) twice
+        output, lse = half_forward(layout.own, layout.own_slots, q, k, v, options)
+        if layout.prefix:
+            other, other_lse = half_forward(layout.prefix, layout.prefix_query_slots, q, k, v, options)
+            output, lse = joined(output, lse, other, other_lse)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.view(len(k), 1, -1).to(lse.dtype))
+            output, lse = output * (lse - total).exp_()[..., None].to(output.dtype), total
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        ctx.layout, ctx.options = layout, options
+        return output.transpose(0, 1).flatten(1, 2)[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        q, k, v, layout = by_key_head(query, key.shape[1]), key[0], value[0], ctx.layout
+        grad = grad[0].unflatten(1, (len(k), -1)).transpose(0, 1)                # (K, L, R, D)
+        known = grad, q, k, v, output, lse, ctx.options
+        of_q, of_k, of_v = half_backward(layout.own, layout.own_slots, layout.own_slots, *known)
+        if layout.prefix:
+            more = half_backward(layout.prefix, layout.prefix_query_slots, layout.prefix_key_slots, *known)
+            of_q, of_k, of_v = of_q + more[0], of_k + more[1], of_v + more[2]
+        of_sinks = None
+        if sinks is not None:
+            weight = (sinks.view(len(k), 1, -1) - lse).exp_()                    # (K, L, R)
+            of_sinks = -(weight * (grad * output).sum(dim=-1)).sum(dim=1).flatten().to(sinks.dtype)
+        of_query = of_q.transpose(1, 2).flatten(0, 1)[None]                      # (K, L, R, D) -> (1, H, L, D)
+        return of_query, of_k[None], of_v[None], of_sinks, None, None
+
+
+def by_key_head(query: Tensor, key_heads: int) -> Tensor:
+    """(1, H, L, D) -> (K, L, R, D), a view."""
+    return query[0].unflatten(0, (key_heads, -1)).transpose(1, 2)
+
+
+def joined(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax over two sets of keys from a softmax over each: outputs (K, L, R, D), log-sum-exps (K, L, R)."""
+    total = torch.logaddexp(lse, other_lse)
+    weights = ((part - total).exp_()[..., None].to(output.dtype) for part in (lse, other_lse))
+    return output * next(weights) + other * next(weights), total
+
+
+def rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """(K, L, ..., D), index (b, n) -> (K * b, n, ..., D)."""
+    return x[:, index.flatten()].unflatten(1, index.shape).flatten(0, 1)
+
+
+def as_queries(x: Tensor, index: Tensor) -> Tensor:
+    """(K, L, R, D), index (b, n) -> (K * b, R, n, D)."""
+    return rows_of(x, index).transpose(1, 2)
+
+
+def half_forward(blocks: list[Block], slots: Tensor, q, k, v, options: Options) -> tuple[Tensor, Tensor]:
+    """One half of the attention: output (K, L, R, D), log-sum-exp (K, L, R). A token that is in no block gets 0, -inf."""
+    outputs, totals = [], []
+    for block in blocks:
+        rows_q = as_queries(q, block.queries)                                    # (K * b, R, n, D)
+        rows_k, rows_v = (rows_of(part, block.keys)[:, None] for part in (k, v))                 # (K * b, 1, m, D)
+        parts = []
+        for at, seen, visible in pieces(block, options.window):
+            kernel = choose_kernel(
+                q.device.type, q.dtype, (k.shape[-1], v.shape[-1]), visible is not None, options.softcap is not None
+            )
+            mask = as_mask(visible, rows_q)
+            causal = block.causal and mask is None
+            parts.append(kernel.forward(rows_q[:, :, at], rows_k[:, :, seen], rows_v[:, :, seen], mask, causal, options))
+        output, lse = (torch.cat(part, dim=2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+        outputs.append(output.transpose(1, 2).unflatten(0, (len(k), -1)).flatten(1, 2))          # (K, b * n, R, D)
+        totals.append(lse.transpose(1, 2).unflatten(0, (len(k), -1)).flatten(1, 2))
+    return picked(outputs, slots, 0.0), picked(totals, slots, -torch.inf)
+
+
+def half_backward(blocks, query_slots, key_slots, grad, q, k, v, output, lse, options: Options):
+    """Gradients of q (K, L, R, D), k and v (K, L, D) through one half of the attention."""
+    of_queries, of_keys, of_values = [], [], []
+    for block in blocks:
+        rows_grad, rows_q, rows_output = (as_queries(part, block.queries) for part in (grad, q, output))
+        rows_k, rows_v = (rows_of(part, block.keys)[:, None] for part in (k, v))
+        padding = (block.query_positions < 0).repeat(len(k), 1)[:, None]         # (K * b, 1, n)
+        # Padding repeats a token, and must not count twice: exp(score - inf) = 0.
+        rows_lse = rows_of(lse, block.queries).transpose(1, 2).masked_fill(padding, torch.inf)
+        of_q = torch.empty_like(rows_q)
+        of_k, of_v = None, None
+        for at, seen, visible in pieces(block, options.window):
+            kernel = choose_kernel(
+                q.device.type, q.dtype, (k.shape[-1], v.shape[-1]), visible is not None, options.softcap is not None
+            )
+            mask = as_mask(visible, rows_q)
+            causal = block.causal and mask is None
+            part_q, part_k, part_v = kernel.backward(
+                rows_grad[:, :, at], rows_q[:, :, at], rows_k[:, :, seen], rows_v[:, :, seen], rows_output[:, :, at],
+                rows_lse[:, :, at].contiguous(), mask, causal, options,
+            )
+            if mask is None:
+                of_q, of_k, of_v = part_q, part_k, part_v
+                break
+            of_k = torch.zeros_like(rows_k) if of_k is None else of_k
+            of_v = torch.zeros_like(rows_v) if of_v is None else of_v
+            of_q[:, :, at] = part_q
+            of_k[:, :, seen] += part_k
+            of_v[:, :, seen] += part_v
+        of_queries.append(of_q.transpose(1, 2).unflatten(0, (len(k), -1)).flatten(1, 2))
+        of_keys.append(of_k[:, 0].unflatten(0, (len(k), -1)).flatten(1, 2))
+        of_values.append(of_v[:, 0].unflatten(0, (len(k), -1)).flatten(1, 2))
+    return picked(of_queries, query_slots, 0.0), picked(of_keys, key_slots, 0.0), picked(of_values, key_slots, 0.0)
+
+
+def as_mask(visible: Tensor | None, rows: Tensor) -> Tensor | None:
+    """visible (b, n, m) bool -> numbers to add to scores, (K * b, 1, n, m), for rows (K * b, R, n, D)."""
+    if visible is None:
+        return None
+    mask = torch.zeros(visible.shape, dtype=rows.dtype, device=rows.device).masked_fill_(~visible, MASKED)
+    return mask.repeat(len(rows) // len(mask), 1, 1)[:, None]
+
+
+def picked(parts: list[Tensor], slots: Tensor, nowhere: float) -> Tensor:
+    """Blocks (K, b * n, ...) one after the other -> (K, L, ...), for each token what lies at its slot."""
+    end = parts[0].new_full((parts[0].shape[0], 1, *parts[0].shape[2:]), nowhere)
+    return torch.cat([*parts, end], dim=1)[:, slots]
+
+
+def prefix_attention(
+    module, query, key, value, attention_mask=None, *, token_layout=None, scaling=None, dropout=0.0, sliding_window=None,
+    softcap=None, s_aux=None, **kwargs,
+):
+    """What transformers calls in each attention layer: query (1, H, L, D), key, value (1, K, L, D) -> (1, L, H, D), None.
+
+    token_layout  a TokenLayout in a pass over prompts and completions, a PrefixCache while tokens are sampled
+    s_aux         (H,) attention sinks
+    raises        AssertionError where a model does not hand the layout on
+    """
+    assert token_layout is not None, f"{type(module).__name__} was not given the layout of its tokens"
+    assert dropout == 0 and kwargs.get("position_bias") is None, f"{type(module).__name__}: {dropout=} or a position bias"
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (part.to(torch.get_autocast_dtype(query.device.type)) for part in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        return token_layout.attend(
+            module, query, key.to(query.dtype), value.to(query.dtype), window=sliding_window, softcap=softcap,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, sinks=s_aux,
+        ), None
+
+
+AttentionInterface.register(NAME, prefix_attention)
+
+
+@contextmanager
+def use_prefix_attention(model):
+    """Let a model's attention layers call prefix_attention for a while. Each pass then needs its token_layout."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    kept = [(config, config._attn_implementation_internal) for config in configs.values()]
+    try:
+        for config, _ in kept:
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        for config, name in kept:
+            config._attn_implementation_internal = name
