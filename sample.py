@@ -11,7 +11,7 @@ each with the completion that owns it. Completion number B does not exist: what 
 
 import hashlib
 from collections import Counter, defaultdict, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from conversations import Conversation
 from devices import bucket, cut_graph
 from encode import encode_demonstration, encode_prompt
 from engine.cache import PlainCache, PrefixCache
+from engine.prefix_attention import use_prefix_attention
 from logprobs import restrict_logits
 from model import logits_of, merged_adapter
 
@@ -86,7 +87,7 @@ def sample_completions_for_prompts(
     groups_at_once = max(1, (at_once or config.generation_batch_size or len(uniforms)) // group_size)
     cut_graph(device)
 
-    with sampling_mode(model):
+    with sampling_mode(model, shared_prompt):
         queue, cache, active = deque(range(len(prompts))), None, []
         while queue or active:
             room = groups_at_once - -(-len(active) // group_size)
@@ -231,10 +232,11 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     In two steps, so that no sum runs over the whole vocabulary: first a block of tokens, then a token of that block.
     """
-    top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
-    weights = (logits - top).exp_()                                              # (n, V)
     width = 2 ** (logits.shape[-1].bit_length() // 2)
-    blocks = pad(weights, (0, -logits.shape[-1] % width)).unflatten(-1, (-1, width))             # (n, V / width, width)
+    # A copy, even of nothing more: reductions along rows that are not contiguous take many times as long on a CPU.
+    logits = pad(logits, (0, -logits.shape[-1] % width), value=-torch.inf)
+    top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
+    blocks = (logits - top).exp_().unflatten(-1, (-1, width))                    # (n, V / width, width)
     sums = blocks.sum(dim=-1)                                                    # (n, V / width)
     ends = sums.cumsum(dim=-1)
     total = ends[:, -1:]
@@ -319,20 +321,16 @@ def positions_of(mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def sampling_mode(model):
-    """No gradients, so nothing to recompute, no dropout, adapters merged; restored whatever happens.
-
-    flex_attention is made for long sequences and blocks of a fixed size, so single tokens go through eager attention.
-    """
-    training, flex = model.training, model.config._attn_implementation == "flex_attention"
+def sampling_mode(model, shared_prompt: bool):
+    """No gradients, so nothing to recompute, no dropout, adapters merged; restored afterwards."""
+    training = model.training
     try:
         model.eval()
-        if flex:
-            model.set_attn_implementation("eager")
         # Autocast forgets its copies of the weights when the outermost context ends: with this one, after all the tokens.
-        with torch.no_grad(), merged_adapter(model), torch.autocast(model.device.type, enabled=False):
+        with (
+            torch.no_grad(), merged_adapter(model), torch.autocast(model.device.type, enabled=False),
+            use_prefix_attention(model) if shared_prompt else nullcontext(),
+        ):
             yield
     finally:
-        if flex:
-            model.set_attn_implementation("flex_attention")
         model.train(training)

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from devices import bucket
 from engine.packing import make_layout
-from engine.prefix_attention import MASKED, use_prefix_attention
+from engine.prefix_attention import MASKED
 
 COLUMNS_AT_ONCE = 32            # on a CPU or GPU a step looks at a multiple of so many columns, not at all that there are
 
@@ -33,7 +33,10 @@ class LayerCache:
 
 
 class PrefixCache:
-    """The cache of some prompts and their completions: add_prompts, then compact, then forward, and so on."""
+    """The cache of some prompts and their completions: add_prompts, then compact, then forward, and so on.
+
+    To be used where use_prefix_attention(model) holds.
+    """
 
     def __init__(self, model):
         self.model, self.layers = model, []
@@ -45,10 +48,9 @@ class PrefixCache:
     def forward_hidden(self, ids: Tensor, positions: Tensor, layout) -> Tensor:
         """Forward tokens (rows, n) at their positions. Returns hidden states (rows, n, width)."""
         self.shared = []
-        with use_prefix_attention(self.model):
-            return self.model.base_model(
-                input_ids=ids, position_ids=positions, token_layout=layout, use_cache=False
-            ).last_hidden_state
+        return self.model.base_model(
+            input_ids=ids, position_ids=positions, token_layout=layout, use_cache=False
+        ).last_hidden_state
 
     def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
         """Forward prompts, end to end in one row, and keep their keys and values. Returns the last hidden states (n, width).
@@ -143,7 +145,6 @@ class PrefixCache:
         self.row_ids = list(row_ids)
         lengths = torch.tensor(self.lengths)
         self.prompt_length = lengths.repeat_interleave(most)[slot].to(device)    # (R,)
-        self.rows = torch.arange(size).to(device)
         return torch.tensor(row_ids + [dummy] * (size - len(row_ids))).to(device)
 
     def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
@@ -151,7 +152,7 @@ class PrefixCache:
         static = ids.device.type == "xla"
         capacity = self.layers[0].keys.shape[2]
         self.columns = capacity if static else min(capacity, -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE)
-        self.count, self.masks = count, {}
+        self.count, self.masks, self.positions = count, {}, {}
         positions = self.prompt_length + count - 1
         return self.forward_hidden(ids[:, None], positions[:, None], self)[:, 0]
 
@@ -168,6 +169,13 @@ class PrefixCache:
             self.masks[window, width] = mask[:, None, None]
         return self.masks[window, width]
 
+    def write_positions(self, heads: int) -> Tensor:
+        """(R * K,) where the last tokens' keys go, in keys (R, K, C, D) flattened to (R * K * C, D)."""
+        if heads not in self.positions:
+            rows = torch.arange(len(self.count) * heads, device=self.count.device).view(-1, heads)
+            self.positions[heads] = (rows * self.layers[0].keys.shape[2] + self.count[:, None] - 1).flatten()
+        return self.positions[heads]
+
     def attend(self, module, query, key, value, *, window, softcap, scaling, sinks) -> Tensor:
         """query (R, H, 1, D), key and value (R, K, 1, D) of the new tokens -> (R, 1, H, D)."""
         layer = next((layer for known, layer in self.shared if known is key), None)
@@ -175,8 +183,7 @@ class PrefixCache:
         if layer is None:
             layer = self.layers[len(self.shared)]
             self.shared.append((key, layer))
-            at = ((self.rows[:, None] * heads + torch.arange(heads, device=key.device)) * layer.keys.shape[2]
-                  + self.count[:, None] - 1).flatten()
+            at = self.write_positions(heads)
             layer.keys.view(-1, key.shape[-1]).index_copy_(0, at, key.reshape(-1, key.shape[-1]))
             layer.values.view(-1, value.shape[-1]).index_copy_(0, at, value.reshape(-1, value.shape[-1]))
         query = query.view(len(query), heads, -1, query.shape[-1]) * scaling     # (R, K, H / K, D)
@@ -185,7 +192,7 @@ class PrefixCache:
         scores = torch.cat([prompt, own], dim=-1).to(torch.promote_types(own.dtype, torch.float32))
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores + self.mask(layer, window, scores.dtype)
+        scores += self.mask(layer, window, scores.dtype)
         if sinks is not None:
             sinks = sinks.view(1, heads, -1, 1).expand(len(scores), -1, -1, -1).to(scores.dtype)
             scores = torch.cat([scores, sinks], dim=-1)
