@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from devices import bucket
 from engine.packing import make_layout
-from engine.prefix_attention import MASKED
+from engine.prefix_attention import Options, choose_kernel, joined, lowest_of, with_sinks
 
 COLUMNS_AT_ONCE = 32            # on a CPU or GPU a step looks at a multiple of so many columns, not at all that there are
 
@@ -165,7 +165,7 @@ class PrefixCache:
             visible = (behind <= last) & (behind >= -self.prompt_length[:, None])
             if window:
                 visible &= behind > last - window
-            mask = torch.zeros(visible.shape, dtype=dtype, device=last.device).masked_fill_(~visible, MASKED)
+            mask = torch.zeros(visible.shape, dtype=dtype, device=last.device).masked_fill_(~visible, lowest_of(dtype))
             self.masks[window, width] = mask[:, None, None]
         return self.masks[window, width]
 
@@ -186,21 +186,39 @@ class PrefixCache:
             at = self.write_positions(heads)
             layer.keys.view(-1, key.shape[-1]).index_copy_(0, at, key.reshape(-1, key.shape[-1]))
             layer.values.view(-1, value.shape[-1]).index_copy_(0, at, value.reshape(-1, value.shape[-1]))
-        query = query.view(len(query), heads, -1, query.shape[-1]) * scaling     # (R, K, H / K, D)
+        query = query.unflatten(1, (heads, -1))[:, :, :, 0]                      # (R, K, H / K, D)
+        mask = self.mask(layer, window, query.dtype)
+        keys, values = (part[:, :, : self.columns] for part in (layer.keys, layer.values))
+        if query.dtype in (torch.bfloat16, torch.float16):
+            output = self.in_halves(query, layer, keys, values, mask, sinks, Options(None, softcap, scaling))
+            return output.flatten(1, 2)[:, None]
         prompt = self.from_grid(self.to_grid(query) @ layer.prompt_keys.mT)      # (R, K, H / K, Tp)
-        own = query @ layer.keys[:, :, : self.columns].mT                        # (R, K, H / K, columns)
-        scores = torch.cat([prompt, own], dim=-1).to(torch.promote_types(own.dtype, torch.float32))
+        scores = torch.cat([prompt, query @ keys.mT], dim=-1).mul_(scaling)      # (R, K, H / K, Tp + columns)
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        scores += self.mask(layer, window, scores.dtype)
+        scores += mask
         if sinks is not None:
-            sinks = sinks.view(1, heads, -1, 1).expand(len(scores), -1, -1, -1).to(scores.dtype)
-            scores = torch.cat([scores, sinks], dim=-1)
-        probs = scores.softmax(dim=-1).to(value.dtype)
-        width = prompt.shape[-1]
+            scores = torch.cat([scores, sinks.view(1, heads, -1, 1).expand(len(scores), -1, -1, -1)], dim=-1)
+        probs, width = scores.softmax(dim=-1), prompt.shape[-1]
         output = self.from_grid(self.to_grid(probs[..., :width]) @ layer.prompt_values)
-        output = output + probs[..., width : width + self.columns] @ layer.values[:, :, : self.columns]
+        output = output + probs[..., width : width + self.columns] @ values
         return output.flatten(1, 2)[:, None]
+
+    def in_halves(self, query, layer: LayerCache, keys, values, mask, sinks, options: Options) -> Tensor:
+        """The same in 16 bits: with the trainer's kernels, one half at a time, so that both round alike."""
+        heads, width = query.shape[1], layer.prompt_keys.shape[2]
+        kernel = choose_kernel(query.device.type, query.dtype, (keys.shape[-1], values.shape[-1]), True, options.softcap is not None)
+
+        def half(q, k, v, mask):                          # (n, K, r, D), (n, K, m, D) twice, (n, 1 or K, 1 or r, m)
+            mask = mask.expand(-1, heads, -1, -1)
+            q, k, v, mask = (part.flatten(0, 1)[:, None] for part in (q, k, v, mask))
+            return (part[:, 0].unflatten(0, (-1, heads)) for part in kernel.forward(q, k, v, mask, False, options))
+
+        over_prompt = mask[..., :width].expand(-1, heads, query.shape[2], -1)
+        prompt, prompt_lse = half(self.to_grid(query), layer.prompt_keys, layer.prompt_values, self.to_grid(over_prompt))
+        own, own_lse = half(query, keys, values, mask[..., width:])
+        output, lse = joined(own, own_lse, self.from_grid(prompt), self.from_grid(prompt_lse[..., None])[..., 0])
+        return output if sinks is None else with_sinks(output, lse, sinks.view(heads, -1))[0]
 
     def to_grid(self, x: Tensor) -> Tensor:
         """(R, K, r, n) -> (P, K, S * r, n): the rows of a prompt as one matrix."""

@@ -25,7 +25,6 @@ from transformers import AttentionInterface
 NAME = "prefix_attention"
 QUERIES_PER_CHUNK = 256         # where a window or a soft cap needs scores or masks of a chunk of queries
 SCORES_PER_CHUNK = 2**21        # scores of a chunk of rows and queries: 8 megabytes in float32
-MASKED = -1e30                  # finite: a query that sees no key of a block gets weight exp(-1e30) = 0 there, not NaN
 
 
 # ---- where tokens lie ------------------------------------------------------------------------------------------------
@@ -186,7 +185,7 @@ def masked_scores(q, k, mask, causal: bool, options: Options, rows: slice, at: s
         scores = scores + mask[rows, :, at, seen]
     elif causal:
         number = torch.arange(seen.stop, device=q.device)
-        scores = scores.masked_fill(number[at, None] < number, MASKED)
+        scores = scores.masked_fill(number[at, None] < number, lowest_of(scores.dtype))
     return scores, slope
 
 
@@ -245,8 +244,7 @@ class PrefixAttention(torch.autograd.Function):
             other, other_lse = half_forward(layout.prefix, layout.prefix_query_slots, q, k, v, options)
             output, lse = joined(output, lse, other, other_lse)
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.view(len(k), 1, -1).to(lse.dtype))
-            output, lse = output * (lse - total).exp_()[..., None].to(output.dtype), total
+            output, lse = with_sinks(output, lse, sinks.view(len(k), 1, -1))
         ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.layout, ctx.options = layout, options
         return output.transpose(0, 1).flatten(1, 2)[None]
@@ -278,8 +276,19 @@ def by_key_head(query: Tensor, key_heads: int) -> Tensor:
 def joined(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax over two sets of keys from a softmax over each: outputs (K, L, R, D), log-sum-exps (K, L, R)."""
     total = torch.logaddexp(lse, other_lse)
-    weights = ((part - total).exp_()[..., None].to(output.dtype) for part in (lse, other_lse))
-    return output * next(weights) + other * next(weights), total
+    weights = ((part - total).exp_()[..., None] for part in (lse, other_lse))
+    return (output * next(weights) + other * next(weights)).to(output.dtype), total
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Join a key of score `sinks` and value 0 to the others: output (..., D), lse and sinks (...), broadcast."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (output * (lse - total).exp_()[..., None]).to(output.dtype), total
+
+
+def lowest_of(dtype: torch.dtype) -> float:
+    """The score of a masked key: finite, so a query that sees no key of a block gets weight 0 there, not NaN."""
+    return max(-1e30, torch.finfo(dtype).min)
 
 
 def rows_of(x: Tensor, index: Tensor) -> Tensor:
@@ -351,7 +360,7 @@ def as_mask(visible: Tensor | None, rows: Tensor) -> Tensor | None:
     """visible (b, n, m) bool -> numbers to add to scores, (K * b, 1, n, m), for rows (K * b, R, n, D)."""
     if visible is None:
         return None
-    mask = torch.zeros(visible.shape, dtype=rows.dtype, device=rows.device).masked_fill_(~visible, MASKED)
+    mask = torch.zeros(visible.shape, dtype=rows.dtype, device=rows.device).masked_fill_(~visible, lowest_of(rows.dtype))
     return mask.repeat(len(rows) // len(mask), 1, 1)[:, None]
 
 
