@@ -27,13 +27,12 @@ def describe_step(run) -> list[str]:
     passes = -(-tokens // training.max_tokens_per_forward)
     work = (
         f"a step: {prompts} prompts of up to {longest} tokens x {group_size} = {prompts * group_size} completions of up to "
-        f"{limit}; {tokens} tokens at most, in {passes} pass{'es' * (passes > 1)} of --max_tokens_per_forward"
+        f"{limit}; {tokens} tokens at most, in {passes} pass{'es' * (passes > 1)}"
     )
     if run.device.type == "xla":                          # plans memory when it compiles, and says so if it is too little
         return [work]
-    pack = longest + limit * (group_size if run.shared_prompt else 1)
     pass_tokens = min(tokens, max(training.max_tokens_per_forward, longest + limit))
-    parts = memory_gb(run, longest, pass_tokens, min(pack, pass_tokens))
+    parts = memory_gb(run, longest, pass_tokens)
     in_turns = {name: parts.pop(name) for name in ("training pass", "sampling cache")}
     total, there = sum(parts.values()) + max(in_turns.values()), available_gb(run.device)
     named = ", ".join(f"{name} {size:.2g}" for name, size in (parts | in_turns).items() if size >= 0.005)
@@ -43,8 +42,8 @@ def describe_step(run) -> list[str]:
     return [work, memory]
 
 
-def memory_gb(run, longest_prompt: int, pass_tokens: int, pack_tokens: int) -> dict[str, float]:
-    """What is in memory, in 10^9 bytes by name, if a pass has so many tokens in packs of so many."""
+def memory_gb(run, longest_prompt: int, pass_tokens: int) -> dict[str, float]:
+    """What is in memory, in 10^9 bytes by name, if a pass has pass_tokens tokens."""
     grpo, config = run.config.grpo, run.model.config.get_text_config()
     weights, learned = (sum(map(bytes_here, parameters)) for parameters in (run.model.parameters(), trained(run.model)))
     elsewhere = sum(p.numel() * p.element_size() for p in run.model.parameters()) - weights
@@ -56,16 +55,15 @@ def memory_gb(run, longest_prompt: int, pass_tokens: int, pack_tokens: int) -> d
     columns = rows * (longest_prompt / (group_size if run.shared_prompt else 1) + grpo.generation_max_length)
     logits = 3 * max(LOGITS_AT_ONCE, TOKENS_AT_ONCE * len(head)) * 4             # as they are, as probabilities, their gradient
     one_more_gradient = head.numel() * 4                                         # of the embedding, before it is added
-    kinds = len(set(getattr(config, "layer_types", None) or [""])) * (config._attn_implementation != "flex_attention")
-    masks = kinds * pass_tokens * pack_tokens * (4 if precision_of(run.model) == "float32" else 2)
+    size = 4 if precision_of(run.model) == "float32" else 2                      # bytes of a number in the cache
     python = peak_memory_gb(run.device) - weights / 1e9
     return {
         "libraries": max(0.0, python) if run.device.type == "cpu" else 0.0,
         "weights": weights / 1e9, "gradients": learned / 1e9, "AdamW": 2 * learned / 1e9,
         "reference": (learned if has_adapter(run.model) else weights) / 1e9 if grpo.kl_coef else 0.0,
-        "training pass": (pass_tokens * activation_bytes(run) + masks + logits + one_more_gradient) / 1e9,
+        "training pass": (pass_tokens * activation_bytes(run) + logits + one_more_gradient) / 1e9,
         # Keys and values, twice while they are rearranged, and what of the weights lies elsewhere.
-        "sampling cache": (2 * columns * 2 * heads * width * config.num_hidden_layers * 4 + elsewhere) / 1e9,
+        "sampling cache": (2 * columns * 2 * heads * width * config.num_hidden_layers * size + elsewhere) / 1e9,
     }
 
 

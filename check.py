@@ -15,7 +15,7 @@ from conversations import Conversation, play, responders
 from encode import encode_prompt, encode_reply
 from lint import as_rollout, completions_of, flags_of
 from logprobs import completion_log_probs
-from model import precision_of
+from model import first_line, precision_of
 from problems import demonstration
 from rewards import compute_rewards_for_completions
 from sample import Rollout, left_pad, positions_of, sample_completions_for_prompts, stop_token_ids
@@ -34,13 +34,20 @@ class Finding:
     fix: str = ""               # what to change when it is not ok
 
 
-def check_setup(model, tokenizer, examples: list[dict], config, reward_functions: list, environment=None) -> list[Finding]:
-    """Look at two examples from all sides. config: GRPOConfig; reward_functions may be empty for supervised training."""
+def check_setup(
+    model, tokenizer, examples: list[dict], config, reward_functions: list, environment=None, share: bool = True
+) -> list[Finding]:
+    """Look at two examples from all sides. config: GRPOConfig; reward_functions may be empty for supervised training.
+
+    share  whether prompts may be shared: --shared_prompt auto
+    """
     answered = next((example for example in examples if example.get("answer")), examples[0])
     examples = examples[:2]
     short = replace(config, generation_max_length=min(16, config.generation_max_length))
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    packing = check_packing(model, tokenizer, prompts, short)
+    packing = Finding("packing", None, "off: --shared_prompt never")
+    if share:
+        packing = check_packing(model, tokenizer, prompts, short)
     rollout = sample_completions_for_prompts(
         model, tokenizer, prompts, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
     )
@@ -135,7 +142,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return Finding("packing", None, f"off: the model takes no packed groups ({type(error).__name__}); plain rows instead")
+        return Finding("packing", None, f"off: {first_line(error) or type(error).__name__}; plain rows instead")
     rows = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp
     again = completion_log_probs(model, sampled, **config.policy, shared_prompt=False).logp.cpu()
     both = torch.cat([packed.flatten().cpu(), sampled.sampling_logp.flatten()])

@@ -33,13 +33,13 @@ PROFILES: dict[str, dict[str, Any]] = {
         num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
         generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300, cold_start_accuracy=0.33,
         cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=5,
-        save_steps=100, max_tokens_per_forward=2048,      # on a CPU twice as fast as one pass over everything
+        save_steps=100,
     ),
     "guess_letter": dict(
         dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
         num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
         generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=100, cold_start_learning_rate=2e-3, batch_size=32,
-        num_epochs=2, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=20, save_steps=100, max_tokens_per_forward=4096,
+        num_epochs=2, learning_rate=4e-4, warmup_ratio=0.1, eval_steps=20, save_steps=100,
     ),
     "demo_supervised": dict(
         generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
@@ -79,7 +79,7 @@ class ModelConfig(Section):
     """Which policy."""
 
     model_path: str = flag("", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
-    attn_implementation: Literal["sdpa", "eager", "flex_attention"] = flag("sdpa", "attention in transformers; flex: on a GPU")
+    attn_implementation: Literal["sdpa", "eager"] = flag("sdpa", "attention of transformers, for passes without shared prompts")
     precision: Literal["float32", "bfloat16", "float16"] = flag("float32", "of the layers; weights, head, softmax stay float32")
     lora_rank: int = flag(0, "train additions of this rank to all linear layers (LoRA), not the weights; 0: the weights")
     lora_alpha: float = flag(32.0, "those additions are scaled by lora_alpha / lora_rank")
@@ -345,7 +345,10 @@ class TrainingConfig(Section):
     adam_8bit: bool = flag(False, "keep AdamW's state in 8 bits, by torchao: two bytes a parameter, not eight")
     max_grad_norm: float = flag(1.0, "longer gradients are cut to this length")
     max_skipped_steps: int = flag(3, "stop after so many steps in a row whose loss or gradient was not finite")
-    max_tokens_per_forward: int = flag(8192, "lower it when memory runs out; the gradient stays the same")
+    max_tokens_per_forward: int = flag(0, "tokens of a pass of the model: lower it when memory runs out, the gradient stays the "
+                                       "same; 0: 2048 on a CPU, 8192 elsewhere")
+    shared_prompt: Literal["auto", "never"] = flag("auto", "forward each prompt once for all of its completions; never: "
+                                                   "forward every completion with a prompt of its own")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more time")
     mesh: str = flag("", "how processes share weights: replicate=2,fsdp=4 keeps 2 copies, each over 4; fsdp=4,tp=2 also "
                      "divides every layer's matrices between 2; empty: one copy over all")
@@ -358,11 +361,11 @@ class TrainingConfig(Section):
 
     def __post_init__(self):
         self.require("profile", self.profile in ("", *PROFILES), f"choose one of {', '.join(PROFILES)}")
-        for name in ("num_epochs", "batch_size", "max_tokens_per_forward", "max_grad_norm", "keep_checkpoints",
+        for name in ("num_epochs", "batch_size", "max_grad_norm", "keep_checkpoints",
                      "max_skipped_steps"):
             self.require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("learning_rate", "cold_start_learning_rate", "weight_decay", "max_steps", "cold_start_steps",
-                     "eval_steps", "save_steps", "log_rollouts_every", "log_groups", "seed"):
+                     "max_tokens_per_forward", "eval_steps", "save_steps", "log_rollouts_every", "log_groups", "seed"):
             self.require(name, getattr(self, name) >= 0, "cannot be negative")
         self.require("adam_beta2", 0 <= self.adam_beta2 < 1, "choose from [0, 1), such as 0.95 or 0.999")
         self.require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "a share of the steps, from 0 to 1")

@@ -25,7 +25,7 @@ from torch.nn.functional import embedding, pad
 from devices import bucket, cut_graph, eager_device, forward_pass
 from model import logits_of, product, scaled
 from engine.packing import pack_rows
-from engine.prefix_attention import use_prefix_attention
+from engine.prefix_attention import check_layers, use_prefix_attention
 
 LOGITS_AT_ONCE = 2**22          # tokens * V: 16 megabytes in float32
 TOKENS_AT_ONCE = 64             # but no fewer tokens: every chunk goes through the whole head four times
@@ -85,8 +85,9 @@ def completion_log_probs(
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
     batch = pack_rows(rollout, rows, shared_prompt, device)
+    layout = batch.layout.to(device) if shared_prompt else None
     inputs = dict(input_ids=batch.ids.to(device), position_ids=batch.positions.to(device), use_cache=False)
-    inputs |= dict(token_layout=batch.layout.to(device)) if batch.layout else dict(attention_mask=batch.mask.to(device))
+    inputs |= dict(token_layout=layout) if shared_prompt else dict(attention_mask=batch.mask.to(device))
     mask = rollout.completion_mask[rows]                                         # (b, T)
     chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]                # (N,)
     missing = (0, bucket(len(chosen), device) - len(chosen))                     # tokens that nobody asks for: no gradient
@@ -94,8 +95,11 @@ def completion_log_probs(
 
     def hidden_states(model):
         # Siblings' first tokens come from one place. An index's backward pass would add up there in any order of the threads.
-        with use_prefix_attention(model) if batch.layout else nullcontext():
+        with use_prefix_attention(model) if shared_prompt else nullcontext():
             hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
+        if shared_prompt:
+            check_layers(model, layout)
+            layout.layers.clear()                         # a reference that is forwarded next has layers of its own
         return embedding(predictor, hidden)                                      # (N, H)
 
     reference_hidden = None

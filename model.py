@@ -8,7 +8,7 @@ Weights are read and written as safetensors. Left out on purpose: quantised weig
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from devices import gathered_weights, is_main, reshard, shard, shard_weights, whole
+from engine.prefix_attention import use_prefix_attention
 
 logging.disable_progress_bar()                            # a run has one of its own
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -122,8 +123,14 @@ def recompute_activations(model: PreTrainedModel) -> None:
     layers = layers_of(model)
     if not layers:
         raise ValueError(f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
+    def recomputed(forward, *args, **kwargs):
+        again = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), again()), **kwargs
+        )
+
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(recomputed, layer.forward)
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -178,7 +185,7 @@ def refuse_too_long(model: PreTrainedModel, longest: int, wanted: int) -> None:
 
 def first_line(error: Exception) -> str:
     """The first line of a long message."""
-    return str(error).strip().splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -185,7 +185,9 @@ def start_up_check(model, tokenizer, examples: list[dict], config: Config, funct
     """
     try:
         with gathered_weights(model):
-            findings = check_setup(model, tokenizer, examples, config.grpo, functions, environment)
+            findings = check_setup(
+                model, tokenizer, examples, config.grpo, functions, environment, share=config.training.shared_prompt == "auto"
+            )
     except RewardError as error:
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
     except EnvironmentRaised as error:
@@ -207,13 +209,14 @@ def set_up(config: Config) -> Run:
     """Everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
     device = best_device()
     keep_freed_memory()
-    if device.type != "cuda" and config.model.attn_implementation == "flex_attention":
-        raise ValueError("--attn_implementation=flex_attention: torch has a backward pass of it on a GPU alone; take sdpa")
     if device.type == "xla" and config.model.precision == "float16":
         raise ValueError("--precision=float16: on XLA its loss would not be scaled; take bfloat16")
     if config.training.adam_8bit:
         adam_8bit()
     mesh = mesh_of(config)
+    if not config.training.max_tokens_per_forward:        # written down, so a resumed run has the same
+        tokens = 2048 if device.type == "cpu" else 8192
+        config = replace(config, training=replace(config.training, max_tokens_per_forward=tokens))
     folder = RunFolder(config)
     functions, environment = load_reward_functions(config), load_environment(config.grpo.environment)
     train_set, eval_set = load_data(config)

@@ -119,6 +119,7 @@ class RunFolder:
         for phase in phases:
             rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
             self.say(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
+        self.say(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         for line in self.config.remarks():
             self.say(f"  note   {line}")
 

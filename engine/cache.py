@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from devices import bucket
 from engine.packing import make_layout
-from engine.prefix_attention import Options, choose_kernel, joined, lowest_of, with_sinks
+from engine.prefix_attention import Options, check_layers, choose_kernel, joined, lowest_of, with_sinks
 
 COLUMNS_AT_ONCE = 32            # on a CPU or GPU a step looks at a multiple of so many columns, not at all that there are
 
@@ -95,6 +95,7 @@ class PrefixCache:
                 )
                 more.keys, more.values = mine.keys, mine.values
         self.layers = new
+        check_layers(self.model, layout)
         # Rows of padding, where there are any, count as prompts of no number.
         self.prompts += numbers + [-1] * (count - len(numbers))
         self.lengths += [len(prompt) for prompt in prompts] + [1] * (count - len(prompts))

@@ -12,6 +12,7 @@ Left out on purpose: dropout; layers that carry state from token to token (they 
 Shapes: L tokens of a pass, K key heads, R query heads for each, D head size; a block has b rows of n queries and m keys.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,11 +54,11 @@ class TokenLayout:
     prefix_query_slots: Tensor  # (L,) the same for `prefix`; one more than there are: nowhere
     prefix_key_slots: Tensor    # (L,) where a token lies among the keys of `prefix`
     store: Callable | None = None               # called with keys and values of each layer (sampling keeps a prompt's)
-    layers: set = field(default_factory=set)    # the modules that have called attend
+    layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
 
     def attend(self, module, query, key, value, **options) -> Tensor:
         """query (1, H, L, D), key and value (1, K, L, D) -> (1, L, H, D). options: see prefix_attention."""
-        self.layers.add(module)
+        self.layers[module] = options["window"]
         if self.store is not None:
             self.store(key, value, options["window"])
         return PrefixAttention.apply(query, key, value, options.pop("sinks"), self, Options(**options))
@@ -392,6 +393,19 @@ def prefix_attention(
 
 
 AttentionInterface.register(NAME, prefix_attention)
+
+
+def check_layers(model, layout: TokenLayout) -> None:
+    """Assert that every attention layer of a model was given the layout in a pass, each with the window of its kind."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    expected = [window] * config.num_hidden_layers
+    if kinds:
+        windows = {"full_attention": None, "sliding_attention": window}
+        expected = [windows.get(kind, kind) for kind in kinds]                   # convolutions, recurrences: never found
+    found = Counter(layout.layers.values())
+    assert found == Counter(expected), f"attention layers by window: {dict(found)}, expected {dict(Counter(expected))}"
 
 
 @contextmanager
