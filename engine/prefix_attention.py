@@ -276,14 +276,15 @@ def by_key_head(query: Tensor, key_heads: int) -> Tensor:
 
 def joined(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax over two sets of keys from a softmax over each: outputs (K, L, R, D), log-sum-exps (K, L, R)."""
-    total = torch.logaddexp(lse, other_lse)
-    weights = ((part - total).exp_()[..., None] for part in (lse, other_lse))
-    return (output * next(weights) + other * next(weights)).to(output.dtype), total
+    both = torch.stack([lse, other_lse])
+    total = both.logsumexp(dim=0)
+    first, second = (both - total).exp_()[..., None]
+    return (output * first + other * second).to(output.dtype), total
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Join a key of score `sinks` and value 0 to the others: output (..., D), lse and sinks (...), broadcast."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    total = torch.stack(torch.broadcast_tensors(lse, sinks.to(lse.dtype))).logsumexp(dim=0)
     return (output * (lse - total).exp_()[..., None]).to(output.dtype), total
 
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from transformers import (
     Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig,
-    Lfm2Config, Lfm2ForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    Gemma4ForCausalLM, Gemma4TextConfig, GptOssConfig, GptOssForCausalLM, GraniteConfig, GraniteForCausalLM, Lfm2Config,
+    Lfm2ForCausalLM, LlamaForCausalLM, Ministral3Config, Ministral3ForCausalLM, MistralConfig, MistralForCausalLM, Olmo3Config, Olmo3ForCausalLM, Phi3Config,
+    Phi3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
+    SmolLM3Config, SmolLM3ForCausalLM,
 )
 
 from config import GRPOConfig, parse_config
@@ -36,6 +39,41 @@ ARCHITECTURES = {
 }
 
 
+def build_gemma4(**options):
+    """Heads of another size in full attention, per-layer embeddings; windows shorter than the prompts."""
+    rope = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")}
+    sizes = SIZES | dict(num_hidden_layers=4, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2)
+    return Gemma4ForCausalLM(Gemma4TextConfig(
+        **sizes, global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=263, rope_parameters=rope,
+        attn_implementation="eager", **{"num_kv_shared_layers": 0, **options},
+    ))
+
+
+NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+CURRENT_ARCHITECTURES = {
+    "gemma4": build_gemma4,
+    "gemma4_shared_keys": lambda: build_gemma4(num_kv_shared_layers=2),
+    "gemma4_experts": lambda: build_gemma4(
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4)),
+    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, attn_implementation="eager")),
+    "olmo3": lambda: Olmo3ForCausalLM(Olmo3Config(
+        **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SIZES)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**NO_HEAD_DIM)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**NO_HEAD_DIM)),
+    "ministral3": lambda: Ministral3ForCausalLM(Ministral3Config(**SIZES)),
+    # Layers that carry state from token to token: prompts are not shared.
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(
+        **SIZES, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"])),
+    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(
+        **NO_HEAD_DIM, layer_types=["conv", "full_attention"], block_multiple_of=8)),
+}
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return byte_tokenizer()
@@ -58,11 +96,7 @@ def model():
 def convolutional():
     """Layers that carry state from token to token: short convolutions beside attention."""
     torch.manual_seed(0)
-    return Lfm2ForCausalLM(Lfm2Config(
-        vocab_size=263, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        layer_types=["conv", "full_attention"], block_multiple_of=8, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-        initializer_range=0.3,
-    )).eval()
+    return CURRENT_ARCHITECTURES["lfm2"]().eval()
 
 
 @pytest.fixture

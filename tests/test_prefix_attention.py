@@ -1,0 +1,303 @@
+"""Prefix attention against attention written out densely: values, gradients, kernels, layouts, memory, architectures of today."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import logprobs
+from config import GRPOConfig
+from engine import prefix_attention
+from engine.packing import make_layout, pack_rows
+from engine.prefix_attention import Chunked, FlashOnCPU, FlashOnCUDA, Options, choose_kernel
+from logprobs import completion_log_probs
+from model import recompute_activations
+from sample import Rollout, left_pad, sample_completions_for_prompts
+
+# Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8 behind the last prompt.
+SEGMENTS = [(0, 5), (5, 12), (17, 3), (20, 1), (21, 20), (41, 30), (71, 7), (78, 17)]
+BEHIND = {(5, 16): (0, 5), (41, 37): (21, 20)}
+PROMPT_OF = {1: 0, 2: 0, 3: 0, 5: 4, 6: 4}                # segments
+
+
+def layout_by_hand():
+    """Positions (L,), layout, and the dense (L, L) rule of who sees whom, token by token."""
+    positions, owner = [], []
+    for number, (_, length) in enumerate(SEGMENTS):
+        start = SEGMENTS[PROMPT_OF[number]][1] if number in PROMPT_OF else 0
+        positions += range(start, start + length)
+        owner += [number] * length
+    prompts = [SEGMENTS[0], SEGMENTS[4], SEGMENTS[7]]
+    completions = [SEGMENTS[number] for number in PROMPT_OF]
+    layout = make_layout(torch.tensor(positions).numpy(), prompts, completions, [], BEHIND)
+    sees = [
+        [(owner[i] == owner[j] or PROMPT_OF.get(owner[i]) == owner[j]) and positions[j] <= positions[i] for j in range(len(owner))]
+        for i in range(len(owner))
+    ]
+    return torch.tensor(positions), layout, torch.tensor(sees)
+
+
+def dense(query, key, value, sinks, visible, positions, options):
+    """Attention with one (L, L) mask, as a textbook has it."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    scores = query @ key.mT * options.scaling
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.window:
+        visible = visible & (positions[:, None] - positions < options.window)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(-1, -1, scores.shape[2], -1)], dim=-1)
+    return (scores.softmax(-1)[..., : len(positions)] @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 4, 13, 64])
+@pytest.mark.parametrize("softcap,sinks,head_sizes", [
+    (None, False, (8, 8)), (3.0, False, (8, 8)), (None, True, (8, 8)), (None, False, (8, 6)), (2.0, True, (8, 6)),
+])
+@pytest.mark.parametrize("heads,key_heads", [(4, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("chunk", [256, 5])
+def test_values_and_gradients_are_those_of_dense_attention(window, softcap, sinks, head_sizes, heads, key_heads, chunk, monkeypatch):
+    monkeypatch.setattr(prefix_attention, "QUERIES_PER_CHUNK", chunk)
+    monkeypatch.setattr(prefix_attention, "SCORES_PER_CHUNK", 2**21 if chunk == 256 else 200)
+    positions, layout, visible = layout_by_hand()
+    draws = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draws, dtype=torch.float64, requires_grad=True)
+
+    size = len(positions)
+    query, key, value = normal(1, heads, size, head_sizes[0]), normal(1, key_heads, size, head_sizes[0]), normal(1, key_heads, size, head_sizes[1])
+    sink, slopes = normal(heads) if sinks else None, normal(1, size, heads, head_sizes[1]).detach()
+    options = Options(window, softcap, 0.4)
+    leaves = [part for part in (query, key, value, sink) if part is not None]
+    ours = layout.attend(None, query, key, value, sinks=sink, **options._asdict())
+    theirs = dense(query, key, value, sink, visible, positions, options)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for left, right in zip(*(torch.autograd.grad((x * slopes).sum(), leaves) for x in (ours, theirs)), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+def test_the_kernel_is_chosen_from_a_table():
+    """Every combination of device, numbers, head sizes, mask and soft cap."""
+    for device, dtype, sizes, masked, softcap in itertools.product(
+        ("cpu", "cuda", "xla", "mps"), (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        ((64, 64), (256, 256), (512, 512), (192, 128)), (True, False), (True, False),
+    ):
+        half = dtype in (torch.bfloat16, torch.float16)
+        if softcap or sizes == (192, 128):
+            expected = Chunked
+        elif device == "cpu":
+            expected = FlashOnCPU
+        elif device == "cuda" and half and sizes != (512, 512) and not masked:
+            expected = FlashOnCUDA
+        else:
+            expected = Chunked
+        assert choose_kernel(device, dtype, sizes, masked, softcap) is expected, (device, dtype, sizes, masked, softcap)
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_would_run_on_cuda_has_the_right_shapes_there(window, dtype):
+    """torch's description of its CUDA operators, without a GPU: arguments, shapes and devices, not numbers."""
+    _, layout, _ = layout_by_hand()
+    with FakeTensorMode() as mode:
+        for part in (layout, *layout.own, *layout.prefix):
+            for name, tensor in vars(part).items():
+                if isinstance(tensor, torch.Tensor):
+                    setattr(part, name, mode.from_tensor(tensor))
+        query, key, value = (
+            torch.empty(1, heads, 95, 64, dtype=dtype, device="cuda", requires_grad=True) for heads in (4, 2, 2)
+        )
+        output = layout.to("cuda").attend(None, query, key, value, sinks=None, window=window, softcap=None, scaling=0.125)
+        gradients = torch.autograd.grad(output.sum(), (query, key, value))
+        assert output.shape == (1, 95, 4, 64) and output.dtype == dtype and output.device.type == "cuda"
+        assert [part.shape for part in gradients] == [part.shape for part in (query, key, value)]
+
+
+def test_the_backward_pass_is_the_same_each_time_with_two_threads():
+    _, layout, _ = layout_by_hand()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.manual_seed(0)
+        leaves = [torch.randn(1, heads, 95, 64, requires_grad=True) for heads in (8, 2, 2)]
+        found = []
+        for _ in range(50):
+            output = layout.attend(None, *leaves, sinks=None, window=13, softcap=None, scaling=0.125)
+            found.append(torch.autograd.grad((output**2).sum(), leaves))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_pass_keeps_neither_a_mask_nor_a_prompts_keys_for_each_completion():
+    """What autograd keeps of one layer: query, key, value, output and log-sum-exps, whatever the number of completions."""
+    prompt, group, new = 64, 16, 8
+    size = prompt + group * new
+    completions = [(prompt + i * new, new) for i in range(group)]
+    positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + new).repeat(group)])
+    layout = make_layout(positions.numpy(), [(0, prompt)], completions, [], {(prompt, group * new): (0, prompt)})
+    leaves = [torch.randn(1, heads, size, 16, requires_grad=True) for heads in (4, 2, 2)]
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = layout.attend(None, *leaves, sinks=None, window=20, softcap=None, scaling=0.25)
+    assert sum(kept.values()) == 4 * size * ((4 + 2 + 2 + 4) * 16 + 4)
+    del output
+
+
+def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
+    """Random ids: groups of one size, ragged completions."""
+    draws = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, vocab_size, (n,), generator=draws).tolist() for n in prompt_lengths]
+    ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids))
+
+
+def log_probs_and_gradient(model, rollout, **options):
+    model.zero_grad()
+    slopes = torch.randn(rollout.completion_mask.shape, generator=torch.Generator().manual_seed(1))
+    logp = completion_log_probs(model, rollout, **options).logp
+    (logp * slopes).sum().backward()
+    return logp.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+SHARED = {**ARCHITECTURES, **{name: build for name, build in CURRENT_ARCHITECTURES.items() if name not in ("qwen3_5", "lfm2")}}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_prompts_have_the_values_and_gradients_of_plain_rows(name):
+    """Ragged groups, several in a pass, windows shorter than prompts and completions; also with recomputed activations."""
+    torch.manual_seed(0)
+    model = SHARED[name]().eval()
+    rollout = made_up_rollout([5, 20, 1], [12, 3, 7, 1, 30, 30, 2, 5, 9, 8, 7, 6])
+    plain, plain_gradient = log_probs_and_gradient(model, rollout, shared_prompt=False)
+    shared, gradient = log_probs_and_gradient(model, rollout)
+    torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-5)
+    assert (gradient - plain_gradient).norm() / plain_gradient.norm() < 1e-5
+    assert model.config.get_text_config()._attn_implementation != prefix_attention.NAME, "as it was before"
+    recompute_activations(model)
+    _, recomputed = log_probs_and_gradient(model, rollout)
+    torch.testing.assert_close(recomputed, gradient, rtol=0, atol=0)
+    _, plain_recomputed = log_probs_and_gradient(model, rollout, shared_prompt=False)
+    torch.testing.assert_close(plain_recomputed, plain_gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CURRENT_ARCHITECTURES)
+def test_sampler_and_trainer_agree_on_current_architectures(name, tokenizer):
+    torch.manual_seed(0)
+    model = CURRENT_ARCHITECTURES[name]().eval()
+    model.generation_config.eos_token_id = list(range(1, 30))                    # completions end at different times
+    shared = name in SHARED
+    prompts = PROMPTS if shared else ["1+1=?", "2+2=?"]
+    config = GRPOConfig(
+        num_completions_per_prompt=3, generation_max_length=20, generation_temperature=1.0, generation_top_k=0,
+        generation_top_p=1.0,
+    )
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, shared_prompt=shared)
+    trained = completion_log_probs(model, rollout, shared_prompt=False).logp
+    assert (rollout.sampling_logp - trained).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_in_16_bits_sampler_and_trainer_round_alike(architecture, tokenizer, precision):
+    """With kernels of their own they would differ by 0.01 nat on average."""
+    from model import with_precision
+
+    _, model = architecture
+    with_precision(model, precision)
+    config = GRPOConfig(generation_max_length=12, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
+    trained = completion_log_probs(model, rollout).logp
+    assert (rollout.sampling_logp - trained).abs()[rollout.completion_mask].mean() < 1e-3
+
+
+def test_a_layer_that_is_not_given_the_layout_is_named(model, tokenizer):
+    rollout = made_up_rollout([5], [4, 4])
+    layer = model.base_model.layers[0].self_attn
+    right = layer.forward
+    layer.forward = lambda *args, token_layout, **kwargs: right(*args, **kwargs)
+    with pytest.raises(AssertionError, match="Gemma3Attention was not given the layout"):
+        completion_log_probs(model, rollout)
+
+
+def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(model):
+    """On prompts shorter than the window no number would tell."""
+    model.config.sliding_window = 4096                    # the layers have kept 5
+    with pytest.raises(AssertionError, match="attention layers by window"):
+        completion_log_probs(model, made_up_rollout([5], [4, 4]))
+
+
+def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(model, monkeypatch):
+    """The parity tests above can fail: they do when a rule is wrong."""
+    rollout = made_up_rollout([5, 20], [12, 3, 30, 7])
+    _, plain = log_probs_and_gradient(model, rollout, shared_prompt=False)
+    right_rule, right_pack = prefix_attention.attends_to, logprobs.pack_rows
+
+    def no_window(queries, keys, window):
+        return right_rule(queries, keys, None)
+
+    def no_walls(*args):
+        """All completions of a prompt as one segment."""
+        batch = right_pack(*args)
+        batch.layout = make_layout(batch.positions[0].numpy(), [(0, 20), (5 + 15, 20)], [], [], {})
+        return batch
+
+    for place, name, wrong in (prefix_attention, "attends_to", no_window), (logprobs, "pack_rows", no_walls):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, wrong)
+            try:
+                _, gradient = log_probs_and_gradient(model, rollout)
+            except IndexError:
+                continue
+            assert (gradient - plain).norm() / plain.norm() > 1e-3, name
+
+
+def test_who_sees_whom():
+    """Written out for two prompts of two tokens, with completions of one token, behind each other in one pass."""
+    rollout = made_up_rollout([2, 2], [1, 1, 1, 1])
+    batch = pack_rows(rollout, torch.arange(4), True)
+    assert batch.positions.tolist() == [[0, 1, 2, 2, 0, 1, 2, 2]]
+    sees = visible_tokens(batch.layout, 8, None)
+    assert sees.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],                         # the first completion: its prompt and itself
+        [1, 1, 0, 1, 0, 0, 0, 0],                         # its sibling
+        [0, 0, 0, 0, 1, 0, 0, 0],                         # another prompt
+        [0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 1, 1, 0, 1],
+    ]
+    assert visible_tokens(batch.layout, 8, 2).int()[3].tolist() == [0, 1, 0, 1, 0, 0, 0, 0], (
+        "counted in positions: the sibling in between does not matter"
+    )
+
+
+def visible_tokens(layout, size: int, window):
+    """(L, L) bool, from the blocks of a layout."""
+    sees = torch.zeros(size, size, dtype=torch.bool)
+    for block in layout.own + layout.prefix:
+        visible = prefix_attention.attends_to(block.query_positions, block.key_positions, window)
+        for row, column, key in visible.nonzero().tolist():
+            sees[block.queries[row, column], block.keys[row, key]] = True
+    return sees
+
+
+def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
+    rollout = made_up_rollout([4, 4], [10, 10, 9, 2])
+    layout = pack_rows(rollout, torch.arange(4), True).layout
+    assert sorted(tuple(block.queries.shape) for block in layout.own) == [(1, 2), (2, 4), (3, 10)]
+    assert Counter(block.keys.shape[1] for block in layout.prefix) == {4: 2}
+    lone = pack_rows(rollout, torch.tensor([0, 2]), True).layout
+    assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]
