@@ -1,163 +1,177 @@
-"""The packed cache: what is rearranged stays right, and models that cannot be packed are sampled from all the same."""
+"""The key-value cache: what is compacted stays right, memory is bounded, and models with recurrent layers are sampled all the same."""
 
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import CURRENT_ARCHITECTURES, PROMPTS
 
-import cache
 import sample
 from check import can_share_prompts, check_setup
 from config import GRPOConfig
+from engine import cache
+from engine.prefix_attention import use_prefix_attention
 from logprobs import completion_log_probs
-from engine.packing import Places, may_look
+from model import with_precision
 from sample import sample_completions_for_prompts
 
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
 ANY = dict(generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
 
 
-def test_growing_closing_ranks_and_refilling_change_no_log_probability(architecture, tokenizer, monkeypatch):
-    """Ten prompts, twelve completions at once, room for two steps at first: the cache is rearranged all the time."""
+@pytest.fixture
+def compactions(monkeypatch):
+    """(completions, rows, capacity) of every call of compact."""
+    calls = []
+    for kind in cache.PrefixCache, cache.PlainCache:
+        def noted(self, row_ids, prompt_of, dummy, capacity, real=kind.compact):
+            result = real(self, row_ids, prompt_of, dummy, capacity)
+            calls.append((len(row_ids), len(result), capacity))
+            return result
+
+        monkeypatch.setattr(kind, "compact", noted)
+    return calls
+
+
+def test_growing_compacting_and_refilling_change_no_log_probability(architecture, tokenizer, monkeypatch, compactions):
+    """Ten prompts, twelve completions at once, room for two steps at first: the cache is compacted all the time."""
     _, model = architecture
     model.generation_config.eos_token_id = EARLY
-    arrangements = []
-    real = cache.PackedCache.arrange
-
-    def counted(self, owners, prompts, nobody, steps):
-        result = real(self, owners, prompts, nobody, steps)
-        arrangements.append((result.shape[1], int((result != nobody).sum())))
-        return result
-
-    monkeypatch.setattr(cache.PackedCache, "arrange", counted)
     monkeypatch.setattr(sample, "FIRST_STEPS", 2)
-    monkeypatch.setattr(cache, "COLUMNS_PER_TOKEN", 10)   # share even such short prompts
+    monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 3)
     prompts = PROMPTS * 2 + ["x", "another one"]
     config = GRPOConfig(num_completions_per_prompt=3, generation_batch_size=12, **ANY)
     queued = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=3)
-    assert len(arrangements) > 5 and len({slots for slots, _ in arrangements}) > 1, "rows of different width were used"
-    assert max(active for _, active in arrangements) <= 12
+    assert len(compactions) > 5 and max(active for active, _, _ in compactions) <= 12
     trained = completion_log_probs(model, queued, temperature=1.0, shared_prompt=False)
     assert (queued.sampling_logp - trained.logp).abs().max() < 1e-4
-    arrangements.clear()
+    compactions.clear()
     together = sample_completions_for_prompts(
         model, tokenizer, prompts, GRPOConfig(num_completions_per_prompt=3, **ANY), seed=3
     )
     assert together.completions == queued.completions, "the queue makes no difference to what is drawn"
-    assert arrangements[0][1] > 20, "all of them at once"
+    assert compactions[0][0] > 20, "all of them at once"
+    assert all(rows == active for active, rows, _ in compactions), "finished completions leave the batch"
 
 
-def test_a_rearranged_cache_answers_as_before(model):
-    """Logits of a next token, with all completions in the cache and with those that are left, in rows of another width."""
+def test_a_compacted_cache_answers_as_before_and_a_token_forwarded_twice_changes_nothing(model):
+    """Hidden states of a next token, with all completions in the cache and with those that are left."""
     torch.manual_seed(0)
-    ids = torch.randint(3, 200, (2, 7))
-    places = Places(torch.tensor([[0], [1]]).expand(2, 7).contiguous(), torch.zeros_like(ids), torch.arange(7).expand(2, 7))
+    prompts = torch.randint(3, 200, (2, 7)).tolist()
     tokens = torch.randint(3, 200, (8, 6))                # of eight completions
 
-    def ask(packed, owners, t):
-        at = Places(torch.where(owners == 8, -1, owners // 4), owners + 1, torch.where(owners == 8, 0, 7 + t))
-        logits = packed.forward(tokens[owners.clamp(max=7), t], at)
-        return dict(zip(owners.flatten().tolist(), logits, strict=True))
+    def forward(held, row_ids, t):
+        hidden = held.forward(tokens[row_ids, t], torch.full((len(row_ids),), t + 1), t + 1)
+        return dict(zip(row_ids.tolist(), hidden, strict=True))
 
-    with torch.no_grad():
-        packed = cache.PackedCache(model, ids, places)
-        owners = packed.arrange(list(range(8)), [0] * 4 + [1] * 4, 8, 5)
+    with torch.no_grad(), use_prefix_attention(model):
+        held = cache.PrefixCache(model)
+        held.add_prompts([0, 1], prompts)
+        row_ids = held.compact(list(range(8)), [0] * 4 + [1] * 4, 8, 5)
         for t in range(5):
-            before = ask(packed, owners, t)
-        other = cache.PackedCache(model, ids, places)
-        owners = other.arrange(list(range(8)), [0] * 4 + [1] * 4, 8, 4)
+            before = forward(held, row_ids, t)
+        again = forward(held, row_ids, 4)
+        other = cache.PrefixCache(model)
+        other.add_prompts([0], prompts[:1])
+        other.add_prompts([1], prompts[1:])               # later than the other one
+        row_ids = other.compact(list(range(8)), [0] * 4 + [1] * 4, 8, 4)
         for t in range(4):
-            ask(other, owners, t)
+            forward(other, row_ids, t)
         left = [0, 2, 3, 5]
-        owners = other.arrange(left, [0, 0, 0, 1], 8, 3)
-        after = ask(other, owners, 4)
-    assert set(after) - {8} == set(left)
-    for owner in left:
-        torch.testing.assert_close(after[owner], before[owner], atol=1e-5, rtol=1e-5)
+        after = forward(other, other.compact(left, [0, 0, 0, 1], 8, 7), 4)
+    assert set(after) == set(left)
+    for row in range(8):
+        torch.testing.assert_close(again[row], before[row], atol=0, rtol=0)
+    for row in left:
+        torch.testing.assert_close(after[row], before[row], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "sizes,lengths,slots",
-    [([8, 8], [500, 500], 8), ([8, 1], [10, 10], 1), ([8, 1], [10000, 10000], 8), ([1, 1, 1], [5, 5, 5], 1)],
-)
-def test_siblings_share_a_row_where_few_slots_stay_empty(sizes, lengths, slots):
-    assert cache.best_number_of_slots(sizes, lengths) == slots
+def test_a_prompt_is_held_once_under_a_window_no_more_than_its_columns_and_in_the_layers_precision(model, tokenizer, monkeypatch):
+    held = []
+    real = cache.PrefixCache.compact
+
+    def noted(self, *args):
+        result = real(self, *args)
+        held[:] = [(layer.prompt_keys, layer.keys) for layer in self.layers]
+        return result
+
+    monkeypatch.setattr(cache.PrefixCache, "compact", noted)
+    for precision, dtype in ("float32", torch.float32), ("bfloat16", torch.bfloat16):
+        held.clear()
+        config = GRPOConfig(num_completions_per_prompt=8, **ANY | {"generation_max_length": 10})
+        sample_completions_for_prompts(with_precision(model, precision), tokenizer, ["a prompt of 23 tokens"], config, seed=0)
+        (windowed, own), (full, _) = held                 # the first layer has a window of 5
+        assert windowed.shape == (1, 2, 4, 8) and full.shape == (1, 2, 22, 8) and own.shape == (8, 2, 9, 8)
+        assert {part.dtype for pair in held for part in pair} == {dtype}
 
 
-def test_who_sees_whom():
-    """Written out for two prompts of two tokens, with completions of one token, behind each other in one pack."""
-    places = Places(*torch.tensor([
-        [0, 0, 0, 0, 1, 1, 1, -1],                        # prompt
-        [0, 0, 1, 2, 0, 0, 3, 0],                         # sibling
-        [0, 1, 2, 2, 0, 1, 2, 0],                         # position
-    ]))
-    seen = may_look(places[:, None], places[None, :]).int().tolist()
-    assert seen == [
-        [1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0, 0],                         # the first completion: its prompt and itself
-        [1, 1, 0, 1, 0, 0, 0, 0],                         # its sibling
-        [0, 0, 0, 0, 1, 0, 0, 0],                         # another prompt
-        [0, 0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 0, 0, 0, 0, 1],                         # padding
-    ]
-    windowed = may_look(places[:, None], places[None, :], window=2).int().tolist()
-    assert windowed[3] == [0, 1, 0, 1, 0, 0, 0, 0], "counted in positions: the sibling in between does not matter"
+def test_layers_that_share_keys_have_one_cache_between_them(tokenizer, monkeypatch):
+    caches = []
+    real = cache.PrefixCache.__init__
+    monkeypatch.setattr(cache.PrefixCache, "__init__", lambda self, model: (caches.append(self), real(self, model))[1])
+    torch.manual_seed(0)
+    model = CURRENT_ARCHITECTURES["gemma4_shared_keys"]().eval()
+    sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], GRPOConfig(num_completions_per_prompt=2, **ANY), seed=0)
+    assert model.config.num_hidden_layers == 4 and len(caches[0].layers) == 2
 
 
-def test_a_model_that_cannot_be_packed_is_sampled_and_trained_in_rows(convolutional, tokenizer):
-    prompts = ["1+1=?", "2+2=?"]                          # of one length: its convolutions would see padding
-    assert not can_share_prompts(convolutional, tokenizer, prompts[0])
-    config = GRPOConfig(num_completions_per_prompt=2, generation_batch_size=2, **ANY)
-    rollout = sample_completions_for_prompts(convolutional, tokenizer, prompts, config, seed=0, shared_prompt=False)
-    trained = completion_log_probs(convolutional, rollout, shared_prompt=False)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_a_model_with_state_is_sampled_from_prompts_forwarded_once_and_trained_in_rows(name, tokenizer, monkeypatch, compactions):
+    torch.manual_seed(0)
+    model = CURRENT_ARCHITECTURES[name]().eval()
+    model.generation_config.eos_token_id = EARLY
+    prompts = ["1+1=?", "2+2=?", "3+3=?"]
+    assert not can_share_prompts(model, tokenizer, prompts[0])
+    compactions.clear()
+    widths = []
+    real = cache.PlainCache.forward_hidden
+    monkeypatch.setattr(cache.PlainCache, "forward_hidden", lambda self, ids, *args: (
+        widths.append(tuple(ids.shape)), real(self, ids, *args))[1])
+    config = GRPOConfig(num_completions_per_prompt=4, generation_batch_size=8, **ANY)
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, shared_prompt=False)
+    assert [shape for shape in widths if shape[1] > 1] == [(2, 6), (1, 6)], "each prompt once"
+    assert min(rows for _, rows, _ in compactions) < 4, "finished completions leave the batch"
+    trained = completion_log_probs(model, rollout, shared_prompt=False)
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
-    findings = {f.name: f for f in check_setup(convolutional, tokenizer, [{"prompt": p} for p in prompts], config, [])}
-    assert findings["packing"].ok is None and findings["sampler"].ok
+    findings = {f.name: f for f in check_setup(model, tokenizer, [{"prompt": p} for p in prompts], config, [])}
+    assert findings["packing"].ok is None and "plain rows instead" in findings["packing"].found and findings["sampler"].ok
 
 
 def test_a_model_with_keys_and_values_alone_can(model, tokenizer):
     assert can_share_prompts(model, tokenizer, "1+1=?")
 
 
-def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, monkeypatch):
-    """Sixty prompts, four at once, one of them long: rows stay as wide as a prompt, its completions and the next steps."""
-    widths = []
-    real = cache.PackedCache.arrange
-
-    def noted(self, *args):
-        result = real(self, *args)
-        widths.append(self.places.prompt.shape[1])
-        return result
-
-    monkeypatch.setattr(cache.PackedCache, "arrange", noted)
+def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, compactions):
+    """Sixty prompts, four at once: rows have room for a completion, whatever number of them has been there before."""
     model.generation_config.eos_token_id = EARLY
-    prompts = ["what is 12 plus 34 plus 56?" for _ in range(60)]              # 28 tokens
+    prompts = ["what is 12 plus 34 plus 56?" for _ in range(60)]
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 16})
     rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=1, at_once=4)
-    assert len(widths) > 15 and max(widths) <= 64, widths
+    assert len(compactions) > 15 and max(capacity for _, _, capacity in compactions) == 15
+    assert max(rows for _, rows, _ in compactions) == 4
     assert len(set(rollout.completions)) > 10 and rollout.completion_mask.any(dim=1).all()
 
 
-def test_prompts_are_no_wider_than_those_they_begin_with(model, tokenizer, monkeypatch):
-    widths = []
-    real = cache.PackedCache.__init__
-
-    def noted(self, model, ids, places):
-        widths.append(ids.shape[1])
-        real(self, model, ids, places)
-
-    monkeypatch.setattr(cache.PackedCache, "__init__", noted)
-    config = GRPOConfig(num_completions_per_prompt=2, **ANY)
-    sample_completions_for_prompts(model, tokenizer, ["a long prompt among short ones", "x", "y"], config, seed=0, at_once=2)
-    assert sorted(widths) == [2, 2, 31]
+def test_prompts_are_forwarded_end_to_end_without_padding(model, tokenizer, monkeypatch):
+    sizes = []
+    real = cache.PrefixCache.forward_hidden
+    monkeypatch.setattr(cache.PrefixCache, "forward_hidden", lambda self, ids, *args: (
+        sizes.append(tuple(ids.shape)), real(self, ids, *args))[1])
+    config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
+    sample_completions_for_prompts(model, tokenizer, ["a long prompt among short ones", "x", "y"], config, seed=0)
+    assert sizes == [(1, 31 + 2 + 2)]
 
 
-def test_a_cache_that_nobody_needs_any_more_is_not_kept(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(cache.PackedCache, "join", lambda self, other: pytest.fail("joined to what is done"))
+def test_what_is_done_leaves_the_cache_before_new_prompts_come(model, tokenizer, monkeypatch):
+    held = []
+    real = cache.PrefixCache.add_prompts
+
+    def noted(self, *args):
+        held.append(len(self.prompts))
+        return real(self, *args)
+
+    monkeypatch.setattr(cache.PrefixCache, "add_prompts", noted)
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, at_once=2)
-    assert rollout.completion_mask.shape == (8, 1)
+    assert rollout.completion_mask.shape == (8, 1) and held == [0, 0, 0, 0]
 
 
 def test_logits_that_are_not_finite_are_named(model, tokenizer, settings):

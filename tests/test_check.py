@@ -33,12 +33,13 @@ def test_a_head_without_the_soft_cap_is_found(model, tokenizer, settings, monkey
 def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokenizer, settings, monkeypatch):
     real = logprobs.pack_rows
 
-    def siblings_see_each_other(rollout, rows, shared_prompt, *device):
-        packs = real(rollout, rows, shared_prompt, *device)
-        packs.places.sibling = packs.places.sibling.clamp(max=1) if shared_prompt else packs.places.sibling
-        return packs
+    def completions_do_not_see_their_prompt(rollout, rows, shared_prompt, *device):
+        batch = real(rollout, rows, shared_prompt, *device)
+        if shared_prompt:
+            batch.layout.prefix.clear()
+        return batch
 
-    monkeypatch.setattr(logprobs, "pack_rows", siblings_see_each_other)
+    monkeypatch.setattr(logprobs, "pack_rows", completions_do_not_see_their_prompt)
     found = findings_of(model, tokenizer, settings)["packing"]
     assert found.ok is None and "plain rows instead" in found.found
 

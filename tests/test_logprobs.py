@@ -8,11 +8,11 @@ from conftest import PROMPTS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
-from config import GRPOConfig, ModelConfig
+from config import GRPOConfig
+from engine.packing import micro_batches, pack_rows
 from grpo import policy_loss
 from logprobs import completion_log_probs, restrict_logits
-from model import load_policy, recompute_activations
-from engine.packing import first_fit, micro_batches, pack_rows
+from model import recompute_activations
 from sample import sample_completions_for_prompts
 
 
@@ -137,26 +137,6 @@ def test_a_sampled_token_always_belongs_to_the_support():
     assert restricted.isfinite().tolist() == [[True, True, False, True]]
 
 
-def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(model, tokenizer, settings, monkeypatch):
-    """The parity tests above can fail: they do when a mask is wrong."""
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    everything = torch.arange(len(rollout.completions))
-    plain = gradient(model, rollout, [everything], shared_prompt=False)
-    right_masks, right_pack = logprobs.attention_masks, logprobs.pack_rows
-
-    def no_window(*args):
-        return {name: right_masks(*args)["full_attention"] for name in ("full_attention", "sliding_attention")}
-
-    def no_walls(*args):
-        packs = right_pack(*args)
-        return replace(packs, places=replace(packs.places, sibling=packs.places.sibling.clamp(max=1)))
-
-    for name, wrong in ("attention_masks", no_window), ("pack_rows", no_walls):
-        with monkeypatch.context() as patch:
-            patch.setattr(logprobs, name, wrong)
-            assert (gradient(model, rollout, [everything]) - plain).norm() / plain.norm() > 1e-3, name
-
-
 @pytest.mark.parametrize("policy", [
     dict(temperature=1.0, top_k=0, top_p=1.0), dict(temperature=0.7, top_k=5, top_p=1.0),
     dict(temperature=1.3, top_k=7, top_p=0.8),
@@ -201,22 +181,16 @@ def test_the_heads_gradient_written_by_hand_is_that_of_finite_differences(policy
             torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
-def test_several_small_groups_share_a_pack_and_the_gradient_stays(architecture, tokenizer, settings):
-    """One long group and short ones: fewer packs than groups, no pack longer than the longest group, the gradient of rows."""
+def test_several_groups_share_a_pass_without_padding_and_the_gradient_stays(architecture, tokenizer, settings):
+    """One long group and short ones, each token once, the gradient of rows."""
     _, model = architecture
     prompts = ["a prompt that is much longer than all of the other ones put together, I would say", "1+1=?", "é", "x"]
     rollout = sample_completions_for_prompts(model, tokenizer, prompts, replace(settings, num_completions_per_prompt=2), seed=0)
     everything = torch.arange(len(rollout.completions))
-    packs = pack_rows(rollout, everything, shared_prompt=True)
-    assert len(packs.ids) < len(prompts)
-    assert {len(set(row.tolist()) - {-1}) for row in packs.places.prompt} != {1}, "some pack has several groups"
+    batch = pack_rows(rollout, everything, shared_prompt=True)
+    assert batch.ids.shape == (1, int(rollout.prompt_mask.sum() + rollout.completion_mask.sum())) and batch.mask.all()
     plain = gradient(model, rollout, [everything], shared_prompt=False)
     assert (gradient(model, rollout, [everything]) - plain).norm() / plain.norm() < 1e-5
-
-
-def test_bins_are_filled_and_never_overfilled():
-    sizes = {0: 3, 1: 7, 2: 4, 3: 1, 4: 6, 5: 2, 6: 4}
-    assert first_fit(sizes, 7) == [[1], [4, 3], [2, 0], [6, 5]]
 
 
 def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, settings):
@@ -231,23 +205,3 @@ def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, 
     torch.testing.assert_close(gradient(model, rollout, [everything]), kept, rtol=0, atol=0)
     assert len(calls) == 2, "once forward, once again backward"
     assert not any(module.training for module in model.modules()), "no dropout"
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_all_layers_of_a_kind_keep_one_mask_between_them(precision):
-    """Of the model's four layers, two have a window. sdpa would make a mask of its own for each out of one in bool."""
-    model, tokenizer = load_policy(ModelConfig(precision=precision))
-    settings = GRPOConfig(generation_max_length=12)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], settings, seed=0)
-    length = logprobs.pack_rows(rollout, torch.arange(len(rollout.completion_ids)), True).ids.shape[1]
-    masks = set()
-
-    def note(tensor):
-        if tensor.shape[-2:] == (length, length):
-            masks.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = completion_log_probs(model, rollout)
-    assert len(masks) == 2, masks
-    del result

@@ -113,7 +113,8 @@ def test_temperature_zero_takes_the_likeliest_token(model, tokenizer):
 
 def test_sampling_leaves_the_model_as_it_was(model):
     model.train()
-    with pytest.raises(KeyError), sampling_mode(model):
+    with pytest.raises(KeyError), sampling_mode(model, shared_prompt=True):
         assert not model.training and not torch.is_grad_enabled()
+        assert model.config._attn_implementation == "prefix_attention"
         raise KeyError
-    assert model.training and torch.is_grad_enabled()
+    assert model.training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
