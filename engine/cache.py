@@ -78,7 +78,7 @@ class PrefixCache:
         def store(keys, values, window):                  # (1, K, L, D)
             if any(keys is known for known, _ in self.shared):
                 return
-            at = index[:, -max(1, window - 1) :] if window else index
+            at = index[:, max(0, index.shape[1] - max(1, window - 1)) :] if window else index
             kept = (part[0][:, at].transpose(0, 1).contiguous() for part in (keys, values))
             new.append(LayerCache(*kept))
             self.shared.append((keys, new[-1]))
@@ -134,7 +134,8 @@ class PrefixCache:
         for layer in self.layers:
             if not keep_prompts or layer.prompt_keys.shape[2] > width:
                 layer.prompt_keys, layer.prompt_values = (
-                    part[:, :, -width:].index_select(0, at) for part in (layer.prompt_keys, layer.prompt_values)
+                    part[:, :, max(0, part.shape[2] - width) :].index_select(0, at)
+                    for part in (layer.prompt_keys, layer.prompt_values)
                 )
             shape = (size, layer.prompt_keys.shape[1], capacity)
             layer.keys, layer.values = (
