@@ -28,14 +28,22 @@ from workloads import WORKLOADS, Workload, write_workload  # noqa: E402
 GROWTH = {
     "prompt tokens": ("prompt_tokens", [128, 256, 512, 1024, 2048]),
     "completions of a prompt, G": ("group_size", [4, 8, 16, 32]),
-    "completion tokens": ("new_tokens", [32, 64, 128, 256]),
+    "completion tokens, prompts of 128": ("new_tokens", [64, 128, 256, 512, 1024]),
     "vocabulary": ("vocab_size", [8192, 32768, 131072, 262144]),
 }
 
 
+PASS = [1024, 2048, 4096, 8192]                           # tokens of a pass of one prompt of 128 and eight completions
+
+
 def changed(workload: Workload, name: str, value: int) -> Workload:
+    """A workload with another value of a field; completion lengths are varied behind prompts of 128."""
     if name == "vocab_size":
         return replace(workload, model=workload.model | {"vocab_size": value})
+    if name == "new_tokens":
+        workload = replace(workload, prompt_tokens=128)
+    if name == "pass_tokens":
+        return replace(workload, prompts=1, prompt_tokens=128, new_tokens=(value - 128) // workload.group_size)
     return replace(workload, **{name: value})
 
 
@@ -61,15 +69,15 @@ def bytes_of_decoding(model, w: Workload) -> float:
     return w.new_tokens * (4 * sum(p.numel() for p in model.parameters()) + token * seen)
 
 
-def measure(w: Workload) -> dict:
-    """Best of three, in this process."""
+def measure(w: Workload, shared: bool = True, tokens: int = 2048) -> dict:
+    """Best of two, in this process. tokens: of a pass in training."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from config import GRPOConfig
     from devices import keep_freed_memory
     from grpo import policy_loss
     from logprobs import completion_log_probs
-    from packing import micro_batches
+    from engine.packing import micro_batches
     from sample import sample_completions_for_prompts
 
     keep_freed_memory()
@@ -85,14 +93,15 @@ def measure(w: Workload) -> dict:
         generation_top_k=0, generation_top_p=1.0,
     )
     best = {"sampling": 1e9, "prefill": 1e9, "training": 1e9}
-    for _ in range(3):
+    for _ in range(2):
         began = time.perf_counter()
-        sample_completions_for_prompts(model, tokenizer, prompts, replace(config, generation_max_length=1), seed=0)
+        one = replace(config, generation_max_length=1)
+        sample_completions_for_prompts(model, tokenizer, prompts, one, seed=0, shared_prompt=shared)
         prefilled = time.perf_counter()
-        rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0)
+        rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, shared_prompt=shared)
         sampled = time.perf_counter()
-        for rows in micro_batches(rollout, torch.arange(len(rollout.completions)), 8192):
-            new = completion_log_probs(model, rollout, rows)
+        for rows in micro_batches(rollout, torch.arange(len(rollout.completions)), tokens, shared):
+            new = completion_log_probs(model, rollout, rows, shared_prompt=shared)
             loss, _ = policy_loss(
                 new.logp, rollout.sampling_logp[rows], torch.linspace(-1, 1, len(rows)), rollout.completion_mask[rows],
                 num_tokens=rollout.completion_mask.sum(),
@@ -107,8 +116,8 @@ def measure(w: Workload) -> dict:
     }
 
 
-def in_a_fresh_process(name: str, field: str = "", value: int = 0) -> dict:
-    command = [sys.executable, __file__, "--one", name, field, str(value)]
+def in_a_fresh_process(name: str, field: str = "", value: int = 0, shared: bool = True, tokens: int = 2048) -> dict:
+    command = [sys.executable, __file__, "--one", name, field, str(value), "shared" if shared else "rows", str(tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -136,7 +145,7 @@ def main() -> None:
     print(f"this machine: {peak_operations / 1e9:.0f} GFLOP/s in a matrix product, {peak_bytes / 1e9:.1f} GB/s read\n")
     print("| workload | prefill s | sampling s | training s | training / matrix rate | decoding / memory rate |")
     print("|---|---|---|---|---|---|")
-    for name in "short", "long", "wide", "vocab":
+    for name in "short", "long", "wide", "vocab", "reasoning", "gsm8k":
         m = in_a_fresh_process(name)
         print(
             f"| {name} | {m['prefill']:.2f} | {m['sampling']:.2f} | {m['training']:.2f} | "
@@ -144,32 +153,38 @@ def main() -> None:
         )
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(2, len(GROWTH), sharey="row")
-    print("\n| `long`, with | sampling s | training s | peak GB |\n|---|---|---|---|")
+    print("\n| `long`, with | sampling s, plain rows | training s, plain rows | peak GB |\n|---|---|---|---|")
     for (title, (field, values)), (times, memory) in zip(GROWTH.items(), axes.T, strict=True):
         points = [in_a_fresh_process("long", field, value) for value in values]
-        for value, m in zip(values, points, strict=True):
-            print(f"| {title} {value} | {m['sampling']:.2f} | {m['training']:.2f} | {m['peak_gb']:.2f} |", flush=True)
-        times.plot(values, [m["sampling"] for m in points], "o-", label="sampling")
-        times.plot(values, [m["training"] for m in points], "s-", label="training pass")
+        rows = [in_a_fresh_process("long", field, value, shared=False) for value in values]
+        for value, m, r in zip(values, points, rows, strict=True):
+            times_of = " | ".join(f"{m[kind]:.2f}, {r[kind]:.2f}" for kind in ("sampling", "training"))
+            print(f"| {title} {value} | {times_of} | {m['peak_gb']:.2f} |", flush=True)
+        for kind, marker, colour in ("sampling", "o", "tab:blue"), ("training", "s", "tab:orange"):
+            times.plot(values, [m[kind] for m in points], f"{marker}-", color=colour, label=f"{kind}, prompts shared")
+            times.plot(values, [m[kind] for m in rows], f"{marker}:", color=colour, label=f"{kind}, plain rows", alpha=0.6)
         memory.plot(values, [m["peak_gb"] for m in points], "o-", color="black")
         memory.set(xlabel=title)
         for panel in times, memory:
-            panel.set(xscale="log")
+            panel.set(xscale="log", yscale="log")
             panel.set_xticks(values, [str(value) if value < 8192 else f"{value // 1024}K" for value in values], minor=False)
             panel.minorticks_off()
-    for row in axes:                                      # shares one scale
-        row[0].set_ylim(bottom=0)
     axes[0, 0].set(ylabel="seconds")
-    axes[0, 0].legend()
+    axes[0, 0].legend(fontsize=7)
     axes[1, 0].set(ylabel="peak memory, GB")
     both = in_a_fresh_process("vocab", "new_tokens", 256)                        # would hold V * T numbers if anything did
     print(f"| `vocab` with 256 completion tokens | {both['sampling']:.2f} | {both['training']:.2f} | {both['peak_gb']:.2f} |")
+    print("\n| tokens of a training pass, one prompt of 128 | training s | peak GB |\n|---|---|---|")
+    for tokens in PASS:
+        m = in_a_fresh_process("long", "pass_tokens", tokens, tokens=2 * tokens)
+        print(f"| {tokens} | {m['training']:.2f} | {m['peak_gb']:.2f} |", flush=True)
     figure.savefig(BENCH.parent / "docs/growth.png", dpi=110)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        name, field, value = sys.argv[2], sys.argv[3], int(sys.argv[4])
-        print(json.dumps(measure(changed(WORKLOADS[name], field, value) if field else WORKLOADS[name])))
+        name, field, value, how, tokens = sys.argv[2:]
+        workload = changed(WORKLOADS[name], field, int(value)) if field else WORKLOADS[name]
+        print(json.dumps(measure(workload, how == "shared", int(tokens))))
     else:
         main()

@@ -29,17 +29,17 @@ class SampledToLength(sample.SamplingState):
         super().__init__(*args)
         wanted = lengths_of(self.workload, SampledToLength.rollouts, self.seed)
         # The start-up check samples fewer, on its own.
-        self.lengths = torch.tensor([*wanted, 0]) if self.nobody == len(wanted) else torch.full((self.nobody + 1,), 10**6)
-        SampledToLength.rollouts += self.nobody == len(wanted)
+        self.lengths = torch.tensor([*wanted, 0]) if self.dummy_row == len(wanted) else torch.full((self.dummy_row + 1,), 10**6)
+        SampledToLength.rollouts += self.dummy_row == len(wanted)
 
-    def take(self, owners, logits):
-        forced, stop, last = logits.clone(), int(self.stops[0]), self.count[owners] + 1 >= self.lengths[owners]
+    def take(self, row_ids, logits):
+        forced, stop, last = logits.clone(), int(self.stops[0]), self.count[row_ids] + 1 >= self.lengths[row_ids]
         forced[:, stop] = -torch.inf
         forced[last] = -torch.inf
         forced[last, stop] = 0.0
-        at, going = self.count[owners], ~self.stopped[owners]
-        super().take(owners, forced)
-        kept = owners[going], at[going]                   # trained on as if nothing had been forced, or ratios would not be 1
+        at, going = self.count[row_ids], ~self.stopped[row_ids]
+        super().take(row_ids, forced)
+        kept = row_ids[going], at[going]                   # trained on as if nothing had been forced, or ratios would not be 1
         self.logp[kept] = logits[going].log_softmax(dim=-1).gather(1, self.ids[kept][:, None])[:, 0]
 
 

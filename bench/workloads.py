@@ -1,5 +1,5 @@
 """
-The five workloads on which GRPO systems are compared, as files that any of them can read: a model with random weights, a
+The seven workloads on which GRPO systems are compared, as files that any of them can read: a model with random weights, a
 tokenizer, prompts. Needs torch and transformers alone, so that it runs in every environment.
 
 What a completion says does not matter for time and memory; how long it is does. Where a workload gives lengths, every
@@ -45,6 +45,8 @@ WORKLOADS = {
     "wide": Workload(MEDIUM, prompts=1, prompt_tokens=1024, group_size=16, new_tokens=64, measured_steps=2),
     "vocab": Workload(MEDIUM | {"vocab_size": 262144}, prompts=1, prompt_tokens=512, group_size=8, new_tokens=64,
                       measured_steps=2),
+    "reasoning": Workload(MEDIUM, prompts=2, prompt_tokens=128, group_size=8, new_tokens=384, measured_steps=1),
+    "gsm8k": Workload(MEDIUM, prompts=4, prompt_tokens=128, group_size=8, new_tokens=192, measured_steps=1),
     "ragged": Workload(MEDIUM, prompts=2, prompt_tokens=512, group_size=8, new_tokens=512, measured_steps=1, mean_length=64),
 }
 
