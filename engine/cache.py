@@ -121,7 +121,7 @@ class PrefixCache:
             grid[at, : len(rows)] = torch.tensor(rows)
             slot[rows] = at * most + torch.arange(len(rows))
         # A grid without gaps, in order, is a view of the rows.
-        self.grid = None if torch.equal(grid.flatten(), torch.arange(size)) else grid.to(device)
+        self.grid = None if torch.equal(grid.flatten(), torch.arange(size)) else grid.flatten().to(device)
         self.slot, self.grid_shape = slot.to(device), (count, most)
 
         at = [self.prompts.index(number) for number in held]
@@ -147,6 +147,12 @@ class PrefixCache:
         self.row_ids = list(row_ids)
         lengths = torch.tensor(self.lengths)
         self.prompt_length = lengths.repeat_interleave(most)[slot].to(device)    # (R,)
+        self.shortest_prompt, self.longest_prompt = min(self.lengths), max(self.lengths)
+        self.column = torch.arange(max(width, capacity)).to(device)
+        most_heads = max(layer.keys.shape[1] for layer in self.layers)
+        self.before_row = (torch.arange(size * most_heads) * capacity - 1).to(device)            # of keys, flattened
+        most_heads = max(layer.keys.shape[1] for layer in self.layers)
+        self.before_row = (torch.arange(size * most_heads) * capacity - 1).to(device)            # of keys, flattened
         return torch.tensor(row_ids + [dummy] * (size - len(row_ids))).to(device)
 
     def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
@@ -154,28 +160,34 @@ class PrefixCache:
         static = ids.device.type == "xla"
         capacity = self.layers[0].keys.shape[2]
         self.columns = capacity if static else min(capacity, -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE)
-        self.count, self.masks, self.positions = count, {}, {}
+        self.count, self.known_masks, self.positions = count, {}, {}
+        self.longest = self.longest_prompt + longest      # tokens of a row
         positions = self.prompt_length + count - 1
         return self.forward_hidden(ids[:, None], positions[:, None], self)[:, 0]
 
-    def mask(self, layer: LayerCache, window: int | None, dtype) -> Tensor:
-        """(R, 1, 1, prompt columns + own columns), 0 where the last token sees a column and MASKED elsewhere."""
-        width = layer.prompt_keys.shape[2]
-        if (window, width) not in self.masks:
-            last = self.count[:, None] - 1                                       # its own column
-            behind = torch.arange(-width, self.columns, device=last.device)      # column -1: the end of the prompt
-            visible = (behind <= last) & (behind >= -self.prompt_length[:, None])
-            if window:
-                visible &= behind > last - window
-            mask = torch.zeros(visible.shape, dtype=dtype, device=last.device).masked_fill_(~visible, lowest_of(dtype))
-            self.masks[window, width] = mask[:, None, None]
-        return self.masks[window, width]
+    def masks(self, heads: int, width: int, window: int | None, dtype) -> tuple[Tensor | None, Tensor]:
+        """What to add to the scores of a prompt's last `width` columns (R * K, 1, width), None if nothing, and of a row's own
+        columns (R * K, 1, columns): 0 where the last token sees a column, the lowest score elsewhere. For all layers of a kind.
+        """
+        window = window if window is not None and window < self.longest else None
+        if (heads, width, window) not in self.known_masks:
+            zero = torch.zeros((), dtype=dtype, device=self.count.device)
+            last, columns = self.count[:, None] - 1, self.column[: self.columns]                 # its own column is the last
+            visible = columns <= last if window is None else (columns <= last) & (columns > last - window)
+            own, prompt = torch.where(visible, zero, lowest_of(dtype))[:, None].repeat_interleave(heads, dim=0), None
+            if window or width > self.shortest_prompt:
+                behind = self.column[:width] - width                             # column -1: the end of the prompt
+                visible = behind >= -self.prompt_length[:, None]
+                visible = visible if window is None else visible & (behind > last - window)
+                prompt = torch.where(visible, zero, lowest_of(dtype))[:, None].repeat_interleave(heads, dim=0)
+            self.known_masks[heads, width, window] = prompt, own
+        return self.known_masks[heads, width, window]
 
     def write_positions(self, heads: int) -> Tensor:
         """(R * K,) where the last tokens' keys go, in keys (R, K, C, D) flattened to (R * K * C, D)."""
         if heads not in self.positions:
-            rows = torch.arange(len(self.count) * heads, device=self.count.device).view(-1, heads)
-            self.positions[heads] = (rows * self.layers[0].keys.shape[2] + self.count[:, None] - 1).flatten()
+            first = self.before_row[: len(self.count) * heads].view(-1, heads)
+            self.positions[heads] = (first + self.count[:, None]).flatten()
         return self.positions[heads]
 
     def attend(self, module, query, key, value, *, window, softcap, scaling, sinks) -> Tensor:
@@ -189,48 +201,63 @@ class PrefixCache:
             layer.keys.view(-1, key.shape[-1]).index_copy_(0, at, key.reshape(-1, key.shape[-1]))
             layer.values.view(-1, value.shape[-1]).index_copy_(0, at, value.reshape(-1, value.shape[-1]))
         query = query.unflatten(1, (heads, -1))[:, :, :, 0]                      # (R, K, H / K, D)
-        mask = self.mask(layer, window, query.dtype)
         keys, values = (part[:, :, : self.columns] for part in (layer.keys, layer.values))
+        masks = self.masks(heads, layer.prompt_keys.shape[2], window, query.dtype)
+        options = Options(None, softcap, scaling)
         if query.dtype in (torch.bfloat16, torch.float16):
-            output = self.in_halves(query, layer, keys, values, mask, sinks, Options(None, softcap, scaling))
-            return output.flatten(1, 2)[:, None]
-        prompt = self.from_grid(self.to_grid(query) @ layer.prompt_keys.mT)      # (R, K, H / K, Tp)
-        scores = torch.cat([prompt, query @ keys.mT], dim=-1).mul_(scaling)      # (R, K, H / K, Tp + columns)
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores += mask
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.view(1, heads, -1, 1).expand(len(scores), -1, -1, -1)], dim=-1)
-        probs, width = scores.softmax(dim=-1), prompt.shape[-1]
-        output = self.from_grid(self.to_grid(probs[..., :width]) @ layer.prompt_values)
-        output = output + probs[..., width : width + self.columns] @ values
+            output = self.in_halves(query, layer, keys, values, masks, sinks, options)
+        else:
+            output = self.in_one_softmax(query, layer, keys, values, masks, sinks, options)
         return output.flatten(1, 2)[:, None]
 
-    def in_halves(self, query, layer: LayerCache, keys, values, mask, sinks, options: Options) -> Tensor:
+    def in_one_softmax(self, query, layer: LayerCache, keys, values, masks, sinks, options: Options) -> Tensor:
+        """query (R, K, r, D), keys and values (R, K, columns, D), masks as from self.masks -> (R, K, r, D)."""
+        shape, (prompt_mask, own_mask) = query.shape, masks
+        query, keys, values, prompt_keys, prompt_values = (
+            part.flatten(0, 1) for part in (query * options.scaling, keys, values, layer.prompt_keys, layer.prompt_values)
+        )
+        prompt = self.from_grid(self.to_grid(query, shape[1]).bmm(prompt_keys.mT), shape[1])     # (R * K, r, Tp)
+        if options.softcap:
+            own = torch.tanh(query.bmm(keys.mT) / options.softcap) * options.softcap + own_mask  # (R * K, r, columns)
+            prompt = torch.tanh(prompt / options.softcap) * options.softcap
+        else:
+            own = torch.baddbmm(own_mask, query, keys.mT)
+        parts = [prompt if prompt_mask is None else prompt + prompt_mask, own]
+        if sinks is not None:
+            parts.append(sinks.view(1, shape[1], -1, 1).expand(shape[0], -1, -1, -1).flatten(0, 1))
+        probs, width = torch.cat(parts, dim=-1).softmax(dim=-1), prompt.shape[-1]
+        output = self.from_grid(self.to_grid(probs[..., :width], shape[1]).bmm(prompt_values), shape[1])
+        return torch.baddbmm(output, probs[..., width : width + self.columns], values).unflatten(0, shape[:2])
+
+    def in_halves(self, query, layer: LayerCache, keys, values, masks, sinks, options: Options) -> Tensor:
         """The same in 16 bits: with the trainer's kernels, one half at a time, so that both round alike."""
-        heads, width = query.shape[1], layer.prompt_keys.shape[2]
-        kernel = choose_kernel(query.device.type, query.dtype, (keys.shape[-1], values.shape[-1]), True, options.softcap is not None)
+        heads, sizes = query.shape[1], (keys.shape[-1], values.shape[-1])
 
-        def half(q, k, v, mask):                          # (n, K, r, D), (n, K, m, D) twice, (n, 1 or K, 1 or r, m)
-            mask = mask.expand(-1, heads, -1, -1)
-            q, k, v, mask = (part.flatten(0, 1)[:, None] for part in (q, k, v, mask))
-            return (part[:, 0].unflatten(0, (-1, heads)) for part in kernel.forward(q, k, v, mask, False, options))
+        def half(q, k, v, mask):                          # q (n * K, r, D), k and v (n, K, m, D), mask (n * K, r, m) or None
+            kernel = choose_kernel(q.device.type, q.dtype, sizes, mask is not None, options.softcap is not None)
+            k, v = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
+            mask = mask if mask is None else mask[:, None]
+            return (part[:, 0] for part in kernel.forward(q[:, None], k, v, mask, False, options))
 
-        over_prompt = mask[..., :width].expand(-1, heads, query.shape[2], -1)
-        prompt, prompt_lse = half(self.to_grid(query), layer.prompt_keys, layer.prompt_values, self.to_grid(over_prompt))
-        own, own_lse = half(query, keys, values, mask[..., width:])
-        output, lse = joined(own, own_lse, self.from_grid(prompt), self.from_grid(prompt_lse[..., None])[..., 0])
+        prompt_mask, own_mask = (part if part is None else part.expand(-1, query.shape[2], -1) for part in masks)
+        if prompt_mask is not None:
+            prompt_mask = self.to_grid(prompt_mask, heads)
+        prompt, prompt_lse = half(self.to_grid(query.flatten(0, 1), heads), layer.prompt_keys, layer.prompt_values, prompt_mask)
+        own, own_lse = half(query.flatten(0, 1), keys, values, own_mask)
+        prompt, prompt_lse = self.from_grid(prompt, heads), self.from_grid(prompt_lse[..., None], heads)[..., 0]
+        output, lse = (part.unflatten(0, (-1, heads)) for part in joined(own, own_lse, prompt, prompt_lse))
         return output if sinks is None else with_sinks(output, lse, sinks.view(heads, -1))[0]
 
-    def to_grid(self, x: Tensor) -> Tensor:
-        """(R, K, r, n) -> (P, K, S * r, n): the rows of a prompt as one matrix."""
-        x = (x if self.grid is None else x[self.grid.flatten()]).unflatten(0, self.grid_shape)
-        return x.transpose(1, 2).flatten(2, 3)
+    def to_grid(self, x: Tensor, heads: int) -> Tensor:
+        """(R * K, r, n) -> (P * K, S * r, n): the rows of a prompt as one matrix."""
+        x = x.unflatten(0, (-1, heads))
+        x = (x if self.grid is None else x[self.grid]).unflatten(0, self.grid_shape)
+        return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
-    def from_grid(self, x: Tensor) -> Tensor:
-        """The way back."""
-        x = x.unflatten(2, (self.grid_shape[1], -1)).transpose(1, 2).flatten(0, 1)
-        return x if self.grid is None else x[self.slot]
+    def from_grid(self, x: Tensor, heads: int) -> Tensor:
+        """(P * K, S * r, n) -> (R * K, r, n): the way back."""
+        x = x.unflatten(1, (self.grid_shape[1], -1)).unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
+        return (x if self.grid is None else x[self.slot]).flatten(0, 1)
 
 
 class PlainCache:

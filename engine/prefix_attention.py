@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 NAME = "prefix_attention"
@@ -117,7 +118,6 @@ class FlashOnCUDA:
 
     @staticmethod
     def forward(q, k, v, mask, causal: bool, options: Options):
-        assert mask is None
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=options.scaling)
         return output, lse
 
@@ -128,6 +128,27 @@ class FlashOnCUDA:
         of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
             scale=options.scaling,
+        )
+        return of_q, of_k.sum(dim=1, keepdim=True), of_v.sum(dim=1, keepdim=True)
+
+
+class EfficientOnCUDA:
+    """torch's memory-efficient attention for CUDA, also in float32. Written after torch's sources; has never run on a GPU."""
+
+    @staticmethod
+    def forward(q, k, v, mask, causal: bool, options: Options):
+        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=options.scaling
+        )
+        return output, lse[:, :, : q.shape[2]]            # rounded up to a multiple of 32
+
+    @staticmethod
+    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
+        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
+        lse, unused = pad(lse, (0, -lse.shape[2] % 32)), torch.zeros((), dtype=torch.int64, device=q.device)
+        of_q, of_k, of_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, output, lse, unused, unused, 0.0, [True, True, True, False], causal, scale=options.scaling
         )
         return of_q, of_k.sum(dim=1, keepdim=True), of_v.sum(dim=1, keepdim=True)
 
@@ -201,32 +222,43 @@ def folded_transposed(left: Tensor, right: Tensor) -> Tensor:
 
 
 def choose_kernel(device: str, dtype: torch.dtype, head_sizes: tuple[int, int], masked: bool, softcap: bool):
-    """The kernel for a block: by device type, numbers, sizes of a key's and a value's head, window or padding, soft cap."""
+    """The kernel for a block: by device type, numbers, sizes of a key's and a value's head, window or padding, soft cap.
+
+    Sinks need no kernel of their own: they are joined to the result.
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
     if softcap or head_sizes[0] != head_sizes[1]:
         return Chunked
     if device == "cpu":
         return FlashOnCPU
-    half = dtype in (torch.float16, torch.bfloat16)
-    return FlashOnCUDA if device == "cuda" and half and head_sizes[0] <= 256 and not masked else Chunked
+    if device == "cuda" and not masked and (half or dtype == torch.float32):
+        return FlashOnCUDA if half and head_sizes[0] <= 256 else EfficientOnCUDA
+    return Chunked
 
 
 # ---- the attention of a pass -----------------------------------------------------------------------------------------
 
 
-def pieces(block: Block, window: int | None) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, keys, mask or None) of a block; with a window as chunks of queries, and only the keys that they may see."""
-    queries, keys = block.queries.shape[1], block.keys.shape[1]
-    if not block.padded_keys and (window is None or block.longest_distance < window):
-        yield slice(0, queries), slice(0, keys), None
+def kernel_calls(block: Block, q: Tensor, v: Tensor, options: Options) -> Iterator[tuple]:
+    """(kernel, queries, keys, mask, causal) of the calls that a block takes, for rows q (K * b, R, n, D) and v (K * b, 1, m, D).
+
+    One call, or with a window one for each chunk of queries, over the keys that they may see.
+    """
+    window, queries, keys = options.window, q.shape[2], v.shape[2]
+    masked = block.padded_keys or (window is not None and block.longest_distance >= window)
+    kernel = choose_kernel(q.device.type, q.dtype, (q.shape[-1], v.shape[-1]), masked, options.softcap is not None)
+    if not masked:
+        yield kernel, slice(0, queries), slice(0, keys), None, block.causal
         return
-    for at in range(0, queries, QUERIES_PER_CHUNK):
-        end = min(at + QUERIES_PER_CHUNK, queries)
+    for start in range(0, queries, QUERIES_PER_CHUNK):
+        end = min(start + QUERIES_PER_CHUNK, queries)
         if block.causal:
-            seen = slice(max(0, at - window + 1), end)
-        else:                                             # right-aligned: the end of a prompt is the last column
-            seen = slice(max(0, keys - window + 1) if window else 0, keys)
-        visible = attends_to(block.query_positions[:, at:end], block.key_positions[:, seen], window)
-        yield slice(at, end), seen, visible
+            seen = slice(max(0, start - window + 1), end)
+        else:                                             # right-aligned: the last column is the end of a prompt
+            seen = slice(max(0, keys - max(1, window - 1)) if window else 0, keys)
+        visible = attends_to(block.query_positions[:, start:end], block.key_positions[:, seen], window)
+        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, lowest_of(q.dtype))
+        yield kernel, slice(start, end), seen, mask.repeat(len(q) // len(mask), 1, 1)[:, None], False
 
 
 class PrefixAttention(torch.autograd.Function):
@@ -309,61 +341,41 @@ def half_forward(blocks: list[Block], slots: Tensor, q, k, v, options: Options) 
     for block in blocks:
         rows_q = as_queries(q, block.queries)                                    # (K * b, R, n, D)
         rows_k, rows_v = (rows_of(part, block.keys)[:, None] for part in (k, v))                 # (K * b, 1, m, D)
-        parts = []
-        for at, seen, visible in pieces(block, options.window):
-            kernel = choose_kernel(
-                q.device.type, q.dtype, (k.shape[-1], v.shape[-1]), visible is not None, options.softcap is not None
-            )
-            mask = as_mask(visible, rows_q)
-            causal = block.causal and mask is None
-            parts.append(kernel.forward(rows_q[:, :, at], rows_k[:, :, seen], rows_v[:, :, seen], mask, causal, options))
+        parts = [
+            kernel.forward(rows_q[:, :, at], rows_k[:, :, seen], rows_v[:, :, seen], mask, causal, options)
+            for kernel, at, seen, mask, causal in kernel_calls(block, rows_q, rows_v, options)
+        ]
         output, lse = (torch.cat(part, dim=2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-        outputs.append(output.transpose(1, 2).unflatten(0, (len(k), -1)).flatten(1, 2))          # (K, b * n, R, D)
-        totals.append(lse.transpose(1, 2).unflatten(0, (len(k), -1)).flatten(1, 2))
+        outputs.append(by_token(output.transpose(1, 2), len(k)))
+        totals.append(by_token(lse.transpose(1, 2), len(k)))
     return picked(outputs, slots, 0.0), picked(totals, slots, -torch.inf)
 
 
 def half_backward(blocks, query_slots, key_slots, grad, q, k, v, output, lse, options: Options):
     """Gradients of q (K, L, R, D), k and v (K, L, D) through one half of the attention."""
-    of_queries, of_keys, of_values = [], [], []
+    gradients: list[list[Tensor]] = [[], [], []]
     for block in blocks:
         rows_grad, rows_q, rows_output = (as_queries(part, block.queries) for part in (grad, q, output))
         rows_k, rows_v = (rows_of(part, block.keys)[:, None] for part in (k, v))
         padding = (block.query_positions < 0).repeat(len(k), 1)[:, None]         # (K * b, 1, n)
         # Padding repeats a token, and must not count twice: exp(score - inf) = 0.
         rows_lse = rows_of(lse, block.queries).transpose(1, 2).masked_fill(padding, torch.inf)
-        of_q = torch.empty_like(rows_q)
-        of_k, of_v = None, None
-        for at, seen, visible in pieces(block, options.window):
-            kernel = choose_kernel(
-                q.device.type, q.dtype, (k.shape[-1], v.shape[-1]), visible is not None, options.softcap is not None
-            )
-            mask = as_mask(visible, rows_q)
-            causal = block.causal and mask is None
-            part_q, part_k, part_v = kernel.backward(
+        of_q, of_k, of_v = torch.empty_like(rows_q), torch.zeros_like(rows_k), torch.zeros_like(rows_v)
+        for kernel, at, seen, mask, causal in kernel_calls(block, rows_q, rows_v, options):
+            of_q[:, :, at], part_k, part_v = kernel.backward(
                 rows_grad[:, :, at], rows_q[:, :, at], rows_k[:, :, seen], rows_v[:, :, seen], rows_output[:, :, at],
                 rows_lse[:, :, at].contiguous(), mask, causal, options,
             )
-            if mask is None:
-                of_q, of_k, of_v = part_q, part_k, part_v
-                break
-            of_k = torch.zeros_like(rows_k) if of_k is None else of_k
-            of_v = torch.zeros_like(rows_v) if of_v is None else of_v
-            of_q[:, :, at] = part_q
             of_k[:, :, seen] += part_k
             of_v[:, :, seen] += part_v
-        of_queries.append(of_q.transpose(1, 2).unflatten(0, (len(k), -1)).flatten(1, 2))
-        of_keys.append(of_k[:, 0].unflatten(0, (len(k), -1)).flatten(1, 2))
-        of_values.append(of_v[:, 0].unflatten(0, (len(k), -1)).flatten(1, 2))
-    return picked(of_queries, query_slots, 0.0), picked(of_keys, key_slots, 0.0), picked(of_values, key_slots, 0.0)
+        for found, part in zip(gradients, (of_q.transpose(1, 2), of_k[:, 0], of_v[:, 0]), strict=True):
+            found.append(by_token(part, len(k)))
+    return [picked(found, at, 0.0) for found, at in zip(gradients, (query_slots, key_slots, key_slots), strict=True)]
 
 
-def as_mask(visible: Tensor | None, rows: Tensor) -> Tensor | None:
-    """visible (b, n, m) bool -> numbers to add to scores, (K * b, 1, n, m), for rows (K * b, R, n, D)."""
-    if visible is None:
-        return None
-    mask = torch.zeros(visible.shape, dtype=rows.dtype, device=rows.device).masked_fill_(~visible, lowest_of(rows.dtype))
-    return mask.repeat(len(rows) // len(mask), 1, 1)[:, None]
+def by_token(rows: Tensor, key_heads: int) -> Tensor:
+    """(K * b, n, ...) -> (K, b * n, ...)."""
+    return rows.unflatten(0, (key_heads, -1)).flatten(1, 2)
 
 
 def picked(parts: list[Tensor], slots: Tensor, nowhere: float) -> Tensor:

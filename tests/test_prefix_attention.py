@@ -11,7 +11,7 @@ import logprobs
 from config import GRPOConfig
 from engine import prefix_attention
 from engine.packing import make_layout, pack_rows
-from engine.prefix_attention import Chunked, FlashOnCPU, FlashOnCUDA, Options, choose_kernel
+from engine.prefix_attention import Chunked, EfficientOnCUDA, FlashOnCPU, FlashOnCUDA, Options, choose_kernel
 from logprobs import completion_log_probs
 from model import recompute_activations
 from sample import Rollout, left_pad, sample_completions_for_prompts
@@ -92,8 +92,8 @@ def test_the_kernel_is_chosen_from_a_table():
             expected = Chunked
         elif device == "cpu":
             expected = FlashOnCPU
-        elif device == "cuda" and half and sizes != (512, 512) and not masked:
-            expected = FlashOnCUDA
+        elif device == "cuda" and dtype != torch.float64 and not masked:
+            expected = FlashOnCUDA if half and sizes != (512, 512) else EfficientOnCUDA
         else:
             expected = Chunked
         assert choose_kernel(device, dtype, sizes, masked, softcap) is expected, (device, dtype, sizes, masked, softcap)
@@ -116,7 +116,7 @@ def test_what_would_run_on_cuda_has_the_right_arguments_and_shapes(window, dtype
     gradients = torch.autograd.grad(output.sum(), leaves)
     assert output.shape == (1, 95, 4, 64) and output.dtype == dtype
     assert [part.shape for part in gradients] == [part.shape for part in leaves]
-    assert (FlashOnCUDA in used) == (dtype == torch.bfloat16)
+    assert (FlashOnCUDA if dtype == torch.bfloat16 else EfficientOnCUDA) in used
 
 
 def test_the_backward_pass_is_the_same_each_time_with_two_threads():
