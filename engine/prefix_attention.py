@@ -16,17 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from engine import attention_kernels
+from engine.attention_kernels import Options, choose_kernel, joined, lowest_of, with_sinks
+
 NAME = "prefix_attention"
-QUERIES_PER_CHUNK = 256         # where a window or a soft cap needs scores or masks of a chunk of queries
-SCORES_PER_CHUNK = 2**21        # scores of a chunk of rows and queries: 8 megabytes in float32
 
 
 # ---- where tokens lie ------------------------------------------------------------------------------------------------
@@ -83,175 +82,22 @@ def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | Non
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
-# ---- kernels: (q (B, R, n, D), k and v (B, 1, m, D)) -> output (B, R, n, D), log-sum-exp (B, R, n) ------------------------
-
-
-class Options(NamedTuple):
-    """What a layer asks of its attention."""
-
-    window: int | None          # a query sees less than so many positions back
-    softcap: float | None       # scores become softcap * tanh(scores / softcap)
-    scaling: float
-
-
-class FlashOnCPU:
-    """torch's flash attention for CPUs. Reads a key head for each of its query heads without a copy (stride 0)."""
-
-    @staticmethod
-    def forward(q, k, v, mask, causal: bool, options: Options):
-        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=options.scaling
-        )
-
-    @staticmethod
-    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
-        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
-        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, output, lse, 0.0, causal, attn_mask=mask, scale=options.scaling
-        )
-        return of_q, of_k.sum(dim=1, keepdim=True), of_v.sum(dim=1, keepdim=True)
-
-
-class FlashOnCUDA:
-    """torch's flash attention for 16-bit numbers on CUDA. Written after torch's sources; has never run on a GPU."""
-
-    @staticmethod
-    def forward(q, k, v, mask, causal: bool, options: Options):
-        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=options.scaling)
-        return output, lse
-
-    @staticmethod
-    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
-        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)             # random state: there is no dropout
-        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
-            scale=options.scaling,
-        )
-        return of_q, of_k.sum(dim=1, keepdim=True), of_v.sum(dim=1, keepdim=True)
-
-
-class EfficientOnCUDA:
-    """torch's memory-efficient attention for CUDA, also in float32. Written after torch's sources; has never run on a GPU."""
-
-    @staticmethod
-    def forward(q, k, v, mask, causal: bool, options: Options):
-        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
-        output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=options.scaling
-        )
-        return output, lse[:, :, : q.shape[2]]            # rounded up to a multiple of 32
-
-    @staticmethod
-    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
-        k, v = (part.expand(-1, q.shape[1], -1, -1) for part in (k, v))
-        lse, unused = pad(lse, (0, -lse.shape[2] % 32)), torch.zeros((), dtype=torch.int64, device=q.device)
-        of_q, of_k, of_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, output, lse, unused, unused, 0.0, [True, True, True, False], causal, scale=options.scaling
-        )
-        return of_q, of_k.sum(dim=1, keepdim=True), of_v.sum(dim=1, keepdim=True)
-
-
-class Chunked:
-    """Matrix products and a softmax in float32, a chunk of rows and queries at a time. For every device and every option.
-
-    The query heads of a key head are folded into the queries, so keys are read once for all of them.
-    """
-
-    @staticmethod
-    def forward(q, k, v, mask, causal: bool, options: Options):
-        output = q.new_empty(*q.shape[:3], v.shape[-1])
-        lse = torch.empty(q.shape[:3], dtype=torch.float32 if q.dtype != torch.float64 else q.dtype, device=q.device)
-        for rows, at, seen in chunks(q, k, causal):
-            scores, _ = masked_scores(q, k, mask, causal, options, rows, at, seen)
-            lse[rows, :, at] = scores.logsumexp(dim=-1)
-            probs = (scores - lse[rows, :, at, None]).exp_()
-            output[rows, :, at] = folded(probs.to(v.dtype), v[rows, :, seen])
-        return output, lse
-
-    @staticmethod
-    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
-        of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros_like(part, dtype=lse.dtype) for part in (k, v))
-        delta = (grad * output).sum(dim=-1, keepdim=True, dtype=lse.dtype)       # (B, R, n, 1)
-        for rows, at, seen in chunks(q, k, causal):
-            scores, slope = masked_scores(q, k, mask, causal, options, rows, at, seen)
-            probs = (scores - lse[rows, :, at, None]).exp_()
-            of_v[rows, :, seen] += folded_transposed(probs.to(grad.dtype), grad[rows, :, at])
-            of_scores = folded(grad[rows, :, at], v[rows, :, seen].mT) - delta[rows, :, at]
-            of_scores = probs * of_scores * options.scaling if slope is None else probs * of_scores * slope * options.scaling
-            of_q[rows, :, at] = folded(of_scores.to(k.dtype), k[rows, :, seen])
-            of_k[rows, :, seen] += folded_transposed(of_scores.to(q.dtype), q[rows, :, at])
-        return of_q, of_k, of_v
-
-
-def chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
-    """(rows, queries, keys) whose scores fit SCORES_PER_CHUNK; of a causal block only keys up to the last query."""
-    (rows, heads, queries, _), keys = q.shape, k.shape[2]
-    length = min(queries, QUERIES_PER_CHUNK, max(1, SCORES_PER_CHUNK // (heads * keys)))
-    count = max(1, SCORES_PER_CHUNK // (heads * keys * length))
-    for row in range(0, rows, count):
-        for at in range(0, queries, length):
-            end = min(at + length, queries)
-            yield slice(row, row + count), slice(at, end), slice(0, end if causal else keys)
-
-
-def masked_scores(q, k, mask, causal: bool, options: Options, rows: slice, at: slice, seen: slice):
-    """Scores (b, R, n, m) of a chunk in at least float32, and the slope of the soft cap, if there is one."""
-    scores = folded(q[rows, :, at], k[rows, :, seen].mT)
-    scores, slope = scores.to(torch.promote_types(scores.dtype, torch.float32)) * options.scaling, None
-    if options.softcap:
-        bent = torch.tanh(scores / options.softcap)
-        scores, slope = bent * options.softcap, 1 - bent**2
-    if mask is not None:
-        scores = scores + mask[rows, :, at, seen]
-    elif causal:
-        number = torch.arange(seen.stop, device=q.device)
-        scores = scores.masked_fill(number[at, None] < number, lowest_of(scores.dtype))
-    return scores, slope
-
-
-def folded(left: Tensor, right: Tensor) -> Tensor:
-    """left (b, R, n, i) @ right (b, 1, i, j) -> (b, R, n, j), as one product for all R."""
-    return (left.flatten(1, 2) @ right[:, 0]).unflatten(1, left.shape[1:3])
-
-
-def folded_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """The sum over R of left (b, R, n, i) transposed @ right (b, R, n, j) -> (b, 1, i, j)."""
-    return (left.flatten(1, 2).mT @ right.flatten(1, 2))[:, None]
-
-
-def choose_kernel(device: str, dtype: torch.dtype, head_sizes: tuple[int, int], masked: bool, softcap: bool):
-    """The kernel for a block: by device type, numbers, sizes of a key's and a value's head, window or padding, soft cap.
-
-    Sinks need no kernel of their own: they are joined to the result.
-    """
-    half = dtype in (torch.float16, torch.bfloat16)
-    if softcap or head_sizes[0] != head_sizes[1]:
-        return Chunked
-    if device == "cpu":
-        return FlashOnCPU
-    if device == "cuda" and not masked and (half or dtype == torch.float32):
-        return FlashOnCUDA if half and head_sizes[0] <= 256 else EfficientOnCUDA
-    return Chunked
-
-
 # ---- the attention of a pass -----------------------------------------------------------------------------------------
 
 
 def kernel_calls(block: Block, q: Tensor, v: Tensor, options: Options) -> Iterator[tuple]:
-    """(kernel, queries, keys, mask, causal) of the calls that a block takes, for rows q (K * b, R, n, D) and v (K * b, 1, m, D).
+    """(kernel, queries, keys, mask, causal) of the calls that a block takes; q (K * b, R, n, D), v (K * b, 1, m, D).
 
     One call, or with a window one for each chunk of queries, over the keys that they may see.
     """
-    window, queries, keys = options.window, q.shape[2], v.shape[2]
+    window, queries, keys, size = options.window, q.shape[2], v.shape[2], attention_kernels.QUERIES_PER_CHUNK
     masked = block.padded_keys or (window is not None and block.longest_distance >= window)
     kernel = choose_kernel(q.device.type, q.dtype, (q.shape[-1], v.shape[-1]), masked, options.softcap is not None)
     if not masked:
         yield kernel, slice(0, queries), slice(0, keys), None, block.causal
         return
-    for start in range(0, queries, QUERIES_PER_CHUNK):
-        end = min(start + QUERIES_PER_CHUNK, queries)
+    for start in range(0, queries, size):
+        end = min(start + size, queries)
         if block.causal:
             seen = slice(max(0, start - window + 1), end)
         else:                                             # right-aligned: the last column is the end of a prompt
@@ -304,25 +150,6 @@ class PrefixAttention(torch.autograd.Function):
 def by_key_head(query: Tensor, key_heads: int) -> Tensor:
     """(1, H, L, D) -> (K, L, R, D), a view."""
     return query[0].unflatten(0, (key_heads, -1)).transpose(1, 2)
-
-
-def joined(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax over two sets of keys from a softmax over each: outputs (K, L, R, D), log-sum-exps (K, L, R)."""
-    both = torch.stack([lse, other_lse])
-    total = both.logsumexp(dim=0)
-    first, second = (both - total).exp_()[..., None]
-    return (output * first + other * second).to(output.dtype), total
-
-
-def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Join a key of score `sinks` and value 0 to the others: output (..., D), lse and sinks (...), broadcast."""
-    total = torch.stack(torch.broadcast_tensors(lse, sinks.to(lse.dtype))).logsumexp(dim=0)
-    return (output * (lse - total).exp_()[..., None]).to(output.dtype), total
-
-
-def lowest_of(dtype: torch.dtype) -> float:
-    """The score of a masked key: finite, so a query that sees no key of a block gets weight 0 there, not NaN."""
-    return max(-1e30, torch.finfo(dtype).min)
 
 
 def rows_of(x: Tensor, index: Tensor) -> Tensor:
@@ -382,6 +209,77 @@ def picked(parts: list[Tensor], slots: Tensor, nowhere: float) -> Tensor:
     """Blocks (K, b * n, ...) one after the other -> (K, L, ...), for each token what lies at its slot."""
     end = parts[0].new_full((parts[0].shape[0], 1, *parts[0].shape[2:]), nowhere)
     return torch.cat([*parts, end], dim=1)[:, slots]
+
+
+# ---- the attention of a new token ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Siblings:
+    """Which of R rows belong to the same of P prompts: the rows of a prompt as one matrix, so its keys are read once."""
+
+    rows: Tensor                # (P, S) rows of each prompt; what is not used is row 0
+    slots: Tensor               # (R,) where each row lies in that table
+    in_order: bool              # the table is 0, 1, 2, ...: views do
+
+    def together(self, x: Tensor, heads: int) -> Tensor:
+        """(R * K, r, n) -> (P * K, S * r, n)."""
+        x = x.unflatten(0, (-1, heads))
+        x = (x if self.in_order else x[self.rows.flatten()]).unflatten(0, self.rows.shape)
+        return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+    def apart(self, x: Tensor, heads: int) -> Tensor:
+        """(P * K, S * r, n) -> (R * K, r, n)."""
+        x = x.unflatten(1, (self.rows.shape[1], -1)).unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
+        return (x if self.in_order else x[self.slots]).flatten(0, 1)
+
+
+def decode_in_one_softmax(
+    query, keys, values, prompt_keys, prompt_values, prompt_mask, own_mask, sinks, siblings: Siblings, options: Options
+) -> Tensor:
+    """The attention of one new token a row to [its prompt | its own columns].
+
+    query   (R * K, r, D): r query heads for each key head of each row; returns the same
+    keys    (R * K, C, D) of the rows, prompt_keys (P * K, Tp, D), and values
+    masks   (R * K, 1, C) and (R * K, 1, Tp) or None, to be added to the scores
+    sinks   (H,) or None
+    """
+    heads, query = len(prompt_keys) // len(siblings.rows), query * options.scaling
+    prompt = siblings.apart(siblings.together(query, heads).bmm(prompt_keys.mT), heads)          # (R * K, r, Tp)
+    if options.softcap:
+        own = torch.tanh(query.bmm(keys.mT) / options.softcap) * options.softcap + own_mask      # (R * K, r, C)
+        prompt = torch.tanh(prompt / options.softcap) * options.softcap
+    else:
+        own = torch.baddbmm(own_mask, query, keys.mT)
+    parts = [prompt if prompt_mask is None else prompt + prompt_mask, own]
+    if sinks is not None:
+        parts.append(sinks.view(heads, -1, 1).repeat(len(query) // heads, 1, 1))
+    probs, width = torch.cat(parts, dim=-1).softmax(dim=-1), prompt.shape[-1]
+    output = siblings.apart(siblings.together(probs[..., :width], heads).bmm(prompt_values), heads)
+    return torch.baddbmm(output, probs[..., width : width + keys.shape[1]], values)
+
+
+def decode_in_halves(
+    query, keys, values, prompt_keys, prompt_values, prompt_mask, own_mask, sinks, siblings: Siblings, options: Options
+) -> Tensor:
+    """The same for 16-bit numbers: with the kernels of a pass, one half at a time, so that sampler and trainer round alike."""
+    heads, sizes = len(prompt_keys) // len(siblings.rows), (keys.shape[-1], values.shape[-1])
+
+    def half(q, k, v, mask):                              # q (n, r, D), k and v (n, m, D), mask (n, r, m) or None
+        kernel = choose_kernel(q.device.type, q.dtype, sizes, mask is not None, options.softcap is not None)
+        mask = mask if mask is None else mask[:, None]
+        return (part[:, 0] for part in kernel.forward(q[:, None], k[:, None], v[:, None], mask, False, options))
+
+    prompt_mask, own_mask = (part if part is None else part.expand(-1, query.shape[1], -1) for part in (prompt_mask, own_mask))
+    if prompt_mask is not None:
+        prompt_mask = siblings.together(prompt_mask, heads)
+    prompt, prompt_lse = half(siblings.together(query, heads), prompt_keys, prompt_values, prompt_mask)
+    prompt, prompt_lse = siblings.apart(prompt, heads), siblings.apart(prompt_lse[..., None], heads)[..., 0]
+    output, lse = joined(*half(query, keys, values, own_mask), prompt, prompt_lse)
+    return output if sinks is None else with_sinks(output, lse, sinks.view(heads, -1).repeat(len(query) // heads, 1))[0]
+
+
+# ---- what transformers calls -------------------------------------------------------------------------------------------
 
 
 def prefix_attention(

@@ -9,9 +9,9 @@ from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS
 
 import logprobs
 from config import GRPOConfig
-from engine import prefix_attention
+from engine import attention_kernels, prefix_attention
+from engine.attention_kernels import Chunked, EfficientOnCUDA, FlashOnCPU, FlashOnCUDA, Options, choose_kernel
 from engine.packing import make_layout, pack_rows
-from engine.prefix_attention import Chunked, EfficientOnCUDA, FlashOnCPU, FlashOnCUDA, Options, choose_kernel
 from logprobs import completion_log_probs
 from model import recompute_activations
 from sample import Rollout, left_pad, sample_completions_for_prompts
@@ -61,8 +61,8 @@ def dense(query, key, value, sinks, visible, positions, options):
 @pytest.mark.parametrize("heads,key_heads", [(4, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("chunk", [256, 5])
 def test_values_and_gradients_are_those_of_dense_attention(window, softcap, sinks, head_sizes, heads, key_heads, chunk, monkeypatch):
-    monkeypatch.setattr(prefix_attention, "QUERIES_PER_CHUNK", chunk)
-    monkeypatch.setattr(prefix_attention, "SCORES_PER_CHUNK", 2**21 if chunk == 256 else 200)
+    monkeypatch.setattr(attention_kernels, "QUERIES_PER_CHUNK", chunk)
+    monkeypatch.setattr(attention_kernels, "SCORES_PER_CHUNK", 2**21 if chunk == 256 else 200)
     positions, layout, visible = layout_by_hand()
     draws = torch.Generator().manual_seed(0)
 
