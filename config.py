@@ -345,8 +345,8 @@ class TrainingConfig(Section):
     adam_8bit: bool = flag(False, "keep AdamW's state in 8 bits, by torchao: two bytes a parameter, not eight")
     max_grad_norm: float = flag(1.0, "longer gradients are cut to this length")
     max_skipped_steps: int = flag(3, "stop after so many steps in a row whose loss or gradient was not finite")
-    max_tokens_per_forward: int = flag(0, "tokens of a pass of the model: lower it when memory runs out, the gradient stays the "
-                                       "same; 0: 2048 on a CPU, 8192 elsewhere")
+    max_tokens_per_forward: int = flag(0, "tokens of a pass: lower it when memory runs out, the gradient stays the same; "
+                                       "0: 2048 on a CPU, 8192 elsewhere")
     shared_prompt: Literal["auto", "never"] = flag("auto", "forward each prompt once for all of its completions; never: "
                                                    "forward every completion with a prompt of its own")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third more time")

@@ -3,16 +3,15 @@ Log-probabilities of completions under a model: what the policy, the reference a
 tokens that were sampled before.
 
 Two ideas live here. A group shares one prompt, so the prompt is forwarded once with its G completions packed behind it
-(packing.py). And the vocabulary is large, so the head runs on a few tokens at a time, again in the backward pass: no
+(engine/packing.py). And the vocabulary is large, so the head runs on a few tokens at a time, again in the backward pass: no
 (tokens, V) tensor outlives a chunk.
 
 Left out on purpose: models whose layers carry state from token to token cannot be packed; the start-up check finds that,
 and shared_prompt=False forwards ordinary rows.
-Shapes: B rows of T completion tokens, K packs of L tokens, N completion tokens in all, H hidden size, V vocabulary.
+Shapes: B rows of T completion tokens, N completion tokens in all, H hidden size, V vocabulary.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -23,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, pad
 
 from devices import bucket, cut_graph, eager_device, forward_pass
-from model import logits_of, product, scaled
 from engine.packing import pack_rows
-from engine.prefix_attention import check_layers, use_prefix_attention
+from engine.prefix_attention import forward_packed
+from model import logits_of, product, scaled
 
 LOGITS_AT_ONCE = 2**22          # tokens * V: 16 megabytes in float32
 TOKENS_AT_ONCE = 64             # but no fewer tokens: every chunk goes through the whole head four times
@@ -85,9 +84,8 @@ def completion_log_probs(
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
     batch = pack_rows(rollout, rows, shared_prompt, device)
+    ids, positions, padding_mask = (part.to(device) for part in (batch.ids, batch.positions, batch.mask))
     layout = batch.layout.to(device) if shared_prompt else None
-    inputs = dict(input_ids=batch.ids.to(device), position_ids=batch.positions.to(device), use_cache=False)
-    inputs |= dict(token_layout=layout) if shared_prompt else dict(attention_mask=batch.mask.to(device))
     mask = rollout.completion_mask[rows]                                         # (b, T)
     chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]                # (N,)
     missing = (0, bucket(len(chosen), device) - len(chosen))                     # tokens that nobody asks for: no gradient
@@ -95,12 +93,10 @@ def completion_log_probs(
 
     def hidden_states(model):
         # Siblings' first tokens come from one place. An index's backward pass would add up there in any order of the threads.
-        with use_prefix_attention(model) if shared_prompt else nullcontext():
-            hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
-        if shared_prompt:
-            check_layers(model, layout)
-            layout.layers.clear()                         # a reference that is forwarded next has layers of its own
-        return embedding(predictor, hidden)                                      # (N, H)
+        hidden = forward_packed(model, ids, positions, layout) if shared_prompt else model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=padding_mask, use_cache=False
+        ).last_hidden_state
+        return embedding(predictor, hidden.flatten(0, 1))                        # (N, H)
 
     reference_hidden = None
     if reference is not None:

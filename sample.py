@@ -1,12 +1,12 @@
 """
 Sampling: prompts in, groups of completions out, each token with the log-probability it was drawn with.
 
-A prompt is forwarded once and its keys and values shared by the G siblings (cache.py). A token is drawn by inverting the
+A prompt is forwarded once and its keys and values shared by the G siblings (engine/cache.py). A token is drawn by inverting the
 cumulative distribution at one uniform number, and every completion has a stream of such numbers of its own, derived from
 the seed and its prompt: it comes out the same alone, in a batch, after others have finished, or from a queue.
 
-Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with siblings adjacent, T completion tokens; n slots,
-each with the completion that owns it. Completion number B does not exist: what is drawn for nobody goes there.
+Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with siblings adjacent, T completion tokens.
+Completion number B does not exist: what is drawn for rows of padding, and for completions that have ended, goes there.
 """
 
 import hashlib
@@ -120,7 +120,7 @@ def sample_completions_for_prompts(
 
 
 class SamplingState:
-    """What has been drawn so far, and how to draw more. Tensors have more entries than there are completions: for nobody."""
+    """What has been drawn so far, and how to draw more. Tensors have more entries than there are completions: dummy_row."""
 
     def __init__(self, uniforms: np.ndarray, stops: list[int], pad_id: int, policy: dict, device, talks=None, watch=None):
         self.dummy_row, limit = uniforms.shape
@@ -150,7 +150,7 @@ class SamplingState:
         self.stopped[owners] = own & (tokens[:, None] == self.stops).any(dim=1)
 
     def rows(self, owners: list[int]) -> Tensor:
-        """The index of some completions, on the device, filled up with nobody to a size that XLA may have compiled before."""
+        """The index of some completions, on the device, filled up with dummy_row to a size that XLA has compiled before."""
         missing = bucket(len(owners), self.ids.device) - len(owners)
         return torch.tensor(owners + [self.dummy_row] * missing).to(self.ids.device)
 
@@ -316,7 +316,7 @@ def left_pad(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """0, 1, 2, ... over the True entries of each row; padding gets 0, and nobody looks at it."""
+    """0, 1, 2, ... over the True entries of each row; padding gets 0, and nothing attends to it."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 

@@ -1,11 +1,11 @@
 """
-Sharing a prompt against plain rows, in training and in sampling, over a grid of prompt length, completion length and group size.
+Sharing a prompt against plain rows, in training and in sampling, over prompt lengths, completion lengths and group sizes.
 
     python bench/grid.py                              prints a table of ratios, above 1 where sharing is faster
     python bench/grid.py --against FOLDER             beside plain rows also what another checkout of this project does
 
-A Gemma 3 of two layers, one thread. Each system is a process of its own that stays; they take turns on every point of the grid, and
-a ratio is a median over the turns with its range.
+A Gemma 3 of two layers, one thread. Each system is a process of its own that stays; they take turns on every point of the
+grid, and a ratio is a median over the turns with its range.
 """
 
 import argparse

@@ -3,9 +3,9 @@ The demonstration as a race: GRPO of this project and of TRL from the same cold 
 
     python bench/race.py --pairs 3
 
-Times `python train.py --use_grpo` whole, then takes its checkpoint from the end of the cold start and goes on from there for 60 steps in
-each system, in fresh processes that alternate. TRL has the settings of the demo profile and runs in its own environment
-(requirements-trl-1.10.txt). Both results are measured by this project on the same 256 held-out sums.
+Times `python train.py --use_grpo` whole, then takes its checkpoint from the end of the cold start and goes on from there for
+60 steps in each system, in fresh processes that alternate. TRL has the settings of the demo profile and runs in its own
+environment (requirements-trl-1.10.txt). Both results are measured by this project on the same 256 held-out sums.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def with_trl(folder: Path, seed: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     class Clock(TrainerCallback):
-        seconds: list = []
+        def __init__(self):
+            self.seconds = []
 
         def on_step_begin(self, *args, **kwargs):
             self.began = time.perf_counter()
@@ -71,15 +72,16 @@ def with_trl(folder: Path, seed: int) -> None:
         reward_weights=[1.0, 0.2], gradient_checkpointing=False, bf16=False, use_cpu=True, report_to="none",
         save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=seed,
     )
+    clock = Clock()
     trainer = trl.GRPOTrainer(
         model=model, reward_funcs=[correct, well_formed], args=config, train_dataset=dataset, processing_class=tokenizer,
-        callbacks=[Clock()],
+        callbacks=[clock],
     )
     trainer.train()
     model.save_pretrained(folder / "after_trl")
     tokenizer.save_pretrained(folder / "after_trl")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    print(json.dumps({"step": statistics.median(Clock.seconds[1:]), "peak_gb": peak}))
+    print(json.dumps({"step": statistics.median(clock.seconds[1:]), "peak_gb": peak}))
 
 
 def with_ours(folder: Path, seed: int) -> dict:
@@ -133,8 +135,8 @@ def main() -> None:
         print(f"held out after the cold start and at the end: "
               f"{next(m['eval_accuracy'] for m in metrics if m['phase'] == 'eval' and m['step'] == cold_steps):.3f}, "
               f"{metrics[-1]['eval_accuracy']:.3f}", flush=True)
-        (checkpoint,) = (path for path in (folder / "demo/checkpoints").iterdir() if int(path.name.split("_")[-1]) == cold_steps)
-        checkpoint.rename(folder / "cold")
+        saved = {int(path.name.split("-")[-1]): path for path in (folder / "demo/checkpoints").iterdir()}
+        saved[cold_steps].rename(folder / "cold")
         for split, file in ("train", "train.jsonl"), ("test", "held_out.jsonl"):
             lines = [json.dumps({key: e[key] for key in ("prompt", "answer")}) for e in arithmetic(split, 0)]
             (folder / file).write_text("\n".join(lines) + "\n")

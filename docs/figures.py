@@ -16,6 +16,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
@@ -30,8 +31,9 @@ import rewards  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
+from engine.packing import pack_rows  # noqa: E402
+from engine.prefix_attention import attends_to  # noqa: E402
 from model import load_policy  # noqa: E402
-from packing import Places, may_look, pack_rows  # noqa: E402
 from runs import read_jsonl  # noqa: E402
 
 matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
@@ -109,16 +111,23 @@ def draw_groups() -> None:
 
 
 def draw_pack(rollout) -> None:
-    """Who may look at whom in a pack of one prompt and its three completions, without and with a window of 6 positions."""
-    packs = pack_rows(rollout, torch.arange(3), shared_prompt=True)
-    places = packs.places[0]
-    names = "".join("p" if s == 0 else "abc"[s - 1] for s in places.sibling.tolist())
+    """What attends to what in a pass of one prompt and its three completions, without and with a window of 6 positions.
+
+    The two halves of the attention in two colours: to itself, and to the prompt.
+    """
+    batch = pack_rows(rollout, torch.arange(3), shared_prompt=True)
+    positions, blocks = batch.positions[0], [*batch.layout.own, *batch.layout.prefix]
+    lengths = [int(rollout.prompt_mask[0].sum()), *rollout.completion_mask[:3].sum(dim=1).tolist()]
+    names = "".join(name * length for name, length in zip("pabc", lengths, strict=True))
     figure = Figure(figsize=(7.4, 3.9), layout="constrained")
     for axes, window in zip(figure.subplots(1, 2), (None, 6), strict=True):
-        queries, keys = (Places(*(t.unsqueeze(d) for t in places.tensors)) for d in (1, 0))
-        visible = may_look(queries, keys, window)
-        axes.imshow(visible.numpy(), cmap="Blues", vmin=0, vmax=1.6)
-        labels = [f"{name}\n{position}" for name, position in zip(names, places.position.tolist(), strict=True)]
+        seen = torch.full((len(names), len(names)), torch.nan)
+        for block in blocks:
+            visible = attends_to(block.query_positions, block.key_positions, window)
+            for row, query, key in visible.nonzero().tolist():
+                seen[block.queries[row, query], block.keys[row, key]] = 0.0 if block.causal else 1.0
+        axes.imshow(seen.numpy(), cmap=ListedColormap([BLUE, ORANGE]), vmin=0, vmax=1, alpha=0.7)
+        labels = [f"{name}\n{position}" for name, position in zip(names, positions.tolist(), strict=True)]
         axes.set_xticks(range(len(names)), labels, fontsize=5)
         axes.set_yticks(range(len(names)), names, fontsize=6)
         borders = [i for i in range(1, len(names)) if names[i] != names[i - 1]]

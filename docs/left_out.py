@@ -91,14 +91,17 @@ CASES = {
         "print(float(policy_loss(logp, logp, torch.ones(1), mask, num_tokens=1)[1]['policy_kl']))",
     ),
     "walls": Case(
-        "packing.py", "((key.sibling == query.sibling) | (key.sibling == 0)) & ", "",
+        "engine/packing.py", "prompts, completions, padding, behind, device)\n    mask",
+        "prompts, list(behind), padding, behind, device)\n    mask",
         "largest difference between packed and plain log-probabilities, nat", PACKED_AND_ALONE,
     ),
     "first tokens": Case(
-        "packing.py", "predictor[index, 0] = last_of_prompt", "pass", "the same", PACKED_AND_ALONE,
+        "engine/packing.py", "predictor[index, 0] = start + len(prompt) - 1", "pass", "the same", PACKED_AND_ALONE,
     ),
     "positions": Case(
-        "packing.py", "number, row + 1, len(prompt)))", "number, row + 1, end - k * longest))", "the same", PACKED_AND_ALONE,
+        "engine/packing.py", "torch.arange(len(prompt), len(prompt) + length)",
+        "torch.arange(end - start, end - start + length)",
+        "the same", PACKED_AND_ALONE,
     ),
     "temperature": Case(
         "train.py", "batch, **grpo.policy, shared", "batch, shared",
@@ -139,7 +142,7 @@ print(float(torch.cosine_similarity(found, true, dim=0)))""",
     ),
     "position, not id": Case(
         "sample.py", "mask = torch.arange(int(lengths.max())) < lengths[:, None]",
-        "mask = self.ids.cpu()[: self.nobody, : int(lengths.max())] != self.pad_id",
+        "mask = self.ids.cpu()[: self.dummy_row, : int(lengths.max())] != self.pad_id",
         "share of the stop tokens that are trained on, where pad and EOS are one id",
         SETTING + """
 tokenizer.pad_token = tokenizer.eos_token
@@ -156,6 +159,7 @@ def measured(case: Case, leave_out: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)
+        shutil.copytree(ROOT / "engine", Path(folder) / "engine")
         changed = Path(folder) / case.file
         if leave_out:
             changed.write_text(changed.read_text().replace(case.text, case.without))

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from devices import bucket
 from engine.attention_kernels import Options, lowest_of
 from engine.packing import make_layout
-from engine.prefix_attention import Siblings, check_layers, decode_in_halves, decode_in_one_softmax
+from engine.prefix_attention import Siblings, decode_in_halves, decode_in_one_softmax, forward_packed
 
 COLUMNS_AT_ONCE = 32            # on a CPU or GPU a step looks at a multiple of so many columns, not at all that there are
 
@@ -70,13 +70,6 @@ class PrefixCache:
         self.row_ids: list[int] = []                      # which completion each row holds
         self.seen: list[tuple[Tensor, LayerCache]] = []   # keys of the layers so far in this pass, and where they are kept
 
-    def forward_hidden(self, ids: Tensor, positions: Tensor, layout) -> Tensor:
-        """Forward tokens (rows, n) at their positions. Returns hidden states (rows, n, width)."""
-        self.seen = []
-        return self.model.base_model(
-            input_ids=ids, position_ids=positions, token_layout=layout, use_cache=False
-        ).last_hidden_state
-
     def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
         """Forward prompts, end to end in one row, and keep their keys and values. Returns the last hidden states (n, width).
 
@@ -94,6 +87,7 @@ class PrefixCache:
         column = torch.arange(width) - width + lengths[:, None]
         index = (starts[:, None] + column.clamp(min=0)).to(device)               # (n, Tp), right-aligned
         new: list[LayerCache] = []
+        self.seen = []
 
         def store(keys, values, window):                  # (1, K, L, D)
             if not any(keys is known for known, _ in self.seen):                 # of a layer that shares them
@@ -102,8 +96,7 @@ class PrefixCache:
                 self.seen.append((keys, new[-1]))
 
         layout.store = store
-        hidden = self.forward_hidden(tokens[None].to(device), positions[None].to(device), layout)[0]
-        check_layers(self.model, layout)
+        hidden = forward_packed(self.model, tokens[None].to(device), positions[None].to(device), layout)[0]
         self.layers = [old.joined(layer) for old, layer in zip(self.layers, new, strict=True)] if self.layers else new
         # Prompts of padding, where there are any, have no number.
         self.prompts, self.lengths = self.prompts + numbers + [-1] * unused, self.lengths + lengths.tolist()
@@ -146,9 +139,11 @@ class PrefixCache:
         """Forward the last token of each row: ids (R,), tokens so far count (R,), at most `longest`. Returns (R, width)."""
         rounded = -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
         self.columns = self.capacity if ids.device.type == "xla" else min(self.capacity, rounded)
-        self.count, self.most_tokens, self.known_masks = count, self.longest + longest, {}
+        self.count, self.most_tokens, self.known_masks, self.seen = count, self.longest + longest, {}, []
         positions = self.prompt_length + count - 1
-        return self.forward_hidden(ids[:, None], positions[:, None], self)[:, 0]
+        return self.model.base_model(
+            input_ids=ids[:, None], position_ids=positions[:, None], token_layout=self, use_cache=False
+        ).last_hidden_state[:, 0]
 
     def masks(self, heads: int, width: int, window: int | None, dtype) -> tuple[Tensor | None, Tensor]:
         """What to add to the scores of a prompt's last `width` columns (R * K, 1, width), None if nothing, and of a row's own

@@ -319,6 +319,15 @@ def check_layers(model, layout: TokenLayout) -> None:
     assert found == Counter(expected), f"attention layers by window: {dict(found)}, expected {dict(Counter(expected))}"
 
 
+def forward_packed(model, ids: Tensor, positions: Tensor, layout: TokenLayout) -> Tensor:
+    """Forward the tokens of a pass, ids and positions (1, L). Returns hidden states (1, L, width)."""
+    layout.layers.clear()                                 # several models may be forwarded with one layout
+    with use_prefix_attention(model):
+        output = model.base_model(input_ids=ids, position_ids=positions, token_layout=layout, use_cache=False)
+    check_layers(model, layout)
+    return output.last_hidden_state
+
+
 @contextmanager
 def use_prefix_attention(model):
     """Let a model's attention layers call prefix_attention for a while. Each pass then needs its token_layout."""

@@ -1,4 +1,4 @@
-"""The key-value cache: what is compacted stays right, memory is bounded, and models with recurrent layers are sampled all the same."""
+"""The key-value cache: what is compacted stays right, memory is bounded, models with recurrent layers are sampled as well."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_a_compacted_cache_answers_as_before_and_a_token_forwarded_twice_changes
         torch.testing.assert_close(after[row], before[row], atol=1e-5, rtol=1e-5)
 
 
-def test_a_prompt_is_held_once_under_a_window_no_more_than_its_columns_and_in_the_layers_precision(model, tokenizer, monkeypatch):
+def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_window(model, tokenizer, monkeypatch):
     held = []
     real = cache.PrefixCache.compact
 
@@ -114,7 +114,7 @@ def test_layers_that_share_keys_have_one_cache_between_them(tokenizer, monkeypat
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
-def test_a_model_with_state_is_sampled_from_prompts_forwarded_once_and_trained_in_rows(name, tokenizer, monkeypatch, compactions):
+def test_a_model_with_state_forwards_prompts_once_and_is_trained_in_rows(name, tokenizer, monkeypatch, compactions):
     torch.manual_seed(0)
     model = CURRENT_ARCHITECTURES[name]().eval()
     model.generation_config.eos_token_id = EARLY
@@ -152,9 +152,9 @@ def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, compactions):
 
 def test_prompts_are_forwarded_end_to_end_without_padding(model, tokenizer, monkeypatch):
     sizes = []
-    real = cache.PrefixCache.forward_hidden
-    monkeypatch.setattr(cache.PrefixCache, "forward_hidden", lambda self, ids, *args: (
-        sizes.append(tuple(ids.shape)), real(self, ids, *args))[1])
+    real = cache.forward_packed
+    monkeypatch.setattr(cache, "forward_packed", lambda model, ids, *args: (
+        sizes.append(tuple(ids.shape)), real(model, ids, *args))[1])
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
     sample_completions_for_prompts(model, tokenizer, ["a long prompt among short ones", "x", "y"], config, seed=0)
     assert sizes == [(1, 31 + 2 + 2)]

@@ -100,16 +100,17 @@ def test_help_shows_every_flag_under_a_heading_with_its_default(capsys, monkeypa
 
 
 def test_sizes_stay_what_the_readme_says():
-    sizes = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*.py") if path.name != "test_grpo.py"}
+    paths = [path for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/[a-z]*.py")] if path.name != "test_grpo.py"]
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert sizes["train.py"] <= 330, "about 300 lines: move a concern out"
     text = (ROOT / "README.md").read_text()
-    core = re.findall(r"\[(\w+\.py)\]", text.partition("These ten are")[2].partition("Around them")[0])
-    assert len(core) == 10 and sum(sizes[name] for name in core) <= 2750, {name: sizes[name] for name in core}
+    core = re.findall(r"\[([\w/]+\.py)\]", text.partition("These eleven are")[2].partition("Around them")[0])
+    assert len(core) == 11 and sum(sizes[name] for name in core) <= 3150, {name: sizes[name] for name in core}
     assert {name for name in sizes if f"[{name}]({name})" not in text} == set(), "every file is in the table"
 
 
 def test_the_algorithm_imports_torch_alone_and_every_public_name_has_a_docstring():
-    for path in ROOT.glob("*.py"):
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py")]:
         tree = ast.parse(path.read_text())
         imported = {a.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
         imported |= {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -1,4 +1,4 @@
-"""Prefix attention against attention written out densely: values, gradients, kernels, layouts, memory, architectures of today."""
+"""Prefix attention against attention written out densely: values, gradients, kernels, layouts, memory, architectures."""
 
 import itertools
 from collections import Counter
@@ -33,7 +33,7 @@ def layout_by_hand():
     completions = [SEGMENTS[number] for number in PROMPT_OF]
     layout = make_layout(torch.tensor(positions).numpy(), prompts, completions, [], BEHIND)
     sees = [
-        [(owner[i] == owner[j] or PROMPT_OF.get(owner[i]) == owner[j]) and positions[j] <= positions[i] for j in range(len(owner))]
+        [owner[j] in (owner[i], PROMPT_OF.get(owner[i])) and positions[j] <= positions[i] for j in range(len(owner))]
         for i in range(len(owner))
     ]
     return torch.tensor(positions), layout, torch.tensor(sees)
@@ -60,7 +60,9 @@ def dense(query, key, value, sinks, visible, positions, options):
 ])
 @pytest.mark.parametrize("heads,key_heads", [(4, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("chunk", [256, 5])
-def test_values_and_gradients_are_those_of_dense_attention(window, softcap, sinks, head_sizes, heads, key_heads, chunk, monkeypatch):
+def test_values_and_gradients_are_those_of_dense_attention(
+    window, softcap, sinks, head_sizes, heads, key_heads, chunk, monkeypatch,
+):
     monkeypatch.setattr(attention_kernels, "QUERIES_PER_CHUNK", chunk)
     monkeypatch.setattr(attention_kernels, "SCORES_PER_CHUNK", 2**21 if chunk == 256 else 200)
     positions, layout, visible = layout_by_hand()
@@ -70,7 +72,8 @@ def test_values_and_gradients_are_those_of_dense_attention(window, softcap, sink
         return torch.randn(*shape, generator=draws, dtype=torch.float64, requires_grad=True)
 
     size = len(positions)
-    query, key, value = normal(1, heads, size, head_sizes[0]), normal(1, key_heads, size, head_sizes[0]), normal(1, key_heads, size, head_sizes[1])
+    query, key = normal(1, heads, size, head_sizes[0]), normal(1, key_heads, size, head_sizes[0])
+    value = normal(1, key_heads, size, head_sizes[1])
     sink, slopes = normal(heads) if sinks else None, normal(1, size, heads, head_sizes[1]).detach()
     options = Options(window, softcap, 0.4)
     leaves = [part for part in (query, key, value, sink) if part is not None]
