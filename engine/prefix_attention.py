@@ -187,14 +187,16 @@ def half_backward(blocks, query_slots, key_slots, grad, q, k, v, output, lse, op
         padding = (block.query_positions < 0).repeat(len(k), 1)[:, None]         # (K * b, 1, n)
         # Padding repeats a token, and must not count twice: exp(score - inf) = 0.
         rows_lse = rows_of(lse, block.queries).transpose(1, 2).masked_fill(padding, torch.inf)
-        of_q, of_k, of_v = torch.empty_like(rows_q), torch.zeros_like(rows_k), torch.zeros_like(rows_v)
+        of_q, of_k, of_v = [], torch.zeros_like(rows_k), torch.zeros_like(rows_v)
         for kernel, at, seen, mask, causal in kernel_calls(block, rows_q, rows_v, options):
-            of_q[:, :, at], part_k, part_v = kernel.backward(
+            part_q, part_k, part_v = kernel.backward(
                 rows_grad[:, :, at], rows_q[:, :, at], rows_k[:, :, seen], rows_v[:, :, seen], rows_output[:, :, at],
                 rows_lse[:, :, at].contiguous(), mask, causal, options,
             )
+            of_q.append(part_q)
             of_k[:, :, seen] += part_k
             of_v[:, :, seen] += part_v
+        of_q = torch.cat(of_q, dim=2) if len(of_q) > 1 else of_q[0]
         for found, part in zip(gradients, (of_q.transpose(1, 2), of_k[:, 0], of_v[:, 0]), strict=True):
             found.append(by_token(part, len(k)))
     return [picked(found, at, 0.0) for found, at in zip(gradients, (query_slots, key_slots, key_slots), strict=True)]

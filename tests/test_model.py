@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from conftest import PROMPTS
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from check import check_setup
@@ -133,23 +132,3 @@ def test_a_frozen_copy_of_a_wrapped_model_is_its_own(architecture, tokenizer, se
             parameter.mul_(1.5)
     assert (completion_log_probs(reference, rollout).logp == before).all()
     assert not torch.allclose(completion_log_probs(model, rollout).logp, before)
-
-
-def test_flex_attention_takes_the_same_masks(model, tokenizer, settings, monkeypatch):
-    """The forward pass, not compiled: on a CPU torch has no backward one, and what it compiles there reads beyond the keys.
-
-    Sampling goes through eager attention and puts flex back.
-    """
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-
-    def as_it_is(query, key, value, training=False, **options):
-        return flex_attention(query, key, value, **options)
-
-    monkeypatch.setattr(transformers.integrations.flex_attention, "compile_friendly_flex_attention", as_it_is)
-    with torch.no_grad():
-        exact = completion_log_probs(model, rollout).logp
-        model.set_attn_implementation("flex_attention")
-        assert (completion_log_probs(model, rollout).logp - exact).abs().max() < 1e-4
-    again = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    assert (again.sampling_logp - rollout.sampling_logp).abs().max() < 1e-4
-    assert model.config._attn_implementation == "flex_attention"
