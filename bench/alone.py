@@ -26,10 +26,10 @@ sys.path.insert(0, str(BENCH.parent))
 from workloads import WORKLOADS, Workload, write_workload  # noqa: E402
 
 GROWTH = {
-    "prompt tokens": ("prompt_tokens", [128, 256, 512, 1024, 2048]),
-    "completions of a prompt, G": ("group_size", [4, 8, 16, 32]),
+    "prompt tokens": ("prompt_tokens", [128, 512, 2048]),
+    "completions of a prompt, G": ("group_size", [4, 8, 16]),
     "completion tokens, prompts of 128": ("new_tokens", [64, 128, 256, 512, 1024]),
-    "vocabulary": ("vocab_size", [8192, 32768, 131072, 262144]),
+    "vocabulary": ("vocab_size", [8192, 32768, 262144]),
 }
 
 

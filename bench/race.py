@@ -112,8 +112,7 @@ def accuracy(model: Path, folder: Path) -> float:
         "--generation_max_length", "40", "--json", folder / "accuracy.json",
     ])
     found = json.loads((folder / "accuracy.json").read_text())
-    right = [problem["right"][0] for problem in found["problems"]]
-    return sum(right) / len(right)
+    return found["results"][0]["estimates"]["accuracy"]["mean"]
 
 
 def main() -> None:

@@ -89,11 +89,11 @@ class PrefixCache:
         new: list[LayerCache] = []
         self.seen = []
 
-        def store(keys, values, window):                  # (1, K, L, D)
-            if not any(keys is known for known, _ in self.seen):                 # of a layer that shares them
+        def store(source, keys, values, window):          # (1, K, L, D)
+            if not any(source is known for known, _ in self.seen):               # of a layer that shares them
                 columns = index[:, max(0, width - max(1, window - 1)) :] if window else index
                 new.append(LayerCache(*(part[0][:, columns].transpose(0, 1).contiguous() for part in (keys, values))))
-                self.seen.append((keys, new[-1]))
+                self.seen.append((source, new[-1]))
 
         layout.store = store
         hidden = forward_packed(self.model, tokens[None].to(device), positions[None].to(device), layout)[0]
@@ -163,13 +163,13 @@ class PrefixCache:
             self.known_masks[heads, width, window] = prompt, own
         return self.known_masks[heads, width, window]
 
-    def attend(self, module, query, key, value, *, window, softcap, scaling, sinks) -> Tensor:
+    def attend(self, module, query, key, value, *, source, window, softcap, scaling, sinks) -> Tensor:
         """query (R, H, 1, D), key and value (R, K, 1, D) of the new tokens -> (R, 1, H, D)."""
-        layer = next((layer for known, layer in self.seen if known is key), None)
+        layer = next((layer for known, layer in self.seen if known is source), None)
         heads = key.shape[1]
         if layer is None:
             layer = self.layers[len(self.seen)]
-            self.seen.append((key, layer))
+            self.seen.append((source, layer))
             at = (self.row_start[: len(query) * heads].view(-1, heads) + self.count[:, None] - 1).flatten()
             layer.keys.view(-1, key.shape[-1]).index_copy_(0, at, key.reshape(-1, key.shape[-1]))
             layer.values.view(-1, value.shape[-1]).index_copy_(0, at, value.reshape(-1, value.shape[-1]))

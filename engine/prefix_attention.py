@@ -53,15 +53,15 @@ class TokenLayout:
     own_slots: Tensor           # (L,) where a token lies among the queries of `own`, flattened one block after the other
     prefix_query_slots: Tensor  # (L,) the same for `prefix`; one more than there are: nowhere
     prefix_key_slots: Tensor    # (L,) where a token lies among the keys of `prefix`
-    store: Callable | None = None               # called with keys and values of each layer (sampling keeps a prompt's)
+    store: Callable | None = None               # is given each layer's keys and values: sampling keeps those of prompts
     layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
 
-    def attend(self, module, query, key, value, **options) -> Tensor:
+    def attend(self, module, query, key, value, *, source, sinks, **options) -> Tensor:
         """query (1, H, L, D), key and value (1, K, L, D) -> (1, L, H, D). options: see prefix_attention."""
         self.layers[module] = options["window"]
         if self.store is not None:
-            self.store(key, value, options["window"])
-        return PrefixAttention.apply(query, key, value, options.pop("sinks"), self, Options(**options))
+            self.store(source, key, value, options["window"])
+        return PrefixAttention.apply(query, key, value, sinks, self, Options(**options))
 
     def to(self, device) -> "TokenLayout":
         """The same on a device."""
@@ -296,11 +296,12 @@ def prefix_attention(
     """
     assert token_layout is not None, f"{type(module).__name__} was not given the layout of its tokens"
     assert dropout == 0 and kwargs.get("position_bias") is None, f"{type(module).__name__}: {dropout=} or a position bias"
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (part.to(torch.get_autocast_dtype(query.device.type)) for part in (query, key, value))
-    with torch.autocast(query.device.type, enabled=False):
+    source, device = key, query.device.type               # layers that share keys are given the same tensor
+    if torch.is_autocast_enabled(device):
+        query = query.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
         return token_layout.attend(
-            module, query, key.to(query.dtype), value.to(query.dtype), window=sliding_window, softcap=softcap,
+            module, query, key.to(query.dtype), value.to(query.dtype), source=source, window=sliding_window, softcap=softcap,
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, sinks=s_aux,
         ), None
 

@@ -109,8 +109,10 @@ def test_layers_that_share_keys_have_one_cache_between_them(tokenizer, monkeypat
     monkeypatch.setattr(cache.PrefixCache, "__init__", lambda self, model: (caches.append(self), real(self, model))[1])
     torch.manual_seed(0)
     model = CURRENT_ARCHITECTURES["gemma4_shared_keys"]().eval()
-    sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], GRPOConfig(num_completions_per_prompt=2, **ANY), seed=0)
-    assert model.config.num_hidden_layers == 4 and len(caches[0].layers) == 2
+    for precision in "float32", "bfloat16":
+        with_precision(model, precision)
+        sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], GRPOConfig(num_completions_per_prompt=2, **ANY), seed=0)
+        assert model.config.num_hidden_layers == 4 and len(caches.pop().layers) == 2
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])

@@ -6,6 +6,7 @@ import torch
 import check
 import logprobs
 from check import check_setup, draw_row
+from conftest import start_run
 from config import GRPOConfig
 from rewards import correctness
 from sample import sample_completions_for_prompts
@@ -99,3 +100,15 @@ def test_the_mask_is_drawn(model, tokenizer):
 @pytest.mark.parametrize("shape", [(1, 3)])
 def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
     assert check.agreement(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
+
+
+def test_shared_prompt_never_forwards_plain_rows_and_says_so(tmp_path, capsys):
+    run = start_run(tmp_path, "--shared_prompt", "never")
+    assert run.shared_prompt is False and "off: --shared_prompt never" in capsys.readouterr().out
+    assert start_run(tmp_path / "auto").shared_prompt is True
+
+
+def test_the_tokens_of_a_pass_fit_the_device_are_said_and_written_down(tmp_path, capsys):
+    assert start_run(tmp_path).config.training.max_tokens_per_forward == 2048
+    assert "passes of up to 2048 tokens" in capsys.readouterr().out
+    assert start_run(tmp_path / "more", "--max_tokens_per_forward", "300").config.training.max_tokens_per_forward == 300

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from conftest import PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

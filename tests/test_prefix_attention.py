@@ -77,7 +77,7 @@ def test_values_and_gradients_are_those_of_dense_attention(
     sink, slopes = normal(heads) if sinks else None, normal(1, size, heads, head_sizes[1]).detach()
     options = Options(window, softcap, 0.4)
     leaves = [part for part in (query, key, value, sink) if part is not None]
-    ours = layout.attend(None, query, key, value, sinks=sink, **options._asdict())
+    ours = layout.attend(None, query, key, value, source=key, sinks=sink, **options._asdict())
     theirs = dense(query, key, value, sink, visible, positions, options)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     for left, right in zip(*(torch.autograd.grad((x * slopes).sum(), leaves) for x in (ours, theirs)), strict=True):
@@ -115,7 +115,7 @@ def test_what_would_run_on_cuda_has_the_right_arguments_and_shapes(window, dtype
 
     monkeypatch.setattr(prefix_attention, "choose_kernel", choice)
     leaves = [torch.empty(1, heads, 95, 64, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2, 2)]
-    output = layout.attend(None, *leaves, sinks=None, window=window, softcap=None, scaling=0.125)
+    output = layout.attend(None, *leaves, source=None, sinks=None, window=window, softcap=None, scaling=0.125)
     gradients = torch.autograd.grad(output.sum(), leaves)
     assert output.shape == (1, 95, 4, 64) and output.dtype == dtype
     assert [part.shape for part in gradients] == [part.shape for part in leaves]
@@ -131,7 +131,7 @@ def test_the_backward_pass_is_the_same_each_time_with_two_threads():
         leaves = [torch.randn(1, heads, 95, 64, requires_grad=True) for heads in (8, 2, 2)]
         found = []
         for _ in range(50):
-            output = layout.attend(None, *leaves, sinks=None, window=13, softcap=None, scaling=0.125)
+            output = layout.attend(None, *leaves, source=None, sinks=None, window=13, softcap=None, scaling=0.125)
             found.append(torch.autograd.grad((output**2).sum(), leaves))
     finally:
         torch.set_num_threads(threads)
@@ -153,7 +153,7 @@ def test_a_pass_keeps_neither_a_mask_nor_a_prompts_keys_for_each_completion():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = layout.attend(None, *leaves, sinks=None, window=20, softcap=None, scaling=0.25)
+        output = layout.attend(None, *leaves, source=None, sinks=None, window=20, softcap=None, scaling=0.25)
     assert sum(kept.values()) == 4 * size * ((4 + 2 + 2 + 4) * 16 + 4)
     del output
 

@@ -54,6 +54,7 @@ def test_the_run_folder_holds_what_it_promises(finished):
     config = json.loads((finished / "config.json").read_text())
     assert torch.load(newest / "state.pt", weights_only=True)["settings"] == config
     assert config["grpo"]["num_completions_per_prompt"] == 4 and config["training"]["use_grpo"] is True
+    assert config["training"]["max_tokens_per_forward"] == 2048, "the default on a CPU, written down for who resumes elsewhere"
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "tensorboard").iterdir())
 
