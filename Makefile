@@ -1,4 +1,4 @@
-# make demo     train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: three and a half to six minutes on two cores
+# make demo     train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: three to six minutes on two cores
 # make test     every test
 # make check    ruff, and the tests but for the slow ones
 # make test-tpu tests of the TPU path, on XLA's CPU device
