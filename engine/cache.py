@@ -116,10 +116,12 @@ class PrefixCache:
         slot = torch.zeros(len(row_ids) + missing, dtype=torch.long)
         for at, rows in enumerate(members):
             slot[rows] = at * slots + torch.arange(len(rows))
-        self.siblings = Siblings(table.to(device), slot.to(device), torch.equal(table.flatten(), torch.arange(len(slot))))
+        # Where every shape is compiled, one program for all tables and all selections of prompts.
+        compiled, in_order = device.type == "xla", torch.equal(table.flatten(), torch.arange(len(slot)))
+        self.siblings = Siblings(table.to(device), slot.to(device), in_order and not compiled)
 
         source = [self.prompts.index(number) for number in held] + [0] * unused
-        unchanged = source == list(range(len(self.prompts)))
+        unchanged = source == list(range(len(self.prompts))) and not compiled
         self.prompts, self.lengths = held + [-1] * unused, [self.lengths[i] for i in source]
         before = {row_id: row for row, row_id in enumerate(self.row_ids)}
         rows = torch.tensor([before.get(row_id, 0) for row_id in row_ids] + [0] * missing).to(device)
@@ -139,7 +141,7 @@ class PrefixCache:
         """Forward the last token of each row: ids (R,), tokens so far count (R,), at most `longest`. Returns (R, width)."""
         rounded = -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
         self.columns = self.capacity if ids.device.type == "xla" else min(self.capacity, rounded)
-        self.count, self.most_tokens, self.known_masks, self.seen = count, self.longest + longest, {}, []
+        self.count, self.known_masks, self.seen = count, {}, []
         positions = self.prompt_length + count - 1
         return self.model.base_model(
             input_ids=ids[:, None], position_ids=positions[:, None], token_layout=self, use_cache=False
@@ -149,7 +151,7 @@ class PrefixCache:
         """What to add to the scores of a prompt's last `width` columns (R * K, 1, width), None if nothing, and of a row's own
         columns (R * K, 1, columns): 0 where the last token sees a column, the lowest score elsewhere. For all layers of a kind.
         """
-        window = window if window is not None and window < self.most_tokens else None
+        window = window if window is not None and window < self.longest + self.capacity else None
         if (heads, width, window) not in self.known_masks:
             zero = torch.zeros((), dtype=dtype, device=self.count.device)
             last, columns = self.count[:, None] - 1, self.column[: self.columns]                 # its own column is the last
