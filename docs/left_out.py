@@ -91,8 +91,8 @@ CASES = {
         "print(float(policy_loss(logp, logp, torch.ones(1), mask, num_tokens=1)[1]['policy_kl']))",
     ),
     "walls": Case(
-        "engine/packing.py", "prompts, completions, padding, behind, device)\n    mask",
-        "prompts, list(behind), padding, behind, device)\n    mask",
+        "engine/packing.py", "prompts, completions, behind, device)\n    mask",
+        "prompts, list(behind), behind, device)\n    mask",
         "largest difference between packed and plain log-probabilities, nat", PACKED_AND_ALONE,
     ),
     "first tokens": Case(

@@ -79,10 +79,9 @@ class PrefixCache:
         starts, size = [sum(lengths[:i]) for i in range(len(lengths))], sum(lengths)
         missing, unused = bucket(size, device) - size, bucket(len(prompts), device) - len(prompts)
         width = bucket(max(lengths), device)
-        padding = [(at, min(width, size + missing - at)) for at in range(size, size + missing, width)]
         tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * missing)
         positions = torch.cat([*map(torch.arange, lengths), torch.zeros(missing, dtype=torch.long)])
-        layout = make_layout(positions.numpy(), [*zip(starts, lengths, strict=True), *padding], [], [], {}, device).to(device)
+        layout = make_layout(positions.numpy(), list(zip(starts, lengths, strict=True)), [], {}, device).to(device)
         starts, lengths = torch.tensor([starts + [0] * unused, lengths + [1] * unused])
         column = torch.arange(width) - width + lengths[:, None]
         index = (starts[:, None] + column.clamp(min=0)).to(device)               # (n, Tp), right-aligned

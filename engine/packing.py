@@ -72,9 +72,7 @@ def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device =
         return plain_rows(ids, positions, [length for _, length in prompts], predictor, device)
     missing = bucket(end, device) - end
     ids, positions = (torch.cat([*parts, torch.zeros(missing, dtype=torch.long)]) for parts in (ids, positions))
-    longest = max((length for _, length in completions), default=missing)
-    padding = [(at, min(longest, end + missing - at)) for at in range(end, end + missing, longest or 1)]
-    layout = make_layout(positions.numpy(), prompts, completions, padding, behind, device)
+    layout = make_layout(positions.numpy(), prompts, completions, behind, device)
     mask = torch.arange(end + missing) < end
     return PackedBatch(ids[None], positions[None], mask[None], layout, predictor)
 
@@ -95,15 +93,15 @@ def plain_rows(ids, positions, lengths: list[int], predictor: Tensor, device) ->
 
 
 def make_layout(
-    positions: np.ndarray, prompts: list[Range], completions: list[Range], padding: list[Range], behind: dict[Range, Range],
+    positions: np.ndarray, prompts: list[Range], completions: list[Range], behind: dict[Range, Range],
     device: torch.device = CPU,
 ) -> TokenLayout:
-    """The layout of a pass: prompts, completions and padding attend to themselves, completions also to what they are behind.
+    """The layout of a pass: prompts and completions attend to themselves, completions also to what they are behind.
 
     Rows of like length share a block. Where every shape is compiled there is a block of prompts and one of completions.
     """
     if device.type == "xla":
-        kinds = [part for part in (prompts, completions + padding) if part]
+        kinds = [part for part in (prompts, completions) if part]
         several = [list(behind.items())] if behind else []
     else:
         kinds, by_sizes = [], defaultdict(list)

@@ -46,7 +46,7 @@ class Block:
 
 @dataclass
 class TokenLayout:
-    """Which token of a pass attends to which: `own` covers every token once, `prefix` the completions behind a prompt."""
+    """Which token of a pass attends to which: `own` has every token once, but for padding, `prefix` those behind a prompt."""
 
     own: list[Block]
     prefix: list[Block]
@@ -118,9 +118,9 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, layout: TokenLayout, options: Options):
         q, k, v = by_key_head(query, key.shape[1]), key[0], value[0]             # (K, L, R, D), (K, L, D) twice
-        output, lse = half_forward(layout.own, layout.own_slots, q, k, v, options)
+        output, lse = half_forward(layout.own, layout.own_slots, q, k, v, options, nowhere=0.0)
         if layout.prefix:
-            other, other_lse = half_forward(layout.prefix, layout.prefix_query_slots, q, k, v, options)
+            other, other_lse = half_forward(layout.prefix, layout.prefix_query_slots, q, k, v, options, nowhere=-torch.inf)
             output, lse = joined(output, lse, other, other_lse)
         if sinks is not None:
             output, lse = with_sinks(output, lse, sinks.view(len(k), 1, -1))
@@ -162,8 +162,8 @@ def as_queries(x: Tensor, index: Tensor) -> Tensor:
     return rows_of(x, index).transpose(1, 2)
 
 
-def half_forward(blocks: list[Block], slots: Tensor, q, k, v, options: Options) -> tuple[Tensor, Tensor]:
-    """One half of the attention: output (K, L, R, D), log-sum-exp (K, L, R). A token that is in no block gets 0, -inf."""
+def half_forward(blocks: list[Block], slots: Tensor, q, k, v, options: Options, nowhere: float) -> tuple[Tensor, Tensor]:
+    """One half of the attention: output (K, L, R, D), log-sum-exp (K, L, R). A token that is in no block gets 0, nowhere."""
     outputs, totals = [], []
     for block in blocks:
         rows_q = as_queries(q, block.queries)                                    # (K * b, R, n, D)
@@ -175,7 +175,7 @@ def half_forward(blocks: list[Block], slots: Tensor, q, k, v, options: Options) 
         output, lse = (torch.cat(part, dim=2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         outputs.append(by_token(output.transpose(1, 2), len(k)))
         totals.append(by_token(lse.transpose(1, 2), len(k)))
-    return picked(outputs, slots, 0.0), picked(totals, slots, -torch.inf)
+    return picked(outputs, slots, 0.0), picked(totals, slots, nowhere)
 
 
 def half_backward(blocks, query_slots, key_slots, grad, q, k, v, output, lse, options: Options):

@@ -31,7 +31,7 @@ def layout_by_hand():
         owner += [number] * length
     prompts = [SEGMENTS[0], SEGMENTS[4], SEGMENTS[7]]
     completions = [SEGMENTS[number] for number in PROMPT_OF]
-    layout = make_layout(torch.tensor(positions).numpy(), prompts, completions, [], BEHIND)
+    layout = make_layout(torch.tensor(positions).numpy(), prompts, completions, BEHIND)
     sees = [
         [owner[j] in (owner[i], PROMPT_OF.get(owner[i])) and positions[j] <= positions[i] for j in range(len(owner))]
         for i in range(len(owner))
@@ -144,7 +144,7 @@ def test_a_pass_keeps_neither_a_mask_nor_a_prompts_keys_for_each_completion():
     size = prompt + group * new
     completions = [(prompt + i * new, new) for i in range(group)]
     positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + new).repeat(group)])
-    layout = make_layout(positions.numpy(), [(0, prompt)], completions, [], {(prompt, group * new): (0, prompt)})
+    layout = make_layout(positions.numpy(), [(0, prompt)], completions, {(prompt, group * new): (0, prompt)})
     leaves = [torch.randn(1, heads, size, 16, requires_grad=True) for heads in (4, 2, 2)]
     kept = {}
 
@@ -253,7 +253,7 @@ def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(mode
     def no_walls(*args):
         """All completions of a prompt as one segment."""
         batch = right_pack(*args)
-        batch.layout = make_layout(batch.positions[0].numpy(), [(0, 20), (5 + 15, 20)], [], [], {})
+        batch.layout = make_layout(batch.positions[0].numpy(), [(0, 20), (5 + 15, 20)], [], {})
         return batch
 
     for place, name, wrong in (prefix_attention, "attends_to", no_window), (logprobs, "pack_rows", no_walls):
