@@ -103,8 +103,11 @@ def make_layout(
     if device.type == "xla":
         kinds = [part for part in (prompts, completions) if part]
         several = [list(behind.items())] if behind else []
+        # As wide as its widest possible group, so that few shapes of this block serve all passes.
+        most = max((sum(start <= at < start + size for at, _ in completions) for start, size in behind), default=0)
+        width = bucket(max(most, 1), device) * bucket(max((size for _, size in completions), default=1), device)
     else:
-        kinds, by_sizes = [], defaultdict(list)
+        kinds, by_sizes, width = [], defaultdict(list), 0
         for segment in sorted(prompts + completions, key=lambda segment: -segment[1]):
             if not kinds or segment[1] < SHORTEST_IN_BLOCK * kinds[-1][0][1]:
                 kinds.append([])
@@ -113,7 +116,7 @@ def make_layout(
             by_sizes[queries[1], keys[1]].append((queries, keys))
         several = list(by_sizes.values())
     own = [make_block(part, part, positions, device) for part in kinds]
-    prefix = [make_block(*zip(*part, strict=True), positions, device) for part in several]
+    prefix = [make_block(*zip(*part, strict=True), positions, device, width) for part in several]
     size = len(positions)
     return TokenLayout(
         own, prefix, slots(own, "queries", "query_positions", size), slots(prefix, "queries", "query_positions", size),
@@ -121,19 +124,21 @@ def make_layout(
     )
 
 
-def make_block(queries: list[Range], keys: list[Range], positions: np.ndarray, device: torch.device) -> Block:
+def make_block(
+    queries: list[Range], keys: list[Range], positions: np.ndarray, device: torch.device, least_width: int = 0
+) -> Block:
     """Row i of queries attends to row i of keys; causal if they are the same. Queries are right-padded, keys left-padded."""
     causal, count = queries is keys, bucket(len(queries), device) - len(queries)
 
-    def indices(ranges, right_aligned):
+    def indices(ranges, right_aligned, least_width=least_width):
         starts, lengths = np.array([*ranges, *[(0, 0)] * count]).T
-        width = bucket(int(lengths.max()), device)
+        width = max(bucket(int(lengths.max()), device), least_width)
         offset = np.arange(width) - (width - lengths[:, None] if right_aligned else 0)
         there = (offset >= 0) & (offset < lengths[:, None])
         return starts[:, None] + np.clip(offset, 0, np.maximum(lengths[:, None] - 1, 0)), there
 
     query_index, query_there = indices(queries, False)
-    key_index, key_there = (query_index, query_there) if causal else indices(keys, True)
+    key_index, key_there = (query_index, query_there) if causal else indices(keys, True, 0)
     query_positions = np.where(query_there, positions[query_index], -1)
     key_positions = np.where(key_there, positions[key_index], 2**30)
     first = key_positions.min() if not causal else query_positions.max() - query_index.shape[1] + 1
