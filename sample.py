@@ -28,7 +28,7 @@ from logprobs import restrict_logits
 from model import logits_of, merged_adapter
 
 FIRST_STEPS = 32                # the cache begins with room for so many
-COMPACT_BELOW = 0.75            # of the rows are still sampled
+COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5)       # of the rows are still sampled; XLA has powers of two alone
 STEPS_BETWEEN_LOOKS = defaultdict(lambda: 8, cpu=1)      # by device: to look which completions have ended means to wait
 
 
@@ -107,7 +107,7 @@ def sample_completions_for_prompts(
             capacity = min(longest + max(FIRST_STEPS, longest), config.generation_max_length) - 1
             row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)  # (R,)
             cut_graph(device)                             # so that every step is the same program
-            enough = int(len(active) * COMPACT_BELOW)     # then it pays to leave the finished ones out, or to begin prompts
+            enough = int(len(active) * COMPACT_BELOW[device.type])     # then it pays to leave the finished ones out, or to begin prompts
             while longest <= capacity and len(active) > enough:
                 for _ in range(min(capacity - longest + 1, steps_between_looks)):
                     count = state.count[row_ids]

@@ -203,7 +203,7 @@ def test_two_processes_that_share_the_packs_have_the_gradient_and_the_losses_of_
     results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 3 and line.split(",")[0] in LOSS_TYPES]
     assert len(results) == 9 * len(LOSS_TYPES)
     for loss_type, terms, difference, off in results:
-        assert float(difference) < 1e-6 and float(off) < 1e-5, f"{loss_type} {terms}: {difference} {off}"
+        assert float(difference) < 2e-6 and float(off) < 1e-5, f"{loss_type} {terms}: {difference} {off}"
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
