@@ -19,6 +19,7 @@ from engine.prefix_attention import Block, TokenLayout
 
 CPU = torch.device("cpu")
 SHORTEST_IN_BLOCK = 0.75        # of the longest row of a block of attention: what is padded there is less than the rest
+SHORTEST_ON_XLA = 16            # columns of a block, where each size is compiled
 Range = tuple[int, int]         # first token and number of tokens
 
 
@@ -105,7 +106,7 @@ def make_layout(
         several = [list(behind.items())] if behind else []
         # As wide as its widest possible group, so that few shapes of this block serve all passes.
         most = max((sum(start <= at < start + size for at, _ in completions) for start, size in behind), default=0)
-        width = bucket(max(most, 1), device) * bucket(max((size for _, size in completions), default=1), device)
+        width = bucket(max(most, 1), device) * bucket(max((SHORTEST_ON_XLA, *(size for _, size in completions))), device)
     else:
         kinds, by_sizes, width = [], defaultdict(list), 0
         for segment in sorted(prompts + completions, key=lambda segment: -segment[1]):
@@ -132,7 +133,7 @@ def make_block(
 
     def indices(ranges, right_aligned, least_width=least_width):
         starts, lengths = np.array([*ranges, *[(0, 0)] * count]).T
-        width = max(bucket(int(lengths.max()), device), least_width)
+        width = max(bucket(int(lengths.max()), device), least_width, SHORTEST_ON_XLA if device.type == "xla" else 0)
         offset = np.arange(width) - (width - lengths[:, None] if right_aligned else 0)
         there = (offset >= 0) & (offset < lengths[:, None])
         return starts[:, None] + np.clip(offset, 0, np.maximum(lengths[:, None] - 1, 0)), there
