@@ -68,7 +68,6 @@ class PrefixCache:
         self.prompts: list[int] = []                      # numbers of the prompts that are held
         self.lengths: list[int] = []                      # of these prompts
         self.row_ids: list[int] = []                      # which completion each row holds
-        self.slots = 0                                    # most rows of a prompt so far
         self.seen: list[tuple[Tensor, LayerCache]] = []   # keys of the layers so far in this pass, and where they are kept
 
     def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
@@ -112,8 +111,6 @@ class PrefixCache:
         unused, missing = bucket(len(held), device) - len(held), bucket(len(row_ids), device) - len(row_ids)
         members = [[row for row, number in enumerate(prompt_of) if number == p] for p in held] + [[]] * unused
         slots = bucket(max(map(len, members)), device)
-        if device.type == "xla":                          # no fewer than before: one shape for all that follow
-            slots = self.slots = max(slots, self.slots)
         table = torch.tensor([rows + [0] * (slots - len(rows)) for rows in members])             # (P, S)
         slot = torch.zeros(len(row_ids) + missing, dtype=torch.long)
         for at, rows in enumerate(members):
