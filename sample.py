@@ -107,7 +107,8 @@ def sample_completions_for_prompts(
             capacity = min(longest + max(FIRST_STEPS, longest), config.generation_max_length) - 1
             row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)  # (R,)
             cut_graph(device)                             # so that every step is the same program
-            enough = int(len(active) * COMPACT_BELOW[device.type])     # then it pays to leave the finished ones out, or to begin prompts
+            # With so few left it pays to leave the finished ones out, or to begin prompts.
+            enough = int(len(active) * COMPACT_BELOW[device.type])
             while longest <= capacity and len(active) > enough:
                 for _ in range(min(capacity - longest + 1, steps_between_looks)):
                     count = state.count[row_ids]
