@@ -154,11 +154,15 @@ class HeadLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, chosen, shape, reference_hidden, reference):
         ctx.set_materialize_grads(False)                                         # entropy is seldom part of the loss
         ctx.shape, ctx.reference = shape, reference
-        parts = [
-            HeadLogProbs.look(shape(product(h, weight, bias), c), c, None if r is None else reference(r))
-            for h, c, r in chunks(weight, hidden, chosen, reference_hidden)
-        ]
-        logp, entropy, kl, total = (torch.cat(part) for part in zip(*parts, strict=True))        # (N, 1) each
+        precision = torch.promote_types(hidden.dtype, torch.float32)
+        # What stays is allocated before the chunks: a small tensor that malloc places between the logits of a chunk leaves
+        # a hole too small for the next chunk's, and a pass then took twice its memory (dev/LOG.md).
+        results = [hidden.new_empty((len(part), 4), dtype=precision) for part in chosen.split(chunk_size(weight))]
+        for (h, c, r), result in zip(chunks(weight, hidden, chosen, reference_hidden), results, strict=True):
+            logits = shape(product(h, weight, bias), c)
+            result.copy_(torch.cat(HeadLogProbs.look(logits, c, None if r is None else reference(r)), dim=1))
+            del logits
+        logp, entropy, kl, total = torch.cat(results).split(1, dim=1)            # (N, 1) each
         ctx.save_for_backward(hidden, weight, bias, chosen, reference_hidden, total, entropy, kl)
         return logp[:, 0], entropy[:, 0], kl[:, 0]
 
@@ -182,12 +186,13 @@ class HeadLogProbs(torch.autograd.Function):
     def backward(ctx, of_logp, of_entropy, of_kl):
         hidden, weight, bias, chosen, reference_hidden, *known = ctx.saved_tensors
         slopes = [None if slope is None else slope[:, None] for slope in (of_logp, of_entropy, of_kl)]
-        of_hidden, precise = [], known[0].dtype
+        of_hidden, precise = [torch.empty_like(part) for part in hidden.split(chunk_size(weight))], known[0].dtype
         of_weight = torch.zeros_like(weight, dtype=precise) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        for h, *rest in chunks(weight, hidden, chosen, reference_hidden, *known, *slopes):
+        columns = chunks(weight, hidden, chosen, reference_hidden, *known, *slopes)
+        for (h, *rest), of_h in zip(columns, of_hidden, strict=True):
             of_raw = HeadLogProbs.slope(ctx, product(h, weight, bias), *rest)
-            of_hidden.append(of_raw @ weight)
+            of_h.copy_(of_raw @ weight)
             if of_weight is not None:
                 of_weight.addmm_(of_raw.T.to(precise), h.to(precise))
             if of_bias is not None:
@@ -219,12 +224,16 @@ def chunks(weight: Tensor, *columns: Tensor | None) -> Iterator[tuple]:
 
     The graph is cut around each: on XLA one program of one chunk serves all of them, whatever N is.
     """
-    size = max(TOKENS_AT_ONCE, LOGITS_AT_ONCE // bucket(len(weight), weight.device))             # divides N on XLA
-    parts = [repeat(None) if column is None else column.split(size) for column in columns]
+    parts = [repeat(None) if column is None else column.split(chunk_size(weight)) for column in columns]
     cut_graph(weight.device)
     for part in zip(*parts, strict=False):
         yield part
         cut_graph(weight.device)
+
+
+def chunk_size(weight: Tensor) -> int:
+    """Tokens of a chunk; divides N on XLA."""
+    return max(TOKENS_AT_ONCE, LOGITS_AT_ONCE // bucket(len(weight), weight.device))
 
 
 def finite(logits: Tensor) -> Tensor:
