@@ -13,16 +13,19 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from conversations import responders
-from devices import all_sum, everywhere, gathered_weights, num_shares, rounds, share
+from engine.devices import all_sum, gather_from_ranks, data_parallel_size, lockstep_batches, rank_slice
+from engine.packing import completion_lengths, micro_batches
+from engine.sampling_state import occurrences
+from engine.sharding import gathered_weights
+from environments.loading import responders
 from grpo import (
-    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
+    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
+    overlong_penalty,
 )
 from logprobs import LogProbs, completion_log_probs
 from model import moved_to
-from engine.packing import completion_lengths, micro_batches
 from rewards import compute_rewards_for_completions, weighted_sum
-from sample import Rollout, join_rollouts, occurrences, sample_completions_for_prompts, select_groups
+from sample import Rollout, join_rollouts, sample_completions_for_prompts, select_groups
 
 
 @dataclass
@@ -113,14 +116,14 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
     """
     grpo = run.config.grpo
     seed = (run.config.training.seed << 32) + run.step + 1 + (attempt << 96)     # evaluations use step 0's
-    mine, earlier = share(examples), share(occurrences([example["prompt"] for example in examples]))
+    mine, earlier = rank_slice(examples), rank_slice(occurrences([example["prompt"] for example in examples]))
 
     def sample_and_score():
         if not mine:
             return None
         rollout = sample_completions_for_prompts(
             run.model, run.tokenizer, [example["prompt"] for example in mine], grpo, seed=seed,
-            shared_prompt=run.shared_prompt, occurrence=earlier, respond=responders(run.environment, mine),
+            shared_prompt=run.shared_prompt, prompt_occurrences=earlier, responders=responders(run.environment, mine),
         )
         failures: list[dict] = []
         rewards, per_function = compute_rewards_for_completions(
@@ -130,7 +133,7 @@ def score_groups(run, examples: list[dict], attempt: int) -> Groups:
         return rollout, rewards, per_function, failures
 
     with gathered_weights(run.model):
-        rollouts, rewards, by_function, failures = zip(*filter(None, everywhere(sample_and_score)), strict=True)
+        rollouts, rewards, by_function, failures = zip(*filter(None, gather_from_ranks(sample_and_score)), strict=True)
     rollout, rewards = join_rollouts(rollouts), torch.cat(rewards)
     assert len(rollout.completions) == len(examples) * grpo.num_completions_per_prompt, f"{len(rollout.completions)=}"
     per_function = {name: torch.cat([points[name] for points in by_function]) for name in by_function[0]}
@@ -266,7 +269,7 @@ def log_probs_of_rollout(run, model, rollout: Rollout, value_head=None) -> LogPr
 def passes(run, rollout: Rollout, rows: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """What this process forwards of some rows: micro-batches, and whether each counts (devices.rounds)."""
     limit = run.config.training.max_tokens_per_forward
-    return rounds(micro_batches(rollout, rows, limit, run.shared_prompt, num_shares(), run.device))
+    return lockstep_batches(micro_batches(rollout, rows, limit, run.shared_prompt, data_parallel_size(), run.device))
 
 
 def minibatches(run, num_rows: int) -> Iterator[Tensor]:

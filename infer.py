@@ -17,19 +17,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from chat import Speaker, answer_file, chat
-from check import can_share_prompts
+from analysis.chat import ChatModel, answer_file, chat
+from analysis.evaluation import ask_and_score, compare, evaluate, majority_vote, summarise  # noqa: F401
+from analysis.report import write_report
 from config import GRPOConfig, ModelConfig
-from conversations import load_environment, refuse_missing_columns
 from data import load_examples, with_instruction
-from devices import best_device, keep_freed_memory
-from evaluation import ask_and_score, compare, evaluate, majority_vote, summarise  # noqa: F401 - evaluate as a function
+from engine.devices import best_device, keep_freed_memory
+from environments.loading import load_environment, refuse_missing_columns
 from model import has_adapter, load_policy, merged_copy, move, save_policy
-from report import write_report
+from runs.startup_check import can_share_prompts
 
 
 def measure(source: ModelConfig, examples: list[dict], config, *, seed: int, samples: int, environment=None) -> dict:
-    """What evaluation.py finds out about a model on problems with known answers, as --json writes it.
+    """What analysis/evaluation.py finds out about a model on problems with known answers, as --json writes it.
 
     returns  model_path, truncated (share), estimates (see evaluation.summarise) and problems: for each its prompt, answer,
              which of the samples are right, and the majority's vote
@@ -167,7 +167,7 @@ def main(argv: list[str]) -> None:
         return
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
     questions = load_examples(args.questions, args.split, limit=args.limit, columns=columns) if args.questions else []
-    speaker = Speaker.load(source, config, args.seed)
+    speaker = ChatModel.load(source, config, args.seed)
     if args.chat:
         chat(speaker, args.instruction)
     elif args.questions:

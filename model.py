@@ -25,10 +25,13 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from devices import gathered_weights, is_main, reshard, shard, shard_weights, whole
+from engine.devices import is_main
 from engine.prefix_attention import use_prefix_attention
+from engine.sharding import gathered_weights, reshard, shard, shard_weights, full_tensor
 
 logging.disable_progress_bar()                            # a run has one of its own
+
+
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
@@ -110,7 +113,7 @@ def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def trained(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """The parameters that training changes: all of them, or the adapter's."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -204,32 +207,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def scaled(model, raw: torch.Tensor) -> torch.Tensor:
-    """What some models do to the product of hidden states and head."""
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)         # Cohere, Granite
-    raw = raw * scale if scale != 1 else raw
-    cap = getattr(config, "final_logit_softcapping", None)                       # Gemma 2
-    return raw if cap is None else torch.tanh(raw / cap) * cap
-
-
-def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
-    """The model's own way from final hidden states (n, H) to logits (n, V)."""
-    head = model.get_output_embeddings()
-    return scaled(model, product(hidden, head.weight, head.bias))
-
-
-def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """hidden (n, H) times a head (V, H), plus bias: (n, V).
-
-    On a CPU the other way round, as a view of (V, n): for a few tokens that takes half the time (dev/LOG.md).
-    """
-    if hidden.device.type != "cpu":
-        return torch.nn.functional.linear(hidden, weight, bias)
-    raw = (weight @ hidden.T).T
-    return raw if bias is None else raw + bias
-
-
 def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalLM:
     """A Gemma 3 of a million parameters with random weights: every second layer slides over 64 tokens."""
     config = Gemma3TextConfig(
@@ -255,7 +232,7 @@ def frozen_copy(model: PreTrainedModel):
         )
     reference = with_precision(reference.to(model.device).eval(), precision_of(model))
     shard(reference, layers_of(reference), model.mesh)
-    copy_into(reference.parameters(), trained(model))
+    copy_into(reference.parameters(), trainable_parameters(model))
     return reference.requires_grad_(False)
 
 
@@ -264,19 +241,19 @@ class AdapterReference:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.kept = [parameter.detach().clone() for parameter in trained(model)]
+        self.kept = [parameter.detach().clone() for parameter in trainable_parameters(model)]
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return iter(self.kept)
 
     def base_model(self, **inputs):
         """As the model's, with the kept adapter in the place of the trained one. Without gradient."""
-        now = [parameter.detach().clone() for parameter in trained(self.model)]
+        now = [parameter.detach().clone() for parameter in trainable_parameters(self.model)]
         try:
-            copy_into(trained(self.model), self.kept)
+            copy_into(trainable_parameters(self.model), self.kept)
             return self.model.base_model(**inputs)
         finally:
-            copy_into(trained(self.model), now)
+            copy_into(trainable_parameters(self.model), now)
 
     def to(self, device) -> "AdapterReference":
         return self
@@ -298,7 +275,7 @@ def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
     reshard(model)
     if isinstance(reference, torch.nn.Module):
         reshard(reference)
-    for kept, new in zip(reference.parameters(), trained(model), strict=True):
+    for kept, new in zip(reference.parameters(), trainable_parameters(model), strict=True):
         kept.lerp_(new.to(kept.device), 1 - alpha) if alpha else kept.copy_(new)
 
 
@@ -374,18 +351,18 @@ class ValueHead(torch.nn.Module):
         return self.layers(hidden.to(self.layers[-1].weight.dtype))[:, 0]
 
 
-def whole_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's state_dict, gathered where it is sharded. In all processes; whole in the one that writes."""
     reshard(model)
-    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
 
 
 def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load: with an adapter, that alone, as peft does.
 
-    weights  whole_weights(model), if they have been gathered already; otherwise all processes have to call this
+    weights  full_state_dict(model), if they have been gathered already; otherwise all processes have to call this
     """
-    weights = whole_weights(model) if weights is None else weights
+    weights = full_state_dict(model) if weights is None else weights
     if is_main():
         model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)

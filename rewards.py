@@ -1,52 +1,94 @@
 """
-What is a completion worth? Reward functions are chosen by name, called, and added up here.
+The default reward functions, and the weighted sum of the points that reward functions give to completions.
 
     def some_reward(completions, prompts=None, completion_ids=None, **columns) -> list[float | None]
 
 Every argument is a list with one entry per completion; columns are those of the data set (answer, ...), repeated for the
-siblings of a group. A completion is a string, or a list of chat messages whose last one counts: the policy's, or those of a
-whole conversation, the policy's and the environment's in turn. None means "could not score". Functions with this signature
-are in reward_library.py (pure), reward_programs.py and in files of your own.
+completions of a group. A completion is a string, or a list of chat messages whose last one counts: the policy's, or those of a
+whole conversation with an environment. None means "could not score". A model may print anything, so the functions here
+return 0 and never raise. All others are in reward_functions/, by kind, and in files of your own:
 
+    python train.py --use_grpo --reward_functions correctness mine.py:short
     python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl
 
-shows what functions give to right, wrong, empty and cheating completions, and what is wrong with that (lint.py).
+The second command shows what functions give to right, wrong, empty and cheating completions (analysis/reward_linter.py).
 """
 
-import difflib
-import importlib.util
 import inspect
 import math
-import queue
+import re
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from reward_library import (  # noqa: F401 - all of them can be had from here
-    FORM, LIBRARY, TAGS, answer_pattern, as_number, check_answer, check_numbers, correctness, countdown, diversity, environment,
-    evaluate_expression, explanation_quality, extract_answer, json_format, match_format_approximately, match_format_exactly,
-    multiple_choice, reasoning_coherence, repetition_penalty, rule_list, safety, same_answer, text_of, xml_tags,
-)
-from reward_programs import math_equality, passes_tests
+from reward_functions.answers import extract_answer, same_answer, text_of
+from reward_functions.arithmetic import countdown
+from reward_functions.calling import RewardError, as_asked, call_reward_function  # noqa: F401
+from reward_functions.formats import answer_pattern, environment, json_format, multiple_choice, xml_tags
+from reward_functions.heuristics import diversity, repetition_penalty, rule_list, safety  # noqa: F401
+from reward_functions.loading import RESERVED, function_from_file, name_of
+from reward_functions.mathematics import math_equality
+from reward_functions.models import classifier, judge  # noqa: F401
+from reward_functions.programs import passes_tests
+from reward_functions.tunix import check_answer, check_numbers, match_format_approximately, match_format_exactly
 
-BUILT_IN = {function.__name__: function for function in (*LIBRARY, math_equality, passes_tests)}
-RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids", "turn_points")      # no data gets these names
-
-ANSWER_NAMES = ("solution", "target")             # by which a function may ask for the answer too, as TRL's do
-
-
-class RewardError(RuntimeError):
-    """A reward function raised, or returned no points; the message says which one, how, and on what."""
+FORM = re.compile(r"<reasoning>(.*?)</reasoning>\s*<answer>(.*?)</answer>", re.DOTALL)
 
 
-class NoPoints(ValueError):
-    """What a reward function returned is not a number or None for each completion."""
+def correctness(completions, answer, **columns) -> list[float | None]:
+    """1 point if the one tagged answer equals the column `answer`, else 0; None where the data set has no answer.
+
+    correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
+    """
+    return [
+        None if truth is None else float(same_answer(extract_answer(text_of(completion)), str(truth)))
+        for completion, truth in zip(completions, answer, strict=True)
+    ]
+
+
+def reasoning_coherence(completions, **columns) -> list[float]:
+    """Structure, 0 to 1 point: a fifth each for one pair of reasoning tags, one pair of answer tags, reasoning directly
+    before answer, something written in both, and nothing outside of them.
+
+    reasoning_coherence(["<reasoning>1+1=2</reasoning><answer>2</answer>"]) == [1.0]
+    """
+    points = []
+    for text in map(text_of, completions):
+        form = FORM.search(text)
+        checks = (
+            text.count("<reasoning>") == text.count("</reasoning>") == 1,
+            text.count("<answer>") == text.count("</answer>") == 1,
+            form is not None,
+            form is not None and bool(form[1].strip()) and bool(form[2].strip()),
+            form is not None and form[0] == text.strip(),
+        )
+        points.append(sum(checks) / len(checks))
+    return points
+
+
+def explanation_quality(completions, **columns) -> list[float]:
+    """Conciseness, 0 to 1 point: 1 for tagged reasoning of up to 100 words, falling to 0 at 300, times the share of its
+    lines that are not repeats. 0 without any reasoning: silence is not concise.
+
+    explanation_quality(["<reasoning>2 and 2 make 4</reasoning>"]) == [1.0]
+    """
+    points = []
+    for text in map(text_of, completions):
+        reasoning = text.partition("<reasoning>")[2].partition("</reasoning>")[0].strip() if "</reasoning>" in text else ""
+        lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
+        brevity = min(1.0, max(0.0, (300 - len(reasoning.split())) / 200))
+        points.append(brevity * len(set(lines)) / len(lines) if lines else 0.0)
+    return points
+
+
+BUILT_IN = {function.__name__: function for function in (
+    correctness, reasoning_coherence, explanation_quality, multiple_choice, answer_pattern, json_format, xml_tags,
+    countdown, environment, repetition_penalty, diversity, safety, match_format_exactly, match_format_approximately,
+    check_answer, check_numbers, math_equality, passes_tests,
+)}
 
 
 @cache
@@ -63,35 +105,6 @@ def load_reward_function(name: str) -> Callable:
         lacks = "**columns" if "completions" in parameters else "completions (a list of them) and **columns"
         raise ValueError(f"--reward_functions {name}: it must accept columns it does not use: add {lacks} to its parameters")
     return function
-
-
-def function_from_file(flag: str, name: str, built_in) -> Callable:
-    """The function that `path/to/file.py:function` names, for a flag which might have named one of the built-in ones."""
-    path, colon, attribute = name.rpartition(":")
-    if not colon:
-        near = "".join(f"did you mean {known}? Else " for known in difflib.get_close_matches(name, built_in, n=1))
-        raise ValueError(f"--{flag} {name}: unknown; {near}use path/to/file.py:function or one of {', '.join(built_in)}")
-    if not Path(path).is_file():
-        raise ValueError(f"--{flag} {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"file {path}", path)
-    try:
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"--{flag} {name}: importing {path} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"--{flag} {name}: {path} has no function {attribute}")
-    return function
-
-
-def missing_columns(function: Callable, columns: set[str]) -> list[str]:
-    """The columns that a function cannot do without, and that the data does not have."""
-    given = columns - set(RESERVED) | {"completions", "prompts", "completion_ids"}
-    given |= set(ANSWER_NAMES) if "answer" in columns else set()
-    parameters = inspect.signature(function).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [name for name in needed if name not in given]
 
 
 def compute_rewards_for_completions(
@@ -147,104 +160,7 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float], clips: S
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
 
 
-def as_asked(completion: str | list[dict], prompt) -> str | list[dict]:
-    """A completion in the form of its prompt, as TRL's reward functions expect it: text, or messages."""
-    as_text = isinstance(completion, str) and not (isinstance(prompt, list) and isinstance(prompt[0], dict))
-    return completion if as_text or isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-
-
-def call_reward_function(
-    function: Callable, arguments: dict, on_error: str = "raise", timeout: float = 0.0, failures: list[dict] | None = None
-) -> Tensor:
-    """(B,) float64 points, NaN where the function answered None."""
-    completions, asked = arguments["completions"], inspect.signature(function).parameters
-    if "answer" in arguments:
-        arguments = {name: arguments["answer"] for name in ANSWER_NAMES if name in asked} | arguments
-    try:
-        return as_points(call_within(timeout, function, arguments), len(completions))
-    except Exception as error:
-        form = isinstance(error, NoPoints)                # then no completion is to blame
-        late = isinstance(error, TimeoutError)
-        failed = f"{'all' if form else 'some'} of {len(completions)}" if form or late else first_failing(function, arguments)
-        what = str(error) if form else f"{type(error).__name__}: {error}"
-        if on_error == "none":
-            if failures is not None:
-                failures.append({"function": name_of(function), "error": what, "completion": failed})
-            return torch.full((len(completions),), math.nan, dtype=torch.float64)
-        if form:
-            raise RewardError(f"reward function {name_of(function)}: {what}") from None
-        raise RewardError(
-            f"reward function {name_of(function)} raised {what} ({line_of(error, function)}); on completion {failed!r}. "
-            "Let it return None for what it cannot score, or pass --reward_errors none."
-        ) from error
-
-
-def line_of(error: Exception, function: Callable) -> str:
-    """Where a function raised, in its own file if it can be told."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == getattr(getattr(function, "__code__", None), "co_filename", "")]
-    return f"{Path((own or frames)[-1].filename).name}, line {(own or frames)[-1].lineno}"
-
-
-def as_points(returned, count: int) -> Tensor:
-    """What a function returned, a list, tuple, array or tensor -> (count,) float64 points, NaN for None. Or NoPoints."""
-    wanted = f"return a list with one number (or None) for each of the {count} completions"
-    if not isinstance(returned, list | tuple) and not getattr(returned, "ndim", 0):
-        raise NoPoints(f"it returned {returned!r:.60}; {wanted}")
-    if len(returned) != count:
-        raise NoPoints(f"it returned {len(returned)} values for {count} completions; {wanted}")
-    try:
-        points = torch.tensor([math.nan if p is None else float(p) for p in returned], dtype=torch.float64)
-    except (TypeError, ValueError):
-        raise NoPoints(f"it returned {returned!r:.60}; {wanted}") from None
-    if points.isinf().any():
-        raise NoPoints("it returned an infinite number of points; let it return None for what it cannot score")
-    return points
-
-
-def call_within(seconds: float, function: Callable, arguments: dict):
-    """function(**arguments), or a TimeoutError after so many seconds; 0: wait for as long as it takes.
-
-    A thread cannot be killed. One that is given up on goes on in the background until it is done or the run ends, and takes
-    processor time if it computes. A function that does not let other threads run, such as a regular expression that
-    backtracks for ever, cannot be given up on at all: run such things in sandbox.py.
-    """
-    if not seconds:
-        return function(**arguments)
-    answers: queue.SimpleQueue = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            answers.put((function(**arguments), None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    threading.Thread(target=call, daemon=True).start()                           # a daemon does not keep the run from ending
-    try:
-        points, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s (--reward_timeout)") from None
-    if error is not None:
-        raise error
-    return points
-
-
-def first_failing(function: Callable, arguments: dict) -> str:
-    """The first completion on which the function raises when asked alone."""
-    for i, completion in enumerate(arguments["completions"]):
-        try:
-            function(**{name: values[i : i + 1] for name, values in arguments.items()})
-        except Exception:
-            return text_of(completion)
-    return f"none alone; all {len(arguments['completions'])} together"
-
-
-def name_of(function: Callable) -> str:
-    """What a reward function is called in logs."""
-    return getattr(function, "__name__", type(function).__name__)
-
-
 if __name__ == "__main__":
-    from lint import main
+    from analysis.reward_linter import main
 
     sys.exit(main(sys.argv[1:]))

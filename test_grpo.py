@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import grpo
 from grpo import (
-    AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES, adapt_kl_coefficient, aggregate, clipped_ratio, compute_group_advantages,
-    generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty, policy_loss, value_loss,
+    AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES, adapt_kl_coefficient, aggregate, clipped_ratio,
+    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
+    overlong_penalty, policy_loss, value_loss,
 )
 
 SCALES, KL_ESTIMATORS = ("group", "batch", "none"), ("k1", "k2", "k3")

@@ -5,7 +5,7 @@ GRPO and supervised training of a language model.
     python train.py --help                                         every flag
 
 Reading order: learn (the loop), grpo_training_step (what it is about) with add_up_gradient and loss_and_parts,
-supervised_training_step. What comes before the first step is in prepare.py.
+supervised_training_step. What comes before the first step is in runs/setup.py.
 A run goes through phases: cold_start and grpo with --use_grpo, else supervised. They share everything but the step.
 """
 
@@ -16,23 +16,29 @@ import time
 
 import torch
 
-from checkpoint import Diverged, NotSaved, save_checkpoint, save_final, saved_if_it_raises
-from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig, parse_config  # noqa: F401
-from conversations import EnvironmentRaised, describe_conversations
-from devices import all_sum, clip_gradient, cut_graph, is_main, leave, peak_memory_gb
-from doctor import diagnose, mean_of
-from evaluation import evaluate
+from analysis.evaluation import evaluate
+from analysis.explain import explain
+from analysis.replay import replay
+from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig  # noqa: F401
+from engine.devices import all_sum, cut_graph, is_main, shutdown, peak_memory_gb
+from engine.sharding import clip_gradient
+from environments.conversations import EnvironmentRaised, describe_conversations
 from experience import (
-    Experience, describe_groups, log_probs_of_rollout, minibatches, passes, prepare_experience, sample_groups,
+    Experience, describe_groups, log_probs_of_rollout, minibatches, passes, prepare_experience,
+    sample_groups,
 )
-from explain import explain
 from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
 from model import precision_of, update_reference
-from prepare import Phase, Run, begin_phase, keep_base, set_up, validate_grpo_setup  # noqa: F401
-from replay import replay
-from rewards import RewardError
-from runs import StopOnSignal, completion_records, held_out_text
+from reward_functions.calling import RewardError
+from runs.checkpoint import Diverged, NotSaved, save_checkpoint, save_final, saved_if_it_raises
+from runs.command_line import parse_config
+from runs.doctor import diagnose, mean_of
+from runs.exit import StopOnSignal
+from runs.phases import begin_phase
+from runs.records import completion_records, held_out_text
+from runs.run import Phase, Run
+from runs.setup import keep_base, set_up, validate_grpo_setup  # noqa: F401
 from sample import demonstrations_as_rollout
 
 
@@ -313,14 +319,14 @@ def main(argv: list[str]) -> None:
         leave_with(f"{error.strerror}: {run.folder.path}; make room, then continue with --resume", 1)
     except KeyboardInterrupt:
         leave_with(f"stopped at once; continue from the last checkpoint with --output_dir {run.folder.path} --resume", 130)
-    leave()
+    shutdown()
 
 
 def leave_with(message: str, code: int) -> None:
     """End the program with one line, said by one process."""
     if is_main():
         print(f"train.py: {message}", file=sys.stderr)
-    leave()
+    shutdown()
     sys.exit(code)
 
 

@@ -74,7 +74,7 @@ def measure(w: Workload, shared: bool = True, tokens: int = 2048) -> dict:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from config import GRPOConfig
-    from devices import keep_freed_memory
+    from engine.devices import keep_freed_memory
     from grpo import policy_loss
     from logprobs import completion_log_probs
     from engine.packing import micro_batches

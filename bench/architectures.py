@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from conftest import ARCHITECTURES  # noqa: E402
 
 from model import byte_tokenizer, save_policy  # noqa: E402
-from runs import read_jsonl  # noqa: E402
+from runs.records import read_jsonl  # noqa: E402
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"

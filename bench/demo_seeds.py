@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runs import read_jsonl  # noqa: E402
+from runs.records import read_jsonl  # noqa: E402
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def worker(root: str, shared: bool) -> None:
 
     torch.set_num_threads(1)
     from config import GRPOConfig
-    from devices import keep_freed_memory
+    from engine.devices import keep_freed_memory
     from logprobs import completion_log_probs
     from model import byte_tokenizer
     from sample import Rollout, sample_completions_for_prompts

@@ -28,7 +28,7 @@ from data import load_examples  # noqa: E402
 from grpo import LOSS_TYPES  # noqa: E402
 from logprobs import completion_log_probs  # noqa: E402
 from model import load_policy  # noqa: E402
-from runs import read_jsonl  # noqa: E402
+from runs.records import read_jsonl  # noqa: E402
 from sample import sample_completions_for_prompts  # noqa: E402
 
 COLD = "--max_steps 100 --batch_size 32 --num_epochs 100 --learning_rate 1e-3"

@@ -14,9 +14,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import sample
-from config import parse_config
-from devices import peak_memory_gb
-from train import learn, set_up
+from runs.command_line import parse_config
+from engine.devices import peak_memory_gb
+from runs.setup import set_up
+from train import learn
 from workloads import WORKLOADS, lengths_of
 
 
@@ -32,13 +33,13 @@ class SampledToLength(sample.SamplingState):
         self.lengths = torch.tensor([*wanted, 0]) if self.dummy_row == len(wanted) else torch.full((self.dummy_row + 1,), 10**6)
         SampledToLength.rollouts += self.dummy_row == len(wanted)
 
-    def take(self, row_ids, logits):
-        forced, stop, last = logits.clone(), int(self.stops[0]), self.count[row_ids] + 1 >= self.lengths[row_ids]
+    def step(self, row_ids, logits):
+        forced, stop, last = logits.clone(), int(self.stop_ids[0]), self.count[row_ids] + 1 >= self.lengths[row_ids]
         forced[:, stop] = -torch.inf
         forced[last] = -torch.inf
         forced[last, stop] = 0.0
         at, going = self.count[row_ids], ~self.stopped[row_ids]
-        super().take(row_ids, forced)
+        super().step(row_ids, forced)
         kept = row_ids[going], at[going]                   # trained on as if nothing had been forced, or ratios would not be 1
         self.logp[kept] = logits[going].log_softmax(dim=-1).gather(1, self.ids[kept][:, None])[:, 0]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from reward_programs import passes_tests
-from sandbox import SETTLED, run_python
+from reward_functions.programs import passes_tests
+from reward_functions.sandbox import SETTLED, run_python
 
 COUNT = 300
 THREADS = os.cpu_count()

@@ -57,16 +57,18 @@ logp = theta.log_softmax(0)
 """
 # The first update of a run, with its gradient; the start-up check would refuse some of these programs, so it is not asked.
 STEP = """
-import tempfile, torch, prepare, train
-from devices import bucket
+import tempfile, torch, train
+from runs import setup
+from runs.phases import begin_phase
+from engine.devices import bucket
 from experience import minibatches, prepare_experience, sample_groups
-prepare.start_up_check = lambda *_: True
+setup.start_up_check = lambda *_: True
 flags = "--use_grpo --reward_functions length.py:length --batch_size 8 --report_to none --eval_limit 0 --cold_start_steps 0"
 open("length.py", "w").write("def length(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]")
 def first(more=""):
     run = train.set_up(train.parse_config([*flags.split(), "--output_dir", tempfile.mkdtemp(), *more.split()]))
     run.folder.console.quiet = True
-    prepare.begin_phase(run, run.phases[0])
+    begin_phase(run, run.phases[0])
     groups = sample_groups(run, next(run.batches))
     experience, _ = prepare_experience(run, groups.rollout, groups.points)
     return run, experience
@@ -141,8 +143,8 @@ k3 = kl_penalty(logp, q.log(), estimator="k3", ratio=(logp - logp.detach()).exp(
 print(float(torch.cosine_similarity(found, true, dim=0)))""",
     ),
     "position, not id": Case(
-        "sample.py", "mask = torch.arange(int(lengths.max())) < lengths[:, None]",
-        "mask = self.ids.cpu()[: self.dummy_row, : int(lengths.max())] != self.pad_id",
+        "engine/sampling_state.py", "mask = torch.arange(int(count.max())) < count[:, None]",
+        "mask = self.ids.cpu()[: self.dummy_row, : int(count.max())] != self.pad_id",
         "share of the stop tokens that are trained on, where pad and EOS are one id",
         SETTING + """
 tokenizer.pad_token = tokenizer.eos_token
@@ -159,7 +161,8 @@ def measured(case: Case, leave_out: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)
-        shutil.copytree(ROOT / "engine", Path(folder) / "engine")
+        for package in ROOT.glob("*/__init__.py"):
+            shutil.copytree(package.parent, Path(folder) / package.parent.name)
         changed = Path(folder) / case.file
         if leave_out:
             changed.write_text(changed.read_text().replace(case.text, case.without))

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import PROFILES, described_flags  # noqa: E402
+from config import PROFILES  # noqa: E402
+from runs.command_line import described_flags
 
 HEAD = """\
 # Every flag

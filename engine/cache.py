@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from devices import bucket
 from engine.attention_kernels import Options, lowest_of
+from engine.devices import bucket
 from engine.packing import make_layout
 from engine.prefix_attention import Siblings, decode_in_halves, decode_in_one_softmax, forward_packed
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from devices import bucket
+from engine.devices import bucket
 from engine.prefix_attention import Block, TokenLayout
 
 CPU = torch.device("cpu")
@@ -204,3 +204,16 @@ def micro_batches(
         smaller = min(max_tokens, groups[0][0] * len(groups)) // 2
         return micro_batches(rollout, rows, smaller, shared_prompt, at_least, device)
     return [torch.tensor(batch) for batch in batches]
+
+
+def left_pad(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids -> ids (P, Tp) and mask (P, Tp) bool, padded on the left so that all prompts end together."""
+    width = max(len(ids) for ids in sequences)
+    ids = torch.tensor([[pad_id] * (width - len(seq)) + seq for seq in sequences])
+    mask = torch.tensor([[False] * (width - len(seq)) + [True] * len(seq) for seq in sequences])
+    return ids, mask
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """0, 1, 2, ... over the True entries of each row; padding gets 0, and nothing attends to it."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)

@@ -10,9 +10,11 @@ from transformers import (
     Qwen3MoeConfig, Qwen3MoeForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
 )
 
-from config import GRPOConfig, parse_config
+from config import GRPOConfig
+from runs.command_line import parse_config
 from model import byte_tokenizer
-from prepare import begin_phase, set_up
+from runs.phases import begin_phase
+from runs.setup import set_up
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -5,7 +5,7 @@ import torch
 from conftest import CURRENT_ARCHITECTURES, PROMPTS
 
 import sample
-from check import can_share_prompts, check_setup
+from runs.startup_check import can_share_prompts, check_setup
 from config import GRPOConfig
 from engine import cache
 from engine.prefix_attention import use_prefix_attention
@@ -35,7 +35,7 @@ def test_growing_compacting_and_refilling_change_no_log_probability(architecture
     """Ten prompts, twelve completions at once, room for two steps at first: the cache is compacted all the time."""
     _, model = architecture
     model.generation_config.eos_token_id = EARLY
-    monkeypatch.setattr(sample, "FIRST_STEPS", 2)
+    monkeypatch.setattr(sample, "INITIAL_CAPACITY", 2)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 3)
     prompts = PROMPTS * 2 + ["x", "another one"]
     config = GRPOConfig(num_completions_per_prompt=3, generation_batch_size=12, **ANY)
@@ -146,7 +146,7 @@ def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, compactions):
     model.generation_config.eos_token_id = EARLY
     prompts = ["what is 12 plus 34 plus 56?" for _ in range(60)]
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 16})
-    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=1, at_once=4)
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=1, batch_size=4)
     assert len(compactions) > 15 and max(capacity for _, _, capacity in compactions) == 15
     assert max(rows for _, rows, _ in compactions) == 4
     assert len(set(rollout.completions)) > 10 and rollout.completion_mask.any(dim=1).all()
@@ -172,7 +172,7 @@ def test_what_is_done_leaves_the_cache_before_new_prompts_come(model, tokenizer,
 
     monkeypatch.setattr(cache.PrefixCache, "add_prompts", noted)
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, at_once=2)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, batch_size=2)
     assert rollout.completion_mask.shape == (8, 1) and held == [0, 0, 0, 0]
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-import check
+from runs import startup_check
 import logprobs
-from check import check_setup, draw_row
+from engine import logits
+from runs.startup_check import check_setup, draw_row
 from conftest import start_run
 from config import GRPOConfig
 from rewards import correctness
@@ -19,7 +20,7 @@ def findings_of(model, tokenizer, settings, functions=()):
 
 
 def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, settings, monkeypatch):
-    monkeypatch.setattr(check, "completion_log_probs", lambda *a, temperature=1.0, **k: logprobs.completion_log_probs(*a, **k))
+    monkeypatch.setattr(startup_check, "completion_log_probs", lambda *a, temperature=1.0, **k: logprobs.completion_log_probs(*a, **k))
     found = findings_of(model, tokenizer, settings)["sampler"]
     assert found.ok is False and "nat" in found.found and "--generation_top_p" in found.fix
 
@@ -27,7 +28,7 @@ def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, setti
 def test_a_head_without_the_soft_cap_is_found(model, tokenizer, settings, monkeypatch):
     model.config.final_logit_softcapping = 5.0
     assert findings_of(model, tokenizer, settings)["head"].ok
-    monkeypatch.setattr(logprobs, "scaled", lambda model, raw: raw)
+    monkeypatch.setattr(logits, "scale_and_softcap", lambda model, raw: raw)
     assert findings_of(model, tokenizer, settings)["head"].ok is False
 
 
@@ -46,13 +47,13 @@ def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokeniz
 
 
 def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
-    monkeypatch.setattr(check, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) * 3)
+    monkeypatch.setattr(startup_check, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) * 3)
     assert findings_of(model, tokenizer, settings)["padding"].ok is False
 
 
 def test_two_bos_tokens_are_found(model, tokenizer, settings, monkeypatch):
-    real = check.encode_prompt
-    monkeypatch.setattr(check, "encode_prompt", lambda *a: [tokenizer.bos_token_id, *real(*a)])
+    real = startup_check.encode_prompt
+    monkeypatch.setattr(startup_check, "encode_prompt", lambda *a: [tokenizer.bos_token_id, *real(*a)])
     assert findings_of(model, tokenizer, settings)["BOS"].ok is False
 
 
@@ -99,7 +100,7 @@ def test_the_mask_is_drawn(model, tokenizer):
 
 @pytest.mark.parametrize("shape", [(1, 3)])
 def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
-    assert check.agreement(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
+    assert startup_check.agreement(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
 
 
 def test_shared_prompt_never_forwards_plain_rows_and_says_so(tmp_path, capsys):

@@ -16,11 +16,12 @@ import torch
 from conftest import QUICK
 from test_train import comparable, run_folder, weights_of
 
-import checkpoint
+from runs import checkpoint
 import train
-from checkpoint import damage, latest_checkpoint
-from config import parse_config
-from runs import RunFolder, read_jsonl
+from runs.checkpoint import damage, latest_checkpoint
+from runs.command_line import parse_config
+from runs.folder import RunFolder
+from runs.records import read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import kills

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-import prepare
+from runs import setup
 import train
-from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig, parse_config
+from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig
+from runs.command_line import parse_config
 
 
 def test_the_defaults_that_others_rely_on():
@@ -123,7 +124,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
         (tmp_path / name).parent.mkdir(exist_ok=True)
         data_file(tmp_path, name, '{"model_type": "llama"}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr(prepare, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(setup, "load_policy", lambda *_: pytest.fail("a model was loaded"))
 
     flags, message = MISTAKES[mistake]
     flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
@@ -232,7 +233,7 @@ def test_a_replay_takes_the_settings_of_its_run_but_not_its_weights(tmp_path):
 
 def test_a_phase_is_as_many_steps_long_as_its_epochs_have_updates():
     def steps(flags):
-        return [(phase.name, phase.steps) for phase in prepare.plan(parse_config(flags.split()), num_examples=1000)]
+        return [(phase.name, phase.steps) for phase in setup.plan(parse_config(flags.split()), num_examples=1000)]
 
     assert steps("--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 9") == [("cold_start", 9), ("grpo", 32)]
     several = "--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 0 --ppo_epochs 3 --minibatch_size 64"

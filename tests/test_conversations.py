@@ -11,26 +11,30 @@ import pytest
 import torch
 from conftest import PROMPTS, QUICK
 
-import conversations
+from environments import loading, tools
 import infer
 import sample
 import train
-from config import GRPOConfig, parse_config
-from conversations import (
-    LONGEST_MESSAGE, Conversation, EnvironmentRaised, answer_calls, calculate, columns_for, describe_conversations,
-    guess_letter, load_environment, play, responders,
+from config import GRPOConfig
+from runs.command_line import parse_config
+from environments.conversations import (
+    LONGEST_MESSAGE, Conversation, EnvironmentRaised, describe_conversations, play,
 )
+from environments.games import guess_letter
+from environments.loading import columns_for, load_environment, responders
+from environments.tools import answer_calls, calculate
 from data import load_examples
-from encode import encode_completion, encode_demonstration, encode_prompt, encode_reply, render
+from data import encode_completion, encode_demonstration, encode_prompt
+from engine.chat_template import encode_reply, render
 from experience import shape_rewards, token_advantages
 from grpo import policy_loss
 from logprobs import completion_log_probs
 from model import byte_tokenizer
 from engine.packing import completion_lengths, micro_batches
-from replay import rollout_of
+from analysis.replay import rollout_of
 from rewards import compute_rewards_for_completions, correctness, environment
-from runs import completion_records, read_jsonl
-from sandbox import SandboxResult
+from runs.records import completion_records, read_jsonl
+from reward_functions.sandbox import SandboxResult
 from sample import demonstrations_as_rollout, join_rollouts, sample_completions_for_prompts, select_groups
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -123,8 +127,8 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
     for p, prompt in enumerate(PROMPTS[:3]):
         alone = talk(model, tokenizer, settings, [prompt])
         assert alone.completions == together.completions[4 * p : 4 * p + 4]
-    assert same(talk(model, tokenizer, settings, at_once=4), together)
-    monkeypatch.setitem(sample.STEPS_BETWEEN_LOOKS, "cpu", 8)                    # as on a GPU
+    assert same(talk(model, tokenizer, settings, batch_size=4), together)
+    monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
     for shared_prompt in True, False:
         seldom = talk(model, tokenizer, settings, shared_prompt=shared_prompt)
         assert same(seldom, together)
@@ -459,7 +463,8 @@ def test_a_chat_template_is_told_about_the_tools():
 def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_contained(monkeypatch):
     results = {"": None, "print(6*7)": SandboxResult(ok=True, stdout="42\n", stderr="", reason=""),
                "1/0": SandboxResult(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
-    monkeypatch.setattr(conversations, "run_python", results.__getitem__)
+    monkeypatch.setattr(tools, "run_python", results.__getitem__)
+    monkeypatch.setattr(loading, "run_python", results.__getitem__)
     load_environment.cache_clear()
     respond = load_environment("python")
     ask = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
@@ -469,7 +474,7 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
     def refuses(code):
         raise RuntimeError("programs cannot be contained here")
 
-    monkeypatch.setattr(conversations, "run_python", refuses)
+    monkeypatch.setattr(loading, "run_python", refuses)
     load_environment.cache_clear()
     with pytest.raises(ValueError, match="--environment=python: programs cannot be contained here; or take calculator"):
         load_environment("python")

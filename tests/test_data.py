@@ -17,14 +17,15 @@ from test_train import comparable, run_folder, weights_of
 from tokenizers import processors
 
 import train
-from config import parse_config
+from runs.command_line import parse_config
 from conftest import start_run
-from data import PromptMemory, ShuffledBatches, View, load_examples, prompt_key, with_instruction
-from encode import encode_completion, encode_prompt
-from prepare import load_data
-from problems import PROBLEMS
+from data import PromptMemory, ShuffledBatches, load_examples, prompt_key, with_instruction
+from sources.readers import View
+from data import encode_completion, encode_prompt
+from runs.setup import load_data
+from sources.tasks import PROBLEMS
 from rewards import correctness, countdown, reasoning_coherence
-from runs import read_jsonl
+from runs.records import read_jsonl
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
 TEMPLATE = (
@@ -543,7 +544,7 @@ def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
 def test_a_tokenizer_that_appends_eos_to_prompts_is_seen_by_the_check(model, tokenizer, settings):
     import copy
 
-    from check import check_setup
+    from runs.startup_check import check_setup
 
     appending = copy.deepcopy(tokenizer)
     appending.backend_tokenizer.post_processor = processors.TemplateProcessing(

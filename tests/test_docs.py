@@ -11,9 +11,10 @@ from typing import get_args
 import pytest
 
 import grpo
-from config import HEADINGS, SECTIONS, GRPOConfig, parse_config
-from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, LOSSES
-from runs import read_jsonl
+from config import GRPOConfig
+from runs.command_line import HEADINGS, SECTIONS, parse_config
+from grpo import AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES
+from runs.records import read_jsonl
 from test_grpo import SCALES, formulas
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +76,7 @@ def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(
 
 
 def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
-    metrics, written = (ROOT / "docs/metrics.md").read_text(), (ROOT / "runs.py").read_text()
+    metrics, written = (ROOT / "docs/metrics.md").read_text(), (ROOT / "runs/folder.py").read_text()
     looked_at = re.findall(r"^\|[^|]+\|([^|]+)\|", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
     names = {name for cell in looked_at for name in re.findall(r"`([a-z_/<>.]+)`", cell)}
     assert len(names) > 20

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from config import Config, GRPOConfig
-from doctor import RULES, SILENCE, diagnose
+from runs.doctor import RULES, SILENCE, diagnose
 
 HEALTHY = {
     "tied_groups": 0.2, "reward/correctness": 0.5, "entropy": 0.5, "completion_tokens": 40.0, "truncated": 0.02, "kl": 0.02,
@@ -78,7 +78,7 @@ def test_advice_on_ties_depends_on_why_they_are_there():
 
 
 def test_the_expected_share_of_ties_is_what_chance_gives():
-    from doctor import expected_ties
+    from runs.doctor import expected_ties
 
     generator = random.Random(0)
     for success, size in itertools.product([0.1, 0.5, 0.8], [2, 4]):

@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-import evaluation
+from analysis import evaluation
 import infer
 from config import Config, ModelConfig
-from evaluation import (
-    compare, estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, summarise, tries, values_by_problem,
-    wilson_interval,
+from analysis.evaluation import (
+    compare, estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, summarise, tries,
+    values_by_problem, wilson_interval,
 )
 from model import load_policy, save_policy
-from runs import held_out_text
+from runs.records import held_out_text
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])

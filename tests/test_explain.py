@@ -10,12 +10,13 @@ import pytest
 import torch
 from conftest import QUICK, start_run
 
-import explain
+from analysis import explain
 import train
-from config import GRPOConfig, parse_config
+from config import GRPOConfig
+from runs.command_line import parse_config
 from logprobs import completion_log_probs
-from prepare import set_up
-from runs import read_jsonl
+from runs.setup import set_up
+from runs.records import read_jsonl
 from sample import sample_completions_for_prompts
 
 

@@ -7,13 +7,14 @@ import re
 import pytest
 import torch
 
-import chat
-import evaluation
+from analysis import chat
+from analysis import evaluation
 import infer
-import sample
+from engine import sampling_state
 from config import GRPOConfig, ModelConfig
-from encode import encode_demonstration, encode_prompt, encode_reply
-from evaluation import evaluate, wilson_interval
+from data import encode_demonstration, encode_prompt
+from engine.chat_template import encode_reply
+from analysis.evaluation import evaluate, wilson_interval
 from model import load_policy, save_policy
 
 
@@ -42,7 +43,7 @@ def scripted(monkeypatch, tokenizer, *turns):
         asked.append((copy.deepcopy(prompts), kwargs["seed"]))
         return real(model, tokenizer, prompts, *args, **kwargs)
 
-    monkeypatch.setattr(sample, "draw", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
+    monkeypatch.setattr(sampling_state, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
     monkeypatch.setattr(chat, "sample_completions_for_prompts", sample_completions)
     monkeypatch.setattr(chat, "can_share_prompts", lambda *_: False)             # then a turn is answered at once
     return asked
@@ -128,7 +129,7 @@ def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [{name: line[name] for name in rows[0]} for line in written] == [row for row in rows for _ in range(2)]
     config = GRPOConfig(generation_max_length=6, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    alone = chat.Speaker.load(ModelConfig(model_path=folder), config, 0).sample([rows[2]], 2)
+    alone = chat.ChatModel.load(ModelConfig(model_path=folder), config, 0).sample([rows[2]], 2)
     assert [line["completion"] for line in written[4:]] == alone.completions
     assert [line["finished"] for line in written[4:]] == alone.finished.tolist()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import lint
+from analysis import reward_linter
 from data import load_examples
 from rewards import BUILT_IN, check_answer, correctness, load_reward_function
 from test_rewards import needs_math_verify
@@ -16,17 +16,17 @@ EXAMPLES = load_examples("arithmetic", limit=4)
 
 
 def flags_for(function, examples=EXAMPLES):
-    return lint.lint([function], [1.0], examples)[1]
+    return reward_linter.lint([function], [1.0], examples)[1]
 
 
 def test_a_wrong_number_scores_below_silence_in_tunix_check_answer():
-    points, _, _ = lint.measure(check_answer, EXAMPLES)
+    points, _, _ = reward_linter.measure(check_answer, EXAMPLES)
     assert points["wrong"] == -1 and points["empty"] == 0 and points["gold"] == 3
     assert any("gives more to empty (0.00), form (-0.50) than to wrong (-1.00)" in flag for flag in flags_for(check_answer))
 
 
 def test_correctness_has_no_flags():
-    points, _, _ = lint.measure(correctness, EXAMPLES)
+    points, _, _ = reward_linter.measure(correctness, EXAMPLES)
     assert points == {"gold": 1, "empty": 0, "wrong": 0, "confident": 0, "form": 0, "spam": 0, "repeated": 0, "truncated": 0}
     assert flags_for(correctness) == []
 
@@ -53,45 +53,45 @@ def test_a_total_that_rewards_something_else_is_flagged_although_its_parts_are_f
     def clear(completions, **columns):
         return [float("certain" in c) / 2 + 0.5 * bool(c) for c in completions]
 
-    table, flags = lint.lint([correctness, clear], [0.1, 1.0], EXAMPLES)
+    table, flags = reward_linter.lint([correctness, clear], [0.1, 1.0], EXAMPLES)
     assert len(table) == 5 and any(flag.startswith("the total gives more to confident (") for flag in flags)
 
 
 def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():
     one, other = {"prompt": "p", "completion": "x = 1"}, {"prompt": "q", "completion": "y = 2"}
-    assert lint.completions_of(one, other)["wrong"] == "y = 2"
-    assert lint.completions_of(one | {"wrong": "x = 3"}, other)["wrong"] == "x = 3"
-    assert lint.completions_of({"prompt": "p", "answer": "Paris"})["wrong"].endswith("<answer>not Paris</answer>")
-    assert lint.completions_of({"prompt": "p", "answer": "-7"})["wrong"].endswith("<answer>-21</answer>")
+    assert reward_linter.completions_of(one, other)["wrong"] == "y = 2"
+    assert reward_linter.completions_of(one | {"wrong": "x = 3"}, other)["wrong"] == "x = 3"
+    assert reward_linter.completions_of({"prompt": "p", "answer": "Paris"})["wrong"].endswith("<answer>not Paris</answer>")
+    assert reward_linter.completions_of({"prompt": "p", "answer": "-7"})["wrong"].endswith("<answer>-21</answer>")
     boxed = {"prompt": "p", "answer": "$\\boxed{\\frac{3}{2}}$", "completion": "so $\\boxed{\\frac{3}{2}}$"}
-    assert lint.completions_of(boxed)["wrong"] == "so $\\boxed{\\frac{13}{2}}$"
+    assert reward_linter.completions_of(boxed)["wrong"] == "so $\\boxed{\\frac{13}{2}}$"
     gold = "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"
-    texts = lint.completions_of({"prompt": "p", "answer": "10", "completion": gold})
+    texts = reward_linter.completions_of({"prompt": "p", "answer": "10", "completion": gold})
     assert texts["wrong"] == "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"
     assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"]
 
 
 def test_functions_of_tokens_see_one_for_each_word():
-    rollout = lint.as_rollout(["a b a", "", [{"role": "assistant", "content": "b c"}]])
+    rollout = reward_linter.as_rollout(["a b a", "", [{"role": "assistant", "content": "b c"}]])
     first, empty, last = (ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask))
     assert len(first) == 4 and first[0] == first[2] != first[1] == last[0] != last[1]
     assert empty == [first[3]] == [last[2]] and len(last) == 3
 
 
 def test_the_exit_code_says_whether_there_are_flags(capsys, tmp_path):
-    assert lint.main(["--lint", "--reward_functions", "correctness", "--limit", "2"]) == 0
-    assert lint.main(["--lint", "--reward_functions", "check_answer", "--limit", "2"]) == 1
+    assert reward_linter.main(["--lint", "--reward_functions", "correctness", "--limit", "2"]) == 0
+    assert reward_linter.main(["--lint", "--reward_functions", "check_answer", "--limit", "2"]) == 1
     assert "| `check_answer` | 3.00 | 0.00 | -1.00 |" in capsys.readouterr().out
-    assert lint.main(["--lint", "--reward_functions", "no_such"]) == 2
-    assert lint.main(["--lint", "--dataset", str(tmp_path / "none.jsonl")]) == 2
-    assert lint.main(["--lint", "--reward_functions", "correctness", "--reward_weights", "1", "2"]) == 2
+    assert reward_linter.main(["--lint", "--reward_functions", "no_such"]) == 2
+    assert reward_linter.main(["--lint", "--dataset", str(tmp_path / "none.jsonl")]) == 2
+    assert reward_linter.main(["--lint", "--reward_functions", "correctness", "--reward_weights", "1", "2"]) == 2
     printed = capsys.readouterr()
     assert "error: --reward_functions no_such" in printed.err and printed.out == ""
 
 
 def test_without_names_the_functions_are_those_that_score_something(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)           # no math-verify
-    lint.main(["--lint", "--limit", "2"])
+    reward_linter.main(["--lint", "--limit", "2"])
     printed = capsys.readouterr().out
     assert "| `correctness` |" in printed and "environment" not in printed, "nobody gives its points here"
     assert "multiple_choice" not in printed and "math_equality" not in printed and "failed" not in printed
@@ -100,27 +100,27 @@ def test_without_names_the_functions_are_those_that_score_something(capsys, monk
 def test_data_is_read_as_training_reads_it(capsys, tmp_path):
     (tmp_path / "own.jsonl").write_text('nonsense\n{"q": "1+1=?", "a": "2", "c": "<answer>2</answer>"}\n')
     command = ["--lint", "--dataset", str(tmp_path / "own.jsonl"), "--reward_functions", "correctness"]
-    assert lint.main(command) == 2 and lint.main([*command, "--bad_lines", "skip"]) == 2
+    assert reward_linter.main(command) == 2 and reward_linter.main([*command, "--bad_lines", "skip"]) == 2
     errors = capsys.readouterr().err
     assert "--bad_lines skip" in errors and "--prompt_column" in errors
     columns = ["--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]
-    assert lint.main([*command, "--bad_lines", "skip", *columns]) == 0
+    assert reward_linter.main([*command, "--bad_lines", "skip", *columns]) == 0
     assert "| `correctness` | 1.00 |" in capsys.readouterr().out
 
 
 def test_of_a_conversation_the_last_turn_is_changed():
     (game,) = load_examples("guess_letter", limit=1)
-    texts = lint.completions_of(game)
+    texts = reward_linter.completions_of(game)
     assert texts["gold"] == game["completion"][-1]["content"] == f"<answer>{game['answer']}</answer>"
     assert texts["wrong"] == f"<answer>not {game['answer']}</answer>"
     conversations = [[*game["completion"][:-1], {"role": "assistant", "content": text}] for text in texts.values()]
-    rollout = lint.as_rollout(conversations)
+    rollout = reward_linter.as_rollout(conversations)
     assert rollout.completions == conversations and rollout.completion_mask.sum(dim=1).min() == 1
-    assert lint.lint([correctness], [1.0], load_examples("guess_letter", limit=4))[1] == []
+    assert reward_linter.lint([correctness], [1.0], load_examples("guess_letter", limit=4))[1] == []
 
 
 def test_countdown_is_linted_on_its_own_data():
-    table, flags = lint.lint([load_reward_function("countdown")], [1.0], load_examples("countdown", limit=8))
+    table, flags = reward_linter.lint([load_reward_function("countdown")], [1.0], load_examples("countdown", limit=8))
     assert flags == [] and table[-1] in (ROOT / "docs/rewards.md").read_text()
 
 
@@ -132,7 +132,7 @@ def test_the_table_in_the_docs_is_what_the_command_there_prints():
     examples = load_examples(str(ROOT / "docs/reward_examples.jsonl"))
     others = "countdown", "environment"                   # the one has data of its own, the other's points are not from texts
     functions = [load_reward_function(name) for name in BUILT_IN if name not in others]
-    table, flags = lint.lint(functions, [1.0] * len(functions), examples)
+    table, flags = reward_linter.lint(functions, [1.0] * len(functions), examples)
     for line in table[:-2]:                               # not the total, which adds up what does not belong together
         assert line in page, json.dumps(line)
     for flag in flags:

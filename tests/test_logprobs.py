@@ -10,11 +10,12 @@ import torch
 from conftest import PROMPTS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import logprobs
+from engine import chunked_head
 from config import GRPOConfig
 from engine.packing import micro_batches, pack_rows
 from grpo import policy_loss
-from logprobs import completion_log_probs, restrict_logits
+from engine.logits import restrict_logits
+from logprobs import completion_log_probs
 from model import recompute_activations
 from sample import sample_completions_for_prompts
 
@@ -90,8 +91,8 @@ def test_the_gradient_of_many_siblings_is_the_same_each_time_bit_for_bit(model, 
 def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer, monkeypatch):
     config = GRPOConfig(generation_max_length=40, num_completions_per_prompt=20)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], config, seed=0)
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 1)
-    monkeypatch.setattr(logprobs, "TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(chunked_head, "TOKENS_AT_ONCE", 100)
     assert rollout.completion_mask.sum() > 500, "several chunks"
     with torch.no_grad():
         ours = completion_log_probs(model, rollout)
@@ -147,8 +148,8 @@ def test_a_sampled_token_always_belongs_to_the_support():
 @pytest.mark.parametrize("cap,bias", [(None, False), (3.0, True)])
 def test_the_heads_gradient_written_by_hand_is_that_of_finite_differences(policy, cap, bias, monkeypatch):
     """Log-probability, entropy and exact KL, with a soft cap, a bias, a kept support, over several chunks, in float64."""
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 1)
-    monkeypatch.setattr(logprobs, "TOKENS_AT_ONCE", 2)
+    monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(chunked_head, "TOKENS_AT_ONCE", 2)
     draws = torch.Generator().manual_seed(0)
     tokens, width, size = 5, 4, 11
 
@@ -163,7 +164,7 @@ def test_the_heads_gradient_written_by_hand_is_that_of_finite_differences(policy
         return restrict_logits(raw if cap is None else torch.tanh(raw / cap) * cap, chosen=chosen, **policy)
 
     def ours(hidden, weight, offset=None):
-        return logprobs.HeadLogProbs.apply(hidden, weight, offset, chosen, shape, fixed, lambda hidden: hidden @ other.T)
+        return chunked_head.HeadLogProbs.apply(hidden, weight, offset, chosen, shape, fixed, lambda hidden: hidden @ other.T)
 
     leaves = [part.requires_grad_() for part in (hidden, weight, offset) if part is not None]
     if policy["top_p"] == 1:                              # the kept support must not change under a finite difference
@@ -215,8 +216,8 @@ def test_chunks_of_the_head_use_the_same_memory_one_after_the_other():
     """What a chunk leaves must not split the free blocks: 24 chunks of 16 MB each once took 1.6 GB."""
     program = """
 import resource, torch
-from devices import keep_freed_memory
-from logprobs import HeadLogProbs
+from engine.devices import keep_freed_memory
+from engine.chunked_head import HeadLogProbs
 keep_freed_memory()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 hidden, weight = torch.randn(24 * 128, 8, requires_grad=True), torch.randn(32768, 8)

@@ -12,10 +12,10 @@ import train
 from config import ModelConfig
 from logprobs import completion_log_probs
 from model import (
-    AdapterReference, frozen_copy, has_adapter, load_policy, merged_adapter, merged_copy, save_policy, trained,
-    update_reference,
+    AdapterReference, frozen_copy, has_adapter, load_policy, merged_adapter, merged_copy, save_policy,
+    trainable_parameters, update_reference,
 )
-from runs import read_jsonl
+from runs.records import read_jsonl
 from sample import sample_completions_for_prompts
 
 IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
@@ -33,7 +33,7 @@ def with_noise(model):
     """An adapter that adds something."""
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in trained(model):
+        for parameter in trainable_parameters(model):
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
@@ -47,7 +47,7 @@ def load(folder, **more):
 def test_a_new_adapter_is_the_base_model_and_merging_leaves_no_trace(saved):
     base, _ = load(saved)
     model, _ = load(saved, lora_rank=4)
-    assert has_adapter(model) and 0 < sum(p.numel() for p in trained(model)) < sum(p.numel() for p in base.parameters())
+    assert has_adapter(model) and 0 < sum(p.numel() for p in trainable_parameters(model)) < sum(p.numel() for p in base.parameters())
     expected = base(IDS).logits
     assert torch.equal(model(IDS).logits, expected)
     with_noise(model)
@@ -57,7 +57,7 @@ def test_a_new_adapter_is_the_base_model_and_merging_leaves_no_trace(saved):
         assert (model(IDS).logits - before).abs().max() < 1e-4
     assert torch.equal(model(IDS).logits, before)
     assert all(torch.equal(p, weights[name]) for name, p in model.state_dict().items())
-    assert [p.requires_grad for p in model.parameters()].count(True) == len(trained(model)) < len(list(model.parameters()))
+    assert [p.requires_grad for p in model.parameters()].count(True) == len(trainable_parameters(model)) < len(list(model.parameters()))
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, t
     base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation=attention).eval()
     assert torch.equal(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(IDS).logits, expected)
     again, _ = load_policy(ModelConfig(str(tmp_path / "adapter"), attention))
-    assert torch.equal(again(IDS).logits, expected) and len(trained(again)) == len(trained(model))
+    assert torch.equal(again(IDS).logits, expected) and len(trainable_parameters(again)) == len(trainable_parameters(model))
     save_policy(merged_copy(model), tokenizer, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation=attention)
     assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
@@ -86,7 +86,7 @@ def test_the_sampler_agrees_with_the_trainer_and_only_the_adapter_has_a_gradient
     assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
     now.logp.sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-    assert any(p.grad.abs().max() > 0 for p in trained(model))
+    assert any(p.grad.abs().max() > 0 for p in trainable_parameters(model))
 
 
 def test_the_reference_is_the_adapter_as_it_was(saved, settings):
@@ -106,7 +106,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, settings):
     assert torch.allclose(exact, completion_log_probs(model, rollout, **settings.policy, reference=base).kl, atol=1e-5)
     exact.sum().backward()                                # asking the reference has changed nothing that this needs
     update_reference(reference, model, 0.0)
-    assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trained(model), strict=True))
+    assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from conftest import PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from check import check_setup
+from runs.startup_check import check_setup
 from config import ModelConfig
 from logprobs import completion_log_probs
 from model import frozen_copy, load_policy, moved_to, recompute_activations, save_policy, with_precision

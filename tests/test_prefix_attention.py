@@ -14,7 +14,8 @@ from engine.attention_kernels import Chunked, EfficientOnCUDA, FlashOnCPU, Flash
 from engine.packing import make_layout, pack_rows
 from logprobs import completion_log_probs
 from model import recompute_activations
-from sample import Rollout, left_pad, sample_completions_for_prompts
+from engine.packing import left_pad
+from sample import Rollout, sample_completions_for_prompts
 
 # Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8 behind the last prompt.
 SEGMENTS = [(0, 5), (5, 12), (17, 3), (20, 1), (21, 20), (41, 30), (71, 7), (78, 17)]

@@ -12,10 +12,10 @@ from conftest import QUICK
 from safetensors.torch import load_file
 from test_train import length_reward
 
-from checkpoint import latest_checkpoint
-from devices import as_sent, rounds, share
+from runs.checkpoint import latest_checkpoint
+from engine.devices import picklable, lockstep_batches, rank_slice
 from rewards import RewardError
-from runs import read_jsonl
+from runs.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -131,7 +131,7 @@ def test_what_several_processes_cannot_do_is_one_line(tmp_path, flags, message):
 
 
 def test_shares_and_rounds_cover_everything_once(monkeypatch):
-    import devices
+    from engine import devices
 
     for size in 1, 2, 3, 5:
         monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
@@ -139,9 +139,9 @@ def test_shares_and_rounds_cover_everything_once(monkeypatch):
             things, shares, counted = list(range(n)), [], []
             lengths = set()
             for rank in range(size):
-                monkeypatch.setattr(devices, "process_number", lambda rank=rank: rank)
-                shares += share(things)
-                mine = list(rounds(things))
+                monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
+                shares += rank_slice(things)
+                mine = list(lockstep_batches(things))
                 lengths.add(len(mine))
                 counted += [thing for thing, counts in mine if counts]
             assert shares == things and sorted(counted) == things and len(lengths) == 1
@@ -152,7 +152,7 @@ def test_what_one_process_raises_can_be_told_to_the_others():
         def __init__(self, one, two):
             super().__init__(one)
 
-    told = as_sent(RewardError("no good"))
+    told = picklable(RewardError("no good"))
     assert type(told) is RewardError and str(told) == "no good"
     for odd in Local("no good", 2), Local(lambda: 0, 2):
-        assert type(as_sent(odd)) is RuntimeError and str(as_sent(odd)).startswith("Local: ")
+        assert type(picklable(odd)) is RuntimeError and str(picklable(odd)).startswith("Local: ")

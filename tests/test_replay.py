@@ -6,7 +6,7 @@ import pytest
 from conftest import QUICK
 
 import train
-from runs import read_jsonl
+from runs.records import read_jsonl
 
 SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm", "clip_fraction", "mean_reward", "policy_kl"]
 

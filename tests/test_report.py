@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 import pytest
 
 import infer
-import report
-from config import parse_config
+from analysis import report
+from runs.command_line import parse_config
 from model import byte_tokenizer
-from report import write_report
+from analysis.report import write_report
 
 HOSTILE = [
     "</script><script>window.pwned = 1</script>", "<!--<script>", "<img src=x onerror='window.pwned = 2'>",

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
-from reward_models import classifier, judge, read_mark
+from reward_functions.models import classifier, judge, read_mark
 from rewards import load_reward_function
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
@@ -209,7 +209,7 @@ def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
 @pytest.mark.filterwarnings("ignore:judge helpful")
 def test_every_pause_is_twice_as_long_as_the_one_before(monkeypatch):
     pauses = []
-    monkeypatch.setattr("reward_models.time.sleep", pauses.append)
+    monkeypatch.setattr("reward_functions.models.time.sleep", pauses.append)
     with Endpoint(error_500) as endpoint:
         assert ask_judge(endpoint.url, ["one"], retries=3, backoff=0.5) == [None]
     assert pauses == [0.5, 1.0, 2.0]
@@ -255,7 +255,7 @@ def test_marks_of_another_judge_are_not_taken_from_the_file(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:judge helpful")
 def test_an_endless_answer_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("reward_models.REPLY_BYTES", 200)
+    monkeypatch.setattr("reward_functions.models.REPLY_BYTES", 200)
     for spaces, points in (1, 0.7), (200, None):
         with Endpoint(lambda asked, n, _, spaces=spaces: json.dumps(chat("7")).encode() + b" " * spaces) as endpoint:
             assert ask_judge(endpoint.url, ["one"]) == [points]
@@ -279,7 +279,7 @@ def test_a_judge_is_used_through_a_small_file(tmp_path):
     with Endpoint(lambda asked, n, _: "9") as endpoint:
         file = tmp_path / "taste.py"
         file.write_text(
-            "from reward_models import judge\n\n"
+            "from rewards import judge\n\n"
             f"helpful = judge('helpful', url='{endpoint.url}', model='qwen', question='How helpful is the reply?')\n"
         )
         assert load_reward_function(f"{file}:helpful")(["a"], prompts=["p"]) == [0.9]

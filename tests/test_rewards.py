@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import reward_library
+from reward_functions import answers, formats
 import rewards
-from config import GRPOConfig, parse_config
+from config import GRPOConfig
+from runs.command_line import parse_config
 from conftest import start_run
 from data import load_examples
 from experience import shape_rewards
@@ -198,7 +199,7 @@ def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
     validator = SimpleNamespace(is_valid=lambda value: asked.append(value) or False)
     fake = SimpleNamespace(validators=SimpleNamespace(validator_for=lambda schema: lambda schema: validator))
     monkeypatch.setitem(sys.modules, "jsonschema", fake)
-    monkeypatch.setattr(reward_library.importlib.util, "find_spec", lambda name: fake)
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: fake)
     assert rewards.json_format(['{"x": 1}'], schema=[{"required": ["x"]}]) == [0.0] and asked == [{"x": 1}]
 
 
@@ -245,10 +246,10 @@ def test_safety_and_lists_of_rules():
 
 def test_what_is_handed_in_is_the_last_block_of_the_answer_or_of_the_text():
     block = "```python\n{}\n```"
-    assert reward_library.payload("x = 1", "python") == "x = 1"
-    assert reward_library.payload(f"a {block.format('x = 1')} b {block.format('x = 2')} c", "python") == "x = 2\n"
-    assert reward_library.payload(f"{block.format('x = 1')}<answer>{block.format('x = 2')}</answer>", "python") == "x = 2\n"
-    assert reward_library.payload("```java\nint x;\n```", "python") == "```java\nint x;\n```"
+    assert answers.payload("x = 1", "python") == "x = 1"
+    assert answers.payload(f"a {block.format('x = 1')} b {block.format('x = 2')} c", "python") == "x = 2\n"
+    assert answers.payload(f"{block.format('x = 1')}<answer>{block.format('x = 2')}</answer>", "python") == "x = 2\n"
+    assert answers.payload("```java\nint x;\n```", "python") == "```java\nint x;\n```"
 
 
 @needs_math_verify
@@ -272,7 +273,7 @@ def test_math_equality(given, truth, points):
 
 @needs_math_verify
 def test_an_answer_that_never_ends_costs_neither_the_others_nor_the_order(monkeypatch):
-    monkeypatch.setattr("reward_programs.SECONDS_PER_ANSWER", 1)
+    monkeypatch.setattr("reward_functions.mathematics.SECONDS_PER_ANSWER", 1)
     answers = ["2/2", "10**10**10", "2**(2**(2**100))", "4/2", "100000!^{100000!}", "1/3"]
     points = rewards.math_equality([f"<answer>{a}</answer>" for a in answers], answer=["1", "7", "7", "2", "7", "1/4"])
     assert points == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]

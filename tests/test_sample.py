@@ -8,9 +8,11 @@ import torch
 from conftest import PROMPTS
 
 from config import GRPOConfig
-from encode import encode_prompt
-from logprobs import completion_log_probs, restrict_logits
-from sample import draw, sample_completions_for_prompts, sampling_mode, stop_token_ids, uniform_streams
+from data import encode_prompt
+from engine.logits import restrict_logits
+from logprobs import completion_log_probs
+from engine.sampling_state import draw, uniform_streams
+from sample import sample_completions_for_prompts, sampling_mode, stop_token_ids
 
 
 def test_sampler_and_trainer_agree_on_every_log_probability(architecture, tokenizer, settings):

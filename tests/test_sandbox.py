@@ -14,10 +14,10 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-import reward_programs
-import sandbox
-from reward_programs import passes_tests
-from sandbox import OUTPUT_BYTES, SETTLED, run_python
+from reward_functions import programs
+from reward_functions import sandbox
+from reward_functions.programs import passes_tests
+from reward_functions.sandbox import OUTPUT_BYTES, SETTLED, run_python
 
 SECRET = "hunter" + "2"
 os.environ["SANDBOX_SECRET"] = SECRET                              # before any server starts
@@ -55,7 +55,7 @@ def nobody_is_left():
 
 
 def parent_of(pid):
-    """The parent of a process that runs sandbox.py or belongs to a user that the sandbox makes up."""
+    """The parent of a process that runs reward_functions/sandbox.py or belongs to a user that the sandbox makes up."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as command, open(f"/proc/{pid}/stat") as stat:
             if b"/sandbox.py" in command.read() or 61184 <= os.stat(f"/proc/{pid}").st_uid < 65520:
@@ -260,7 +260,7 @@ HONEST = {
 
 @pytest.mark.parametrize("name", HONEST)
 def test_the_share_of_tests_that_pass(name, monkeypatch):
-    monkeypatch.setattr("reward_programs.SECONDS_PER_TEST", 1.0)
+    monkeypatch.setattr("reward_functions.programs.SECONDS_PER_TEST", 1.0)
     program, points = HONEST[name]
     assert passes_tests([program], [TESTS]) == pytest.approx([points])
 
@@ -276,7 +276,7 @@ def test_there_are_enough_cheats():
 
 
 def test_no_cheat_earns_anything(monkeypatch):
-    monkeypatch.setattr("reward_programs.SECONDS_PER_TEST", 1.0)
+    monkeypatch.setattr("reward_functions.programs.SECONDS_PER_TEST", 1.0)
     monkeypatch.setattr("os.cpu_count", lambda: 8)                 # some at once: they wait for their time to end
     points = passes_tests(list(CHEATS.values()), [TESTS] * len(CHEATS))
     assert dict(zip(CHEATS, points)) == dict.fromkeys(CHEATS, 0.0)
@@ -314,7 +314,7 @@ def test_no_cheat_earns_anything(monkeypatch):
     ],
 )
 def test_a_test_is_taken_apart(test, points, monkeypatch):
-    monkeypatch.setattr("reward_programs.SECONDS_PER_TEST", 1.0)
+    monkeypatch.setattr("reward_functions.programs.SECONDS_PER_TEST", 1.0)
     program = """
 import collections
 TWO, TABLE = 2, {"x": [2]}
@@ -341,7 +341,7 @@ def test_the_program_is_not_told_what_is_expected(monkeypatch):
         seen.append(code)
         return real(code, **options)
 
-    monkeypatch.setattr(reward_programs, "run_python", spy)
+    monkeypatch.setattr(programs, "run_python", spy)
     program = "def f(x): return x"
     passes_tests([program], [["assert f(12) == 987654321", "assert f(3) in {987654321, 3}"]])
     with_program = [code for code in seen if program in code]

@@ -22,16 +22,16 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-t
 
 from torch_xla.debug import metrics
 
-import prepare
+from runs import setup
 import train
-from check import check_setup
+from runs.startup_check import check_setup
 from conftest import PROMPTS, QUICK, start_run
 from config import GRPOConfig
-from devices import best_device, bucket
+from engine.devices import best_device, bucket
 from logprobs import completion_log_probs
 from model import ValueHead, move
 from engine.packing import micro_batches, pack_rows
-from runs import read_jsonl
+from runs.records import read_jsonl
 from sample import sample_completions_for_prompts
 
 DEVICE = best_device()                                    # before any backward pass on the CPU
@@ -164,7 +164,7 @@ def test_a_model_whose_cache_would_grow_is_refused_in_one_line(tokenizer, convol
 
 def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     """Steps of ragged completions: after the first ones nothing new is compiled."""
-    monkeypatch.setattr(prepare, "start_up_check", lambda *_: True)              # a run below has it
+    monkeypatch.setattr(setup, "start_up_check", lambda *_: True)              # a run below has it
     run = start_run(
         tmp_path, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "0", "--generation_max_length", "14",
         "--reward_functions", length_reward(tmp_path), "--reward_weights", "1",
@@ -191,7 +191,7 @@ def test_drawing_a_token_does_not_wait_for_the_device(model, tokenizer):
 
 def run_on(device, folder, monkeypatch):
     """metrics.jsonl of a run in this process."""
-    monkeypatch.setattr(prepare, "best_device", lambda: device)
+    monkeypatch.setattr(setup, "best_device", lambda: device)
     train.main([*RUN, length_reward(folder), "--output_dir", str(folder / "run")])
     return read_jsonl(folder / "run/metrics.jsonl")
 
@@ -228,7 +228,7 @@ FOUR = """
 import json, sys
 import torch_xla
 import train
-from config import parse_config
+from runs.command_line import parse_config
 
 optimizers, begin_phase = [], train.begin_phase
 

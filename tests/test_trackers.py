@@ -9,9 +9,10 @@ from conftest import QUICK
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from config import parse_config
-from runs import RunFolder, read_jsonl
-from trackers import TensorBoard, open_tracker
+from runs.command_line import parse_config
+from runs.folder import RunFolder
+from runs.records import read_jsonl
+from runs.trackers import TensorBoard, open_tracker
 
 RUN = [*QUICK, "--use_grpo", "--cold_start_steps", "1", "--max_steps", "2", "--log_rollouts_every", "1", "--report_to"]
 

@@ -17,8 +17,9 @@ import experience as experience_module
 import train
 from data import ShuffledBatches
 from experience import minibatches, prepare_experience, sample_groups, shape_rewards
-from grpo import LOSS_TYPES, LOSSES, compute_group_advantages, policy_loss
-from logprobs import completion_log_probs, restrict_logits
+from grpo import LOSSES, LOSS_TYPES, compute_group_advantages, policy_loss
+from engine.logits import restrict_logits
+from logprobs import completion_log_probs
 from model import ValueHead, frozen_copy
 from sample import Rollout, select_groups
 from train import add_up_gradient

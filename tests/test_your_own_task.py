@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import chat
+from analysis import chat, reward_linter
 import infer
-import lint
+
 import train
 from model import byte_tokenizer
 
@@ -28,7 +28,7 @@ def run(program, words):
     if program in FILES:
         runpy.run_path(program)
         return None
-    return {"infer.py": infer, "rewards.py": lint}[program].main(words)
+    return {"infer.py": infer, "rewards.py": reward_linter}[program].main(words)
 
 
 @pytest.fixture(scope="module")

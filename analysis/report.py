@@ -22,15 +22,15 @@ from pathlib import Path
 
 import torch
 
-from config import PROFILES, SECTIONS, Config, ModelConfig
-from encode import as_text
+from config import PROFILES, Config, ModelConfig
+from engine.chat_template import as_text
 from grpo import compute_group_advantages
 from model import load_tokenizer
-from runs import or_none, read_jsonl
+from runs.command_line import SECTIONS
+from runs.records import or_none, read_jsonl
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 BYTES_SHOWN = 50_000_000        # of rollouts.jsonl; of a longer one every second, third, ... saved step. Pages are half as long
-
 # Section, metric (or its beginning, up to a slash), title, unit. A metric that is not here is drawn under "More".
 CHARTS = [
     ("Reward", "mean_reward", "reward", "points"),

@@ -20,9 +20,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from data import COLUMNS, load_examples
-from problems import demonstration
-from reward_library import extract_answer, text_of
-from rewards import BUILT_IN, RESERVED, compute_rewards_for_completions, load_reward_function, missing_columns, name_of
+from reward_functions.answers import extract_answer, text_of
+from reward_functions.loading import RESERVED, missing_columns, name_of
+from rewards import BUILT_IN, compute_rewards_for_completions, load_reward_function
+from sources.tasks import demonstration
 
 KINDS = {
     "gold": "the completion of the data set, or its answer in the expected form",

@@ -45,8 +45,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 OUTPUT_BYTES = 1 << 16          # of stdout and of stderr
+
+
 FILE_MB, SCRATCH_MB = 16, 32    # one file, and all files together (in the way `user` there is no limit on all)
+
+
 THREADS, OPEN_FILES = 32, 64
+
+
 SETTLED = "namespaces", "bubblewrap", "user"
 
 
@@ -63,6 +69,8 @@ class SandboxResult:
 # ---- in the caller -------------------------------------------------------------------------------------------------
 
 idle: dict[tuple, list[subprocess.Popen]] = defaultdict(list)      # servers that wait for a program
+
+
 os.register_at_fork(after_in_child=idle.clear)                     # they are the parent's
 
 
@@ -247,6 +255,7 @@ def watch(pid: int, out: int, err: int, ready: int, timeout_s: float, highest: i
 # ---- in the program's process, before the program ------------------------------------------------------------------
 
 libc = ctypes.CDLL(None, use_errno=True)
+
 
 # System calls that are answered with "not permitted": other processes (fork, vfork, execve, execveat, ptrace,
 # process_vm_readv, process_vm_writev, pidfd_getfd), the network (socket, io_uring_setup), new walls (unshare, setns, mount,

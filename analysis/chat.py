@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from transformers import TextStreamer
 
-from check import can_share_prompts
 from config import GRPOConfig, ModelConfig
-from conversations import load_environment, refuse_missing_columns, responders
-from data import with_instruction
-from devices import best_device
-from encode import as_text, encode_demonstration, encode_prompt
+from data import encode_demonstration, encode_prompt, with_instruction
+from engine.chat_template import as_text
+from engine.devices import best_device
+from environments.loading import load_environment, refuse_missing_columns, responders
 from model import load_policy, move, refuse_too_long
+from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
 AT_ONCE = 64                    # prompts of a file, before their answers are written down
@@ -41,7 +41,7 @@ class Words(TextStreamer):
 
 
 @dataclass
-class Speaker:
+class ChatModel:
     """A model that answers."""
 
     model: torch.nn.Module
@@ -51,13 +51,13 @@ class Speaker:
     shared_prompt: bool         # as for sample_completions_for_prompts
 
     @classmethod
-    def load(cls, source: ModelConfig, config: GRPOConfig, seed: int) -> "Speaker":
+    def load(cls, source: ModelConfig, config: GRPOConfig, seed: int) -> "ChatModel":
         model, tokenizer = load_policy(source)
         tokenizer.tools = getattr(load_environment(config.environment), "tools", None)
         move(model, best_device())
         return cls(model, tokenizer, config, seed, can_share_prompts(model, tokenizer, "1+1=?"))
 
-    def sample(self, examples: list[dict], num_completions: int = 1, watch=None) -> Rollout:
+    def sample(self, examples: list[dict], num_completions: int = 1, on_tokens=None) -> Rollout:
         """Answers to the prompts of some examples. Raises ValueError in one line where the model is too small for them."""
         environment = load_environment(self.config.environment)
         refuse_missing_columns(self.config.environment, environment, examples)
@@ -65,14 +65,14 @@ class Speaker:
         refuse_too_long(self.model, longest, self.config.generation_max_length)
         return sample_completions_for_prompts(
             self.model, self.tokenizer, [example["prompt"] for example in examples], self.config, seed=self.seed,
-            num_completions=num_completions, shared_prompt=self.shared_prompt, respond=responders(environment, examples),
-            watch=watch,
+            num_completions=num_completions, shared_prompt=self.shared_prompt, responders=responders(environment, examples),
+            on_tokens=on_tokens,
         )
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
         """The answer to one prompt, printed while it is sampled; what is said in several turns, when it is complete."""
         words = None if self.config.environment else Words(self.tokenizer, skip_special_tokens=True)
-        rollout = self.sample([{"prompt": prompt}], watch=words and words.put)
+        rollout = self.sample([{"prompt": prompt}], on_tokens=words and words.put)
         if words:
             words.end()
         else:
@@ -82,7 +82,7 @@ class Speaker:
         return rollout.completions[0]
 
 
-def chat(speaker: Speaker, instruction: str) -> None:
+def chat(speaker: ChatModel, instruction: str) -> None:
     """A conversation on the console. An empty line, Ctrl-D or Ctrl-C ends it."""
     print("An empty line ends the conversation.", file=sys.stderr)
     messages: list[dict] = []
@@ -98,7 +98,7 @@ def chat(speaker: Speaker, instruction: str) -> None:
         print()
 
 
-def prompt_of(messages: list[dict], speaker: Speaker) -> list[dict] | str | list[int]:
+def prompt_of(messages: list[dict], speaker: ChatModel) -> list[dict] | str | list[int]:
     """What a conversation so far is asked as: messages, if there is a chat template for them. Without one the first turn is
     the text that --question would send, and later ones are lines of text behind it, as training on conversations has them.
     """
@@ -111,7 +111,7 @@ def prompt_of(messages: list[dict], speaker: Speaker) -> list[dict] | str | list
     return encode_prompt(speaker.tokenizer, prompt) + ids
 
 
-def answer_file(speaker: Speaker, examples: list[dict], num_completions: int, target: Path) -> None:
+def answer_file(speaker: ChatModel, examples: list[dict], num_completions: int, target: Path) -> None:
     """Write a line of JSON for each answer: the example's columns, completion and finished; every AT_ONCE prompts."""
     with target.open("w", encoding="utf-8") as file:
         for start in range(0, len(examples), AT_ONCE):

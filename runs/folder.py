@@ -14,20 +14,18 @@ The run folder: what a run writes down, and what it shows on the console.
 
 import itertools
 import json
-import math
 import os
-import signal
-import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from analysis.report import write_report
 from config import PROFILES, Config
-from devices import all_sum, gather, is_main, num_processes
-from engine.packing import completion_lengths
-from trackers import open_tracker, refuse_missing
+from engine.devices import gather, is_main, num_processes
+from runs.records import held_out_text, or_none, points_text, read_jsonl, replace_text
+from runs.trackers import open_tracker, refuse_missing
 
 UNITS = {                       # the console line: metric, label, format
     "loss": "loss {:.3f} nat",
@@ -222,109 +220,6 @@ class RunFolder:
         self.progress.stop()
         if self.writes:
             self.draw_curves()
-            from report import write_report  # it reads run folders, with this file
-
             write_report(self.path)
         if self.tracker:
             self.tracker.close()
-
-
-class StopOnSignal:
-    """Ctrl-C and SIGTERM, which schedulers send, let the step finish. A second Ctrl-C ends the program at once."""
-
-    def __enter__(self):
-        self.came = False
-        self.previous = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def note(self, number, _):
-        self.came = True
-        if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
-            print("\nstopping after this step; Ctrl-C again: at once", file=sys.stderr)
-
-    def asked(self) -> bool:
-        """Whether to stop: in all processes, as soon as one was told to."""
-        return all_sum(int(self.came)) > 0
-
-    def __exit__(self, *exception):
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file anew, all of it or nothing: a run that is killed meanwhile keeps the old one."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    new.replace(path)
-
-
-def completion_records(
-    examples: list[dict], rollout, rewards=None, per_function=None, advantages=None, after=None
-) -> list[dict]:
-    """A line of rollouts.jsonl for each completion: what people want to see, and after it what --replay needs.
-
-    rewards and each of per_function are (P, G); advantages (B, 1), or (B, T), of which the mean is shown; after: LogProbs of
-    the policy as the updates on this rollout left it
-    """
-    group_size = len(rollout.completions) // len(examples)
-    records = []
-    for row, text in enumerate(rollout.completions):
-        p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
-        length = int(completion_lengths(mask[None]))      # with what an environment said in between
-
-        def of_own_tokens(numbers, mask=mask, length=length):                    # None: the policy did not choose this token
-            numbers = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
-            return [number if own else None for number, own in numbers]
-
-        record = {"prompt": examples[p]["prompt"], "completion": text}
-        if rewards is not None:
-            shown = advantages[row][mask] if advantages.shape[1] > 1 else advantages[row]
-            record |= {
-                "rewards": {name: or_none(points[p, g]) for name, points in per_function.items()},
-                "reward": or_none(rewards[p, g]),
-                "advantage": or_none(shown.mean()),
-            }
-            if advantages.shape[1] > 1:
-                record["token_advantages"] = of_own_tokens(advantages[row])
-            if after is not None:
-                for name, numbers in ("logp_after", after.logp), ("entropies", after.entropy):
-                    known = (None if number is None else or_none(number) for number in of_own_tokens(numbers[row]))
-                    record[name] = [None if number is None else round(number, 5) for number in known]
-        records.append(record | {
-            "finished": bool(rollout.finished[row]),
-            "tokens": int(mask.sum()),
-            "group": p,
-            "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
-            "completion_ids": rollout.completion_ids[row, :length].tolist(),
-            "sampling_logp": of_own_tokens(rollout.sampling_logp[row]),
-        } | ({} if rollout.turn_points is None else {"turn_points": [or_none(p) for p in rollout.turn_points[row, :length]]}))
-    return records
-
-
-def held_out_text(result: dict, config: Config) -> str:
-    """'accuracy 0.910 [0.870, 0.940] of 256', or the points of what is trained on instead of correctness, for people."""
-    if "eval_accuracy" in result and (not config.training.use_grpo or "correctness" in config.grpo.reward_functions):
-        low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
-        return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
-    points = {n.removeprefix("eval_reward/"): p for n, p in result.items() if n.startswith("eval_reward/")}
-    scored = [f"{n} {p:.3f} points" for n, p in points.items() if p is not None and math.isfinite(p) and n != "correctness"]
-    return ", ".join(scored) or "nothing could be scored"
-
-
-def points_text(reward: float | None) -> str:
-    """'+1.30', or '?' where no function could score."""
-    return "?" if reward is None else f"{reward:+.2f}"
-
-
-def or_none(value) -> float | None:
-    """A number that JSON can hold: NaN and infinities become null, and what is None stays it."""
-    return float(value) if value is not None and math.isfinite(value) else None
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; none if there is no file. A last line cut off by a crash is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]

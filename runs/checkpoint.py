@@ -24,10 +24,11 @@ import transformers
 from safetensors import SafetensorError
 from torch.utils._pytree import tree_map
 
-from conversations import EnvironmentRaised
-from devices import gather, is_main, num_processes, sharded_like, whole
-from model import AdapterReference, save_policy, whole_weights
-from rewards import RewardError
+from engine.devices import gather, is_main, num_processes
+from engine.sharding import sharded_like, full_tensor
+from environments.conversations import EnvironmentRaised
+from model import AdapterReference, save_policy, full_state_dict
+from reward_functions.calling import RewardError
 
 # The plain numbers of a run.
 COUNTERS = ("step", "phase", "phase_step", "skipped", "skipped_in_a_row", "kl_coef", "reward_sum", "reward_count")
@@ -73,8 +74,8 @@ def save_checkpoint(run) -> Path:
     target = folder / f"step-{run.step:08d}"
     while target.exists():                                # saved at this step before: sorts behind it
         target = target.with_name(target.name + "+")
-    weights, state = whole_weights(run.model), state_of(run)
-    reference = None if run.reference is None or adapted(run) else whole_weights(run.reference)
+    weights, state = full_state_dict(run.model), state_of(run)
+    reference = None if run.reference is None or adapted(run) else full_state_dict(run.reference)
     problem = None
     if is_main():
         partial = folder / "writing"
@@ -111,12 +112,12 @@ def state_of(run) -> dict:
     state = {name: getattr(run, name) for name in COUNTERS} | {
         "settings": run.config.as_dict(), "shared_prompt": run.shared_prompt, "versions": versions(),
         "random_states": random_states(), "scaler": run.scaler.state_dict(),
-        "value_head": tree_map(whole, run.value_head.state_dict()) if run.value_head is not None else None,
+        "value_head": tree_map(full_tensor, run.value_head.state_dict()) if run.value_head is not None else None,
         "memory": vars(run.memory),
-        "reference_adapter": [whole(kept) for kept in run.reference.kept] if adapted(run) else None,
+        "reference_adapter": [full_tensor(kept) for kept in run.reference.kept] if adapted(run) else None,
     }
     if run.optimizer is not None:
-        state |= {"optimizer": tree_map(whole, run.optimizer.state_dict()), "scheduler": run.scheduler.state_dict()}
+        state |= {"optimizer": tree_map(full_tensor, run.optimizer.state_dict()), "scheduler": run.scheduler.state_dict()}
         state["position"] = run.batches.position
     return state
 

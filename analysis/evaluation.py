@@ -15,11 +15,13 @@ from itertools import chain
 import numpy as np
 import torch
 
-from conversations import responders
-from devices import everywhere, gathered_weights, share
-from reward_library import correctness, extract_answer, same_answer, text_of
-from rewards import compute_rewards_for_completions
-from sample import occurrences, sample_completions_for_prompts
+from engine.devices import gather_from_ranks, rank_slice
+from engine.sampling_state import occurrences
+from engine.sharding import gathered_weights
+from environments.loading import responders
+from reward_functions.answers import extract_answer, same_answer, text_of
+from rewards import compute_rewards_for_completions, correctness
+from sample import sample_completions_for_prompts
 
 Z = 1.96                        # standard deviations to either side that hold 95 % of a normal distribution
 
@@ -54,15 +56,15 @@ def ask_and_score(
              how many were cut at the limit
     """
     functions = list(dict.fromkeys([correctness, *reward_functions]))
-    asked = share([{"answer": None} | example for example in examples])
-    earlier = share(occurrences([example["prompt"] for example in examples]))
+    asked = rank_slice([{"answer": None} | example for example in examples])
+    earlier = rank_slice(occurrences([example["prompt"] for example in examples]))
 
     def ask():
         if not asked:
             return None
         rollout = sample_completions_for_prompts(
             model, tokenizer, [example["prompt"] for example in asked], config, seed=seed, num_completions=num_completions,
-            shared_prompt=shared_prompt, at_once=batch_size, occurrence=earlier, respond=responders(environment, asked),
+            shared_prompt=shared_prompt, batch_size=batch_size, prompt_occurrences=earlier, responders=responders(environment, asked),
         )
         _, points = compute_rewards_for_completions(
             functions, [1.0] * len(functions), rollout, asked, on_error=on_error, timeout=reward_timeout,
@@ -71,7 +73,7 @@ def ask_and_score(
         return rollout.completions, points, int((~rollout.finished).sum())
 
     with gathered_weights(model):
-        texts, points, cut = zip(*filter(None, everywhere(ask)), strict=True)
+        texts, points, cut = zip(*filter(None, gather_from_ranks(ask)), strict=True)
     return list(chain(*texts)), {name: torch.cat([part[name] for part in points]) for name in points[0]}, sum(cut)
 
 

@@ -6,12 +6,11 @@ well with WANDB_MODE=offline.
 Left out on purpose: several trackers at once. metrics.jsonl has it all, for whatever comes later.
 """
 
-import importlib
 import importlib.util
 import uuid
 from pathlib import Path
 
-from encode import as_text
+from engine.chat_template import as_text
 
 COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # of rollouts.jsonl, that a table shows
 NOT_IN_A_CELL = str.maketrans({"|": "/", "\n": " ", "`": "'"})

@@ -1,40 +1,10 @@
 """
-How prompts, demonstrations and what an environment says become tokens: with the chat template of the tokenizer, or in lines.
+Chat messages as text, and an environment's messages as tokens: with the chat template of the tokenizer, or in lines.
 
-A prompt is text, chat messages, or token ids that were cut already.
+Prompts and demonstrations are encoded in data.py.
 """
 
-from jinja2 import TemplateError  # transformers renders chat templates with it
-
-
-def encode_prompt(tokenizer, prompt) -> list[int]:
-    """Token ids of a prompt, ready to be continued: with the chat template where the tokenizer has one.
-
-    prompt  a string, chat messages, or token ids (returned as they are). BOS comes once: from the template if there
-            is one, from the tokenizer otherwise.
-    """
-    if is_ids(prompt):
-        return prompt
-    messages = as_messages(prompt)
-    if tokenizer.chat_template:
-        return tokenizer(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False).input_ids
-    if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
-    return tokenizer(f"{as_text(messages)}\nassistant: ").input_ids
-
-
-def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
-    """Token ids of a demonstration, ending with one stop token: the one that the chat template puts there, else EOS."""
-    text = completion
-    if tokenizer.chat_template:
-        messages = as_messages(prompt)                    # of ids nothing: how a turn ends does not depend on it
-        before = render(tokenizer, messages, add_generation_prompt=True)
-        whole = render(tokenizer, [*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False)
-        if whole.startswith(before + completion):
-            text = whole[len(before) :]
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
-    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
+from jinja2 import TemplateError
 
 
 def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[int]:
@@ -65,20 +35,6 @@ def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[
     end, ids = (tokenizer(part, add_special_tokens=False).input_ids for part in (after_turn(), text))
     stop = next((i for i, token in enumerate(end) if token in stop_ids), -1)     # the turn has ended with such a token already
     return ids[stop + 1 :] if ids[: stop + 1] == end[: stop + 1] else ids
-
-
-def encode_demonstration(tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]) -> tuple[list[int], list[bool]]:
-    """Token ids of a demonstration, and which of them the assistant says; completion: text, or messages in turn."""
-    ids, spoken = [], []
-    for message in completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]:
-        own = message["role"] == "assistant"
-        part = (
-            encode_completion(tokenizer, prompt, message["content"], stop_ids) if own
-            else encode_reply(tokenizer, prompt, message, stop_ids)
-        )
-        ids += part
-        spoken += [own] * len(part)
-    return ids, spoken
 
 
 def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:

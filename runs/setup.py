@@ -9,69 +9,32 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from budget import describe_step
-from check import check_setup
-from checkpoint import latest_checkpoint, restore_counters, restore_phase
 from config import Config
-from conversations import EnvironmentRaised, load_environment, refuse_missing_columns
-from data import READERS, PromptMemory, ShuffledBatches, View, load_examples, prompt_key, with_instruction
-from devices import best_device, gathered_weights, keep_freed_memory, num_processes, shard, sharded_like
-from encode import encode_prompt
+from data import encode_prompt, load_examples, prompt_key, with_instruction
+from engine.devices import best_device, keep_freed_memory, num_processes
+from engine.sharding import gathered_weights, shard, sharded_like
+from environments.conversations import EnvironmentRaised
+from environments.loading import load_environment, refuse_missing_columns
 from model import (
-    AdapterReference, ValueHead, copy_into, frozen_copy, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy,
-    move, recompute_activations, refuse_too_long, save_policy, trained,
+    AdapterReference, copy_into, has_adapter, layers_of, load_policy, load_tokenizer, merged_copy, move,
+    recompute_activations, refuse_too_long, save_policy,
 )
-from rewards import RewardError, load_reward_function, missing_columns, name_of
-from runs import RunFolder
-
-
-@dataclass
-class Phase:
-    """A stretch of training with one kind of step, an optimiser and a schedule of its own."""
-
-    name: str                   # cold_start, supervised or grpo
-    steps: int                  # optimiser steps
-    learning_rate: float
-
-
-@dataclass
-class Run:
-    """Everything that a run is. What changes during it: the model, and the fields from `phase` on."""
-
-    config: Config
-    folder: RunFolder
-    device: torch.device
-    model: torch.nn.Module
-    tokenizer: object
-    reward_functions: list
-    train_set: Sequence[dict]
-    eval_set: Sequence[dict]
-    phases: list[Phase]
-    shared_prompt: bool = True                            # pack siblings behind one prompt; the start-up check decides
-    longest_prompt: int = 0                               # tokens, of the training examples
-    phase: int = 0                                        # index into phases
-    phase_step: int = 0                                   # optimiser steps taken in this phase
-    step: int = 0                                         # optimiser steps taken in all
-    skipped: int = 0                                      # of those, how many were not finite and changed nothing
-    skipped_in_a_row: int = 0                             # how many of the last ones
-    kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
-    reward_sum: float = 0.0                               # points, over all completions learned from in this run
-    reward_count: int = 0                                 # how many those were
-    memory: PromptMemory = field(default_factory=PromptMemory)                   # what each prompt has earned in this run
-    saved_state: dict = field(default_factory=dict)       # of the checkpoint to go on from
-    batches: ShuffledBatches | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: object = None
-    scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
-    reference: torch.nn.Module | AdapterReference | None = None                  # frozen; None where nothing asks for it
-    value_head: torch.nn.Module | None = None             # likewise
-    environment: Callable | None = None                   # who answers the policy, where it has several turns
+from reward_functions.calling import RewardError
+from reward_functions.loading import missing_columns, name_of
+from rewards import load_reward_function
+from runs.checkpoint import latest_checkpoint, restore_counters
+from runs.folder import RunFolder
+from runs.memory_estimate import describe_step
+from runs.phases import adam_8bit, plan
+from runs.run import Run
+from runs.startup_check import check_setup
+from sources.readers import READERS, View
 
 
 def load_reward_functions(config: Config) -> list[Callable]:
@@ -179,7 +142,7 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> N
 
 
 def start_up_check(model, tokenizer, examples: list[dict], config: Config, functions: list, environment, say: Callable) -> bool:
-    """Run the check of check.py; print what is worth knowing, all of it with --check. Refuse if a promise is broken.
+    """Run the check of runs/startup_check.py; print what is worth knowing, all of it with --check. Refuse if a promise is broken.
 
     returns  whether siblings can be packed behind one prompt
     """
@@ -326,57 +289,3 @@ def mesh_of(config: Config) -> dict[str, int]:
     if config.model.lora_rank and mesh["tp"] > 1:
         raise ValueError(f"--lora_rank={config.model.lora_rank}: not with tp in --mesh; shard with fsdp alone")
     return mesh
-
-
-def plan(config: Config, num_examples: int) -> list[Phase]:
-    """The phases of a run and their lengths in optimiser steps."""
-    training = config.training
-    limit, rollouts = training.max_steps or math.inf, math.ceil(training.num_epochs * num_examples / training.batch_size)
-    if not training.use_grpo:
-        return [Phase("supervised", int(min(limit, rollouts)), training.learning_rate)]
-    cold = int(min(limit, training.cold_start_steps))
-    grpo = Phase("grpo", int(min(limit, rollouts * config.updates_per_rollout)), training.learning_rate)
-    return [Phase("cold_start", cold, training.cold_start_learning_rate), grpo] if cold else [grpo]
-
-
-def begin_phase(run: Run, phase: Phase) -> None:
-    """A new optimiser, schedule and data order and, where they are asked for, reference and value head; or the saved ones."""
-    training, grpo = run.config.training, run.config.grpo
-    memory = run.memory if run.config.data.prefer_mixed else None
-    run.batches = ShuffledBatches(run.train_set, training.batch_size, training.seed + run.phase, memory)
-    parameters = [{"params": trained(run.model)}]
-    if phase.name == "grpo" and grpo.kl_coef > 0 and run.reference is None:
-        run.reference = frozen_copy(run.model)
-        move(run.reference, torch.device("cpu") if grpo.reference_offload else run.device)
-    if phase.name == "grpo" and grpo.use_value_head:
-        run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
-        parameters.append({"params": list(run.value_head.parameters())})
-    adam, options = torch.optim.AdamW, {"fused": run.device.type != "xla"}       # XLA fuses by itself
-    if training.adam_8bit:
-        adam, options = adam_8bit(), {}
-    run.optimizer = adam(
-        parameters, lr=phase.learning_rate, betas=(0.9, training.adam_beta2), weight_decay=training.weight_decay, **options
-    )
-    run.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.model.precision == "float16")
-    warmup = math.ceil(training.warmup_ratio * phase.steps)
-    factor = partial(learning_rate_factor, steps=phase.steps, warmup=warmup, schedule=training.lr_schedule)
-    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, factor)
-    if not restore_phase(run) and phase.name == "grpo":
-        run.folder.say("the loss stays near 0 by construction (siblings' advantages cancel): watch reward and entropy")
-
-
-def adam_8bit() -> type:
-    """AdamW with its state in 8 bits. What it saved can be read once this has been called. ValueError without torchao."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise ValueError("--adam_8bit: needs torchao; pip install torchao, or leave it out") from None
-    return AdamW8bit
-
-
-def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
-    """Share of the peak learning rate at a step, counted from 0. It is never 0: no step is for nothing."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[schedule]

@@ -10,15 +10,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from analysis.reward_linter import as_rollout, completions_of, flags_of
 from config import GRPOConfig
-from conversations import Conversation, play, responders
-from encode import encode_prompt, encode_reply
-from lint import as_rollout, completions_of, flags_of
+from data import encode_prompt
+from engine.chat_template import encode_reply
+from engine.packing import left_pad, positions_of
+from environments.conversations import Conversation, play
+from environments.loading import responders
 from logprobs import completion_log_probs
 from model import first_line, precision_of
-from problems import demonstration
 from rewards import compute_rewards_for_completions
-from sample import Rollout, left_pad, positions_of, sample_completions_for_prompts, stop_token_ids
+from sample import Rollout, sample_completions_for_prompts, stop_token_ids
+from sources.tasks import demonstration
 
 TOLERANCE = 1e-2                # nats; float32 forward passes of different shape agree to about 1e-5
 TOLERANCE_HALF = 0.3            # those in bfloat16 to about 0.01, in float16 to less
@@ -113,7 +116,7 @@ def check_head(model, rollout: Rollout) -> Finding:
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0]
     ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask]
     return agreement(model, "head", "head in chunks and the model's own", ours, own,
-                     "its way from hidden states to logits has a step that logits_of in model.py does not know: add it")
+                     "its way from hidden states to logits has a step that compute_logits in engine/logits.py does not know: add it")
 
 
 @torch.no_grad()
@@ -188,7 +191,7 @@ def check_environment(conversation: Conversation, gold: list[str]) -> Finding:
 
 
 def check_rewards(example: dict, config, reward_functions: list, begin=None) -> list[Finding]:
-    """What completions of every kind that lint.py knows would earn, for one example.
+    """What completions of every kind that analysis/reward_linter.py knows would earn, for one example.
 
     begin() begins a conversation, if there is an environment; they are its last turns, after those of the demonstration
     """

@@ -10,12 +10,14 @@ import os
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from check import made_up
-from devices import bytes_here, gathered_weights, local, peak_memory_gb
-from encode import encode_prompt
-from logprobs import LOGITS_AT_ONCE, TOKENS_AT_ONCE, completion_log_probs
-from model import has_adapter, layers_of, precision_of, trained
+from data import encode_prompt
+from engine.chunked_head import LOGITS_AT_ONCE, TOKENS_AT_ONCE
+from engine.devices import peak_memory_gb
 from engine.packing import pack_rows
+from engine.sharding import bytes_here, gathered_weights, local
+from logprobs import completion_log_probs
+from model import has_adapter, layers_of, precision_of, trainable_parameters
+from runs.startup_check import made_up
 
 
 def describe_step(run) -> list[str]:
@@ -45,7 +47,7 @@ def describe_step(run) -> list[str]:
 def memory_gb(run, longest_prompt: int, pass_tokens: int) -> dict[str, float]:
     """What is in memory, in 10^9 bytes by name, if a pass has pass_tokens tokens."""
     grpo, config = run.config.grpo, run.model.config.get_text_config()
-    weights, learned = (sum(map(bytes_here, parameters)) for parameters in (run.model.parameters(), trained(run.model)))
+    weights, learned = (sum(map(bytes_here, parameters)) for parameters in (run.model.parameters(), trainable_parameters(run.model)))
     elsewhere = sum(p.numel() * p.element_size() for p in run.model.parameters()) - weights
     head = run.model.get_output_embeddings().weight
     group_size = grpo.num_completions_per_prompt

@@ -18,15 +18,18 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import latest_checkpoint
 from config import Config
-from devices import best_device, num_processes
+from engine.devices import best_device, num_processes
+from engine.packing import left_pad
 from experience import Experience, prepare_experience, shape_rewards
 from model import ValueHead, load_policy, move
-from prepare import Run, load_reference
 from rewards import weighted_sum
-from runs import RunFolder, or_none, read_jsonl
-from sample import Rollout, left_pad
+from runs.checkpoint import latest_checkpoint
+from runs.folder import RunFolder
+from runs.records import or_none, read_jsonl
+from runs.run import Run
+from runs.setup import load_reference
+from sample import Rollout
 
 
 def replay(config: Config, gradient: Callable) -> None:

@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from encode import as_text
+from engine.chat_template import as_text
 from experience import Experience, Groups, log_probs_of_rollout, prepare_experience, sample_groups
 from grpo import LOSSES, Tokens, compute_group_advantages, kl_penalty
-from prepare import Run, begin_phase
-from runs import or_none, points_text
+from runs.phases import begin_phase
+from runs.records import or_none, points_text
+from runs.run import Run
 
 COLD_STEPS = 100                # supervised steps at most: enough for some answers of the demonstration to be right
 BATCHES = 20                    # how many are searched for a group that is not tied

@@ -3,7 +3,7 @@ Points from models: a sequence classifier in this process, or a language model b
 Each function here makes a reward function, in a file of your own that --reward_functions names:
 
     # taste.py
-    from reward_models import classifier, judge
+    from rewards import classifier, judge
 
     liked = classifier("liked", "path/to/reward-model")
     helpful = judge("helpful", url="http://localhost:8000/v1", model="qwen", question="How helpful is the reply?")
@@ -31,11 +31,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from devices import best_device, eager_device
-from encode import as_messages, as_text
-from reward_library import text_of
+from engine.chat_template import as_messages, as_text
+from engine.devices import best_device, eager_device
+from reward_functions.answers import text_of
 
 REPLY_BYTES = 1 << 20           # the longest reply of a judge that is read
 
@@ -49,6 +48,8 @@ def classifier(
     max_length  tokens; of longer conversations the beginning is left out
     device      "cpu", "cuda"; None: where training computes, and beside XLA, which would compile every length, the CPU
     """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
+
     tokenizer = AutoTokenizer.from_pretrained(model_path, truncation_side="left")
     model = AutoModelForSequenceClassification.from_pretrained(model_path).eval().requires_grad_(False)
     model.to(device or eager_device(best_device()))

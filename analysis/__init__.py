@@ -1,0 +1,1 @@
+"""Evaluation, explanation, replay and reports of models, runs and reward functions."""

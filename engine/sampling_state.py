@@ -1,0 +1,143 @@
+"""
+The state of a sampling loop, and drawing: a token is drawn by inverting the cumulative distribution at one uniform number, and
+every completion has a stream of such numbers of its own, derived from the seed, its prompt and its number in the group.
+
+Shapes: B completions of up to T tokens, V vocabulary. Row B, dummy_row, is no completion: what is drawn for padding, and for
+completions that have ended, is written there.
+"""
+
+import hashlib
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.devices import bucket, cut_graph
+from engine.logits import restrict_logits
+
+
+class SamplingState:
+    """Tokens drawn so far, and how to draw more. Tensors have more rows than there are completions: dummy_row."""
+
+    def __init__(
+        self, uniforms: np.ndarray, stop_ids: list[int], pad_id: int, policy: dict, device, conversations=None, on_tokens=None
+    ):
+        self.dummy_row, limit = uniforms.shape
+        size = bucket(self.dummy_row + 1, device)
+        self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, size - self.dummy_row), (0, 0)))).to(device)  # (B + 1, T)
+        self.ids = torch.full((size, limit), pad_id, device=device)
+        self.forced_on_host = torch.full((size, limit), -1)                      # tokens of environments, not drawn; -1: drawn
+        self.forced_tokens = self.forced_on_host.to(device, copy=True)
+        self.logp = torch.zeros(size, limit, device=device)
+        self.count = torch.zeros(size, dtype=torch.long, device=device)          # tokens so far
+        self.count[self.dummy_row :] = 1                  # rows of padding always forward the same token
+        self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
+        self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
+        self.policy, self.pad_id = policy, pad_id         # policy: temperature, top_k, top_p
+        self.conversations = conversations                # B conversations with environments, or None
+        self.on_tokens, self.reported = on_tokens, 0      # callback for the first completion, and its tokens so far
+
+    def step(self, row_ids: Tensor, logits: Tensor) -> None:
+        """Append a token to each row, drawn or forced: row_ids (n,), logits (n, V). Completions that ended get none."""
+        ended = self.stopped[row_ids] | (self.count[row_ids] >= self.ids.shape[1])
+        row_ids = row_ids.masked_fill(ended, self.dummy_row)
+        at = self.count[row_ids].masked_fill(row_ids == self.dummy_row, 0)
+        tokens, logp = sample_inverse_cdf(restrict_logits(logits, **self.policy), self.uniforms[row_ids, at])
+        forced = self.forced_tokens[row_ids, at]
+        drawn = forced < 0
+        self.ids[row_ids, at] = torch.where(drawn, tokens, forced)
+        self.logp[row_ids, at] = torch.where(drawn, logp, 0.0)
+        self.count[row_ids] = at + 1
+        self.stopped[row_ids] = drawn & (tokens[:, None] == self.stop_ids).any(dim=1)
+
+    def padded(self, row_ids: list[int]) -> Tensor:
+        """Return row_ids on the device, padded with dummy_row to a size that XLA has compiled before."""
+        missing = bucket(len(row_ids), self.ids.device) - len(row_ids)
+        return torch.tensor(row_ids + [self.dummy_row] * missing).to(self.ids.device)
+
+    def active_rows(self, row_ids: list[int]) -> list[int]:
+        """Return those rows that go on, after environments have answered ended turns. Here the host waits for the device."""
+        count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
+        if self.on_tokens and count[0] > self.reported:
+            self.on_tokens(self.ids[0, self.reported : count[0]].cpu())
+            self.reported = count[0]
+        ended = [row for row in row_ids if self.conversations and stopped[row]]
+        answered = []
+        for row, ids in zip(ended, self.ids[self.padded(ended)].tolist() if ended else [], strict=False):
+            end = count[row]
+            if reply := self.conversations[row].answer(ids[:end]):
+                self.forced_on_host[row, end : end + len(reply)] = torch.tensor(reply)
+                stopped[row] = False
+                answered.append(row)
+        if answered:
+            rows = self.padded(answered)
+            self.forced_tokens[rows], self.stopped[rows] = self.forced_on_host[rows.cpu()].to(rows.device), False
+            cut_graph(rows.device)
+        return [row for row in row_ids if not stopped[row] and count[row] < self.ids.shape[1]]
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ids, mask of all tokens, logp, (B, T) each, and stopped (B,), on the CPU."""
+        count, stopped = self.count.cpu()[: self.dummy_row], self.stopped.cpu()[: self.dummy_row]
+        mask = torch.arange(int(count.max())) < count[:, None]                   # by position, never by id
+        ids, logp = (part.cpu()[: self.dummy_row, : mask.shape[1]] for part in (self.ids, self.logp))
+        assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
+        return ids.masked_fill(~mask, self.pad_id), mask, logp, stopped
+
+
+def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a token for each row by inverse transform sampling: logits (n, V), uniforms (n,) in [0, 1) -> tokens, logp (n,).
+
+    In two steps, so that no sum runs over the whole vocabulary: first a block of tokens, then a token of that block.
+    """
+    width = 2 ** (logits.shape[-1].bit_length() // 2)
+    # A copy, even of nothing more: reductions along rows that are not contiguous take many times as long on a CPU.
+    logits = pad(logits, (0, -logits.shape[-1] % width), value=-torch.inf)
+    top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
+    blocks = (logits - top).exp_().unflatten(-1, (-1, width))                    # (n, V / width, width)
+    sums = blocks.sum(dim=-1)                                                    # (n, V / width)
+    ends = sums.cumsum(dim=-1)
+    total = ends[:, -1:]
+    block, rest = find_interval(sums, ends, uniforms[:, None] * total)             # (n, 1) each
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, width))[:, 0]       # (n, width)
+    token, _ = find_interval(inside, inside.cumsum(dim=-1), rest)
+    tokens = block * width + token
+    return tokens[:, 0], (logits.gather(-1, tokens) - top - total.log())[:, 0]
+
+
+def find_interval(lengths: Tensor, ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the interval of a point, and its distance from the start: lengths, ends (n, m), goal (n, 1) -> (n, 1), (n, 1).
+
+    Never an empty one. Rounding may put the goal at or beyond the last end; then it is the last that is not empty. Written
+    without searchsorted, which XLA does not have, and which takes it for granted that the ends of rounded sums never fall.
+    """
+    number = torch.arange(lengths.shape[-1], device=lengths.device).expand_as(lengths)
+    last = torch.where(lengths > 0, number, 0).amax(dim=-1, keepdim=True)
+    index = torch.where((lengths > 0) & (ends > goal), number, last).amin(dim=-1, keepdim=True)
+    begins = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
+    return index, goal - begins
+
+
+def occurrences(prompts: list) -> list[int]:
+    """Count for each prompt how often it occurred before in the batch."""
+    seen: Counter[str] = Counter()
+    earlier = []
+    for prompt in map(str, prompts):
+        earlier.append(seen[prompt])
+        seen[prompt] += 1
+    return earlier
+
+
+def uniform_streams(prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int) -> np.ndarray:
+    """(B, length) float32 in [0, 1): a stream for each completion, made of seed, prompt and sibling number.
+
+    A prompt that occurs again in the batch has a stream of its own each time: `earlier` counts.
+    """
+    rows = []
+    for prompt, occurrence in zip(prompts, earlier, strict=True):
+        key = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+        for sibling in range(group_size):
+            generator = np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling])
+            rows.append(generator.random(length, dtype=np.float32))
+    return np.stack(rows)

@@ -1,0 +1,1 @@
+"""Conversations with environments: tools, games, functions of your own."""

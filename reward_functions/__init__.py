@@ -1,0 +1,1 @@
+"""Reward functions by kind, calling them safely, and the sandbox for programs."""

@@ -1,0 +1,1 @@
+"""Where data comes from: readers of files and hubs, built-in tasks."""

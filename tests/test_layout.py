@@ -1,0 +1,72 @@
+"""The direction of imports: nothing imports from a layer above its own, and no modules import each other in a circle."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = [                      # modules and packages, the lowest layer first
+    ("grpo", "engine"),
+    ("config", "sources", "reward_functions", "environments"),
+    ("model", "data", "rewards", "logprobs", "sample"),
+    ("experience",),
+    ("runs", "analysis"),
+    ("train", "infer"),
+]
+EXCEPTION = "rewards", "analysis.reward_linter"           # `python rewards.py --lint` calls the linter
+FILES_OF_A_PROJECT = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
+                      "requirements.txt", "requirements-tpu.txt", "run_tpu_training.sh"}
+
+
+def modules():
+    """Name -> path of every module of the program."""
+    packages = [name for layer in LAYERS for name in layer if (ROOT / name).is_dir()]
+    paths = [*ROOT.glob("*.py"), *(path for name in packages for path in (ROOT / name).glob("*.py"))]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name: path for name, path in names.items() if not name.endswith("__init__") and name != "test_grpo"}
+
+
+def imports(source, known):
+    """Modules of the program that some source imports, at its top or in a function."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found & set(known)
+
+
+def layer_of(module):
+    return next(number for number, names in enumerate(LAYERS) if module.partition(".")[0] in names)
+
+
+def upward(graph):
+    return [(a, b) for a, targets in graph.items() for b in targets if layer_of(b) > layer_of(a) and (a, b) != EXCEPTION]
+
+
+def test_no_module_imports_from_a_layer_above_its_own_and_none_in_a_circle():
+    known = modules()
+    graph = {name: imports(path.read_text(), known) for name, path in known.items()}
+    assert upward(graph) == []
+    graph["rewards"] -= {EXCEPTION[1]}
+    list(TopologicalSorter(graph).static_order())         # raises CycleError, which names the circle
+
+
+def test_an_import_upwards_and_a_circle_would_be_noticed():
+    known = modules()
+    assert upward({"engine.packing": imports("from runs.folder import RunFolder", known)}) == [("engine.packing", "runs.folder")]
+    assert upward({"data": imports("def f():\n    import experience", known)}) == [("data", "experience")]
+    with pytest.raises(CycleError):
+        list(TopologicalSorter({"a": {"b"}, "b": {"a"}}).static_order())
+
+
+def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
+    top = {path.stem for path in ROOT.glob("*.py")}
+    assert top == {"train", "data", "sample", "rewards", "experience", "grpo", "logprobs", "model", "config", "infer", "test_grpo"}
+    others = {path.name for path in ROOT.iterdir() if path.is_file() and path.suffix != ".py" and path.name[0] != "."}
+    assert others == FILES_OF_A_PROJECT
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == {"engine", "reward_functions", "environments", "sources", "runs", "analysis"}
