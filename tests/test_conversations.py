@@ -63,7 +63,7 @@ def talk(model, tokenizer, config, prompts=None, respond=talkative, **options):
     model.generation_config.eos_token_id = list(range(1, 90))
     prompts = PROMPTS + CHATS if prompts is None else prompts
     answers = [respond] * len(prompts)
-    return sample_completions_for_prompts(model, tokenizer, prompts, config, seed=3, respond=answers, **options)
+    return sample_completions_for_prompts(model, tokenizer, prompts, config, seed=3, responders=answers, **options)
 
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from reward_functions import answers, formats
+from reward_functions.arithmetic import evaluate_expression
+from reward_functions.loading import missing_columns
 import rewards
 from config import GRPOConfig
 from runs.command_line import parse_config
@@ -162,7 +164,7 @@ def test_countdown_counts_in_fractions_and_wants_one_tagged_answer():
     assert rewards.countdown(texts[:2], numbers=[None, [3]], target=[24, None]) == [None, None]
     third = "<answer>1/3*3</answer>"
     assert rewards.countdown([third], numbers=[[1, 3, 3]], target=[1]) == [1.0]
-    assert rewards.evaluate_expression("10/4") == (5 / 2, [10, 4]) and rewards.evaluate_expression("1/0") == (None, [1, 0])
+    assert evaluate_expression("10/4") == (5 / 2, [10, 4]) and rewards.evaluate_expression("1/0") == (None, [1, 0])
 
 
 @pytest.mark.parametrize(
@@ -495,8 +497,8 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
 def test_a_function_may_ask_for_the_answer_under_trls_names_and_never_for_the_demonstration():
     def curious(completions, solution, completion, level=0, **columns): ...
 
-    assert rewards.missing_columns(curious, {"prompt", "completion", "answer"}) == ["completion"]
-    assert rewards.missing_columns(curious, {"prompt", "completion"}) == ["solution", "completion"]
+    assert missing_columns(curious, {"prompt", "completion", "answer"}) == ["completion"]
+    assert missing_columns(curious, {"prompt", "completion"}) == ["solution", "completion"]
 
 
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():

@@ -11,7 +11,7 @@ from config import GRPOConfig
 from data import encode_prompt
 from engine.logits import restrict_logits
 from logprobs import completion_log_probs
-from engine.sampling_state import draw, uniform_streams
+from engine.sampling_state import sample_inverse_cdf, uniform_streams
 from sample import sample_completions_for_prompts, sampling_mode, stop_token_ids
 
 
@@ -89,7 +89,7 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p):
     n = 20000
     logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]])
     logits = restrict_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, logp = draw(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(0)))
+    tokens, logp = sample_inverse_cdf(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(0)))
     probs = logits[0].softmax(0)
     counts = Counter(tokens.tolist())
     assert all(probs[token] > 0 for token in counts)
@@ -100,7 +100,7 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p):
 
 def test_the_ends_of_the_unit_interval_draw_possible_tokens():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
-    tokens, _ = draw(logits, torch.tensor([0.0, 1.0]))    # what u * total may round up to
+    tokens, _ = sample_inverse_cdf(logits, torch.tensor([0.0, 1.0]))    # what u * total may round up to
     assert tokens.tolist() == [1, 2]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs import setup
+from runs import phases, setup
 import train
 from conftest import QUICK, start_run
 from grpo import LOSS_TYPES
@@ -185,7 +185,7 @@ def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases
     assert "changed: learning_rate 0.001 -> 1e-05, weight_decay 0.0 -> 0.25" in " ".join(capsys.readouterr().out.split())
     rates = [m["learning_rate"] for m in read_jsonl(folder / "metrics.jsonl") if m["phase"] == "grpo"]
     peaks = [1e-3, *[1e-5] * 4]
-    factors = [setup.learning_rate_factor(step, steps=5, warmup=1, schedule="cosine") for step in range(1, 6)]
+    factors = [phases.learning_rate_factor(step, steps=5, warmup=1, schedule="cosine") for step in range(1, 6)]
     assert rates == pytest.approx([peak * factor for peak, factor in zip(peaks, factors)], rel=1e-6)
     newest = max((folder / "checkpoints").glob("step-00000006*"))
     assert torch.load(newest / "state.pt", weights_only=True)["settings"]["training"]["weight_decay"] == 0.25
@@ -352,7 +352,7 @@ def test_check_prints_and_stops(tmp_path, capsys):
 
 @pytest.mark.parametrize("schedule,last", [("constant", 1.0), ("linear", 1 / 8), ("cosine", 0.0381)])
 def test_the_learning_rate_rises_falls_and_is_never_zero(schedule, last):
-    factors = [setup.learning_rate_factor(step, steps=10, warmup=2, schedule=schedule) for step in range(10)]
+    factors = [phases.learning_rate_factor(step, steps=10, warmup=2, schedule=schedule) for step in range(10)]
     assert factors[:3] == [0.5, 1.0, 1.0] and factors[-1] == pytest.approx(last, abs=1e-4)
     assert all(left >= right > 0 for left, right in itertools.pairwise(factors[1:]))
 
