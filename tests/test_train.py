@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs import phases, setup
+from runs import phases
 import train
 from conftest import QUICK, start_run
 from grpo import LOSS_TYPES
