@@ -289,6 +289,20 @@ class GRPOConfig(Section):
         return self.advantage_scale if self.normalize_advantages else "none"
 
     @property
+    def advantage_options(self) -> dict:
+        """Keyword arguments of compute_group_advantages."""
+        return dict(baseline=self.baseline, scale=self.scale, epsilon=self.advantage_epsilon)
+
+    @property
+    def supervised(self) -> "GRPOConfig":
+        """These settings with the loss of supervised training: REINFORCE, at temperature 1, without other terms."""
+        return dataclasses.replace(
+            self, loss_type="reinforce", loss_aggregation="", dual_clip=0.0, ppo_epochs=1, minibatch_size=0, kl_target=0.0,
+            entropy_coef=0.0, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False,
+            use_value_head=False,
+        )
+
+    @property
     def loss(self) -> dict:
         """The kind of loss, for policy_loss."""
         return dict(

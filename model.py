@@ -279,6 +279,14 @@ def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
         kept.lerp_(new.to(kept.device), 1 - alpha) if alpha else kept.copy_(new)
 
 
+def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipped: bool) -> None:
+    """Update the reference after an optimiser step, as --reference_mode says. config: GRPOConfig; step of the phase."""
+    if config.reference_mode == "ema" and not skipped:
+        update_reference(reference, model, config.ema_alpha)
+    elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:
+        update_reference(reference, model, 0.0)
+
+
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 

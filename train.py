@@ -4,42 +4,212 @@ GRPO and supervised training of a language model.
     python train.py --use_grpo --num_completions_per_prompt 4      a demonstration that needs nothing else
     python train.py --help                                         every flag
 
-Reading order: learn (the loop), grpo_training_step (what it is about) with add_up_gradient and loss_and_parts,
-supervised_training_step. What comes before the first step is in runs/setup.py.
-A run goes through phases: cold_start and grpo with --use_grpo, else supervised. They share everything but the step.
+Reading order: grpo_training_step, with sample_groups before it and accumulate_gradients after it; then learn, the loop
+around the steps. A run goes through phases: cold_start and grpo with --use_grpo, else supervised.
+
+Shapes: P prompts, G completions of each, B = P*G rows, T completion tokens. Units: rewards in points, logp and KL in nats.
+A rollout holds the completions; an experience is a rollout with everything that its updates need (experience.py).
 """
 
-import errno
 import math
 import sys
-import time
+from functools import partial
 
 import torch
 
-from analysis.evaluation import evaluate
 from analysis.explain import explain
 from analysis.replay import replay
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig  # noqa: F401
-from engine.devices import all_sum, cut_graph, is_main, shutdown, peak_memory_gb
+from engine.devices import all_sum, cut_graph, shutdown
 from engine.sharding import clip_gradient
-from environments.conversations import EnvironmentRaised, describe_conversations
+from environments.loading import responders
 from experience import (
-    Experience, describe_groups, log_probs_of_rollout, minibatches, passes, prepare_experience,
-    sample_groups,
+    Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, rank_micro_batches,
+    replace_tied_groups, sample_on_all_ranks, shape_rewards,
 )
-from grpo import LOSSES, adapt_kl_coefficient, aggregate, kl_penalty, policy_loss, value_loss
+from grpo import BASELINES, LOSSES, adapt_kl_coefficient, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
-from model import precision_of, update_reference
-from reward_functions.calling import RewardError
-from runs.checkpoint import Diverged, NotSaved, save_checkpoint, save_final, saved_if_it_raises
+from model import follow_policy, precision_of
+from rewards import compute_rewards_for_completions
+from runs.checkpoint import NotSaved
 from runs.command_line import parse_config
-from runs.doctor import diagnose, mean_of
-from runs.exit import StopOnSignal
-from runs.phases import begin_phase
-from runs.records import completion_records, held_out_text
-from runs.run import Phase, Run
-from runs.setup import keep_base, set_up, validate_grpo_setup  # noqa: F401
-from sample import demonstrations_as_rollout
+from runs.exit import Diverged, StopOnSignal, exit_on_failures, exit_on_mistakes
+from runs.metrics import summarize_groups, summarize_updates, timed
+from runs.phases import is_due
+from runs.run import Run
+from runs.setup import set_up, validate_grpo_setup  # noqa: F401
+from sample import demonstrations_as_rollout, sample_completions_for_prompts
+
+
+@timed("sampling_seconds")
+def sample_groups(run: Run, examples: list[dict]) -> Groups:
+    """Sample a group of completions for each prompt and score them. With --dynamic_sampling, tied groups are replaced."""
+    config = run.config.grpo
+
+    def sample_and_score(examples: list[dict], prompt_occurrences: list[int], attempt: int) -> Groups:
+        rollout = sample_completions_for_prompts(
+            run.model, run.tokenizer, [example["prompt"] for example in examples], config,
+            seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt, prompt_occurrences=prompt_occurrences,
+            responders=responders(run.environment, examples),
+        )
+        failures: list[dict] = []
+        scores, per_function = compute_rewards_for_completions(                  # (P, G)
+            run.reward_functions, config.weights, rollout, examples, on_error=config.reward_errors,
+            clips=config.reward_clips, timeout=config.reward_timeout, failures=failures, turn_points=rollout.turn_points,
+        )
+        rewards = shape_rewards(config, rollout, scores, per_function)
+        return Groups(examples, rollout, scores, per_function, rewards, failures=failures)
+
+    groups, sampled = replace_tied_groups(
+        partial(sample_on_all_ranks, run.model, sample_and_score), examples, run.batches.take, config.dynamic_sampling
+    )
+    run.progress.record_scores(sampled)
+    return groups
+
+
+@timed("step_seconds")
+def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
+    """Sample a group for each prompt, score it, make completions that beat their group's mean more likely.
+
+    Returns metrics, and what was learned from.
+    """
+    config, progress = run.config.grpo, run.progress
+    P, G = len(examples), config.num_completions_per_prompt
+
+    # 1. Sample G completions of each prompt, and score them.
+    groups = sample_groups(run, examples)
+    assert groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}"
+    assert len(groups.rollout.completion_ids) == P * G, f"{groups.rollout.completion_ids.shape=} {P=} {G=}"
+
+    # 2. Compare each completion with the others of its group: advantages (P, G), centred on 0.
+    progress.add_rewards(groups.rewards)
+    advantages = compute_group_advantages(groups.rewards, **config.advantage_options, global_mean=progress.mean_reward)
+    off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
+    centered = off_center <= 1e-3 * max(1.0, largest) or not BASELINES[config.baseline].centered
+    assert centered, f"advantages of a group must sum to 0: {off_center=} {largest=}"
+
+    # 3. Compute once what stays the same during the updates: reference log-probabilities, values, importance weights.
+    experience = compute_experience(
+        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
+        kl_coef=progress.kl_coef, **run.forwarding,
+    )
+
+    # 4. Update the policy: once, or several times with --ppo_epochs and --minibatch_size.
+    first_step, updates = progress.phase_step == 0, []
+    for rows in minibatches(config, P * G, seed=run.minibatch_seed):
+        losses = accumulate_gradients(run, experience, rows, config)
+        if first_step and not updates:
+            deviation, tolerance = losses["ratio_deviation"], 0.01 if precision_of(run.model) == "float32" else 0.1
+            assert not deviation >= tolerance, f"sampler and trainer disagree: first ratios are 1, not off by {deviation}"
+        if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
+            run.optimizer.zero_grad()                     # the policy is too far from the rollout
+            break
+        grad_norm = optimizer_step(run, losses["total_loss"])
+        updates.append(losses | {"grad_norm": grad_norm})
+        if progress.phase_step == run.phase.steps:
+            break
+
+    metrics = summarize_updates(updates) | summarize_groups(groups, experience)
+    if config.kl_target and math.isfinite(metrics["kl"]):
+        progress.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
+            progress.kl_coef, metrics["kl"], target=config.kl_target, num_samples=P * G, horizon=config.kl_horizon
+        )
+    return metrics, experience
+
+
+def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, config: GRPOConfig) -> dict:
+    """Compute the gradient of one update, one micro-batch after the other. Returns total_loss, its terms and statistics.
+
+    rows    completions of the experience. The denominators count all of them; rows without a gradient, such as those of
+            tied groups where there is no KL term, are not forwarded.
+    """
+    denominators = experience.denominators(rows, config.generation_max_length)
+    forwarded = rows[experience.has_gradient(rows, config)]
+    kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
+    names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
+    sums = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * config.use_value_head, 0.0)
+    for micro_batch, counts in rank_micro_batches(experience.rollout, forwarded, **run.forwarding, device=run.device):
+        new = completion_log_probs(
+            run.model, experience.rollout, micro_batch, **config.policy, shared_prompt=run.shared_prompt,
+            value_head=run.value_head if config.use_value_head else None,
+            reference=run.reference if kl_in_loss and config.estimator == "exact" else None,
+        )
+        batch = experience.select(micro_batch, new.logp.device)
+        loss, terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
+        run.scaler.scale(loss * counts).backward()        # counts: False for a micro-batch repeated for other ranks
+        cut_graph(run.device)
+        for name, value in terms.items():
+            sums[name] += value.item() * counts
+    sums = {name: all_sum(value) for name, value in sums.items()}
+    # Statistics of the policy are means over the forwarded tokens; NaN if there are none.
+    share = int(experience.mask[forwarded].sum()) / denominators["num_tokens"]
+    for name in "entropy", "ratio_deviation", "policy_kl":
+        sums[name] = sums[name] / share if share else math.nan
+    return sums
+
+
+def total_loss(
+    new: LogProbs, batch: Experience, config: GRPOConfig, denominators: dict, kl_coef: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of some rows under the current policy, and its terms and statistics, each a scalar.
+
+        total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
+    """
+    mask = batch.mask                                                            # (b, T)
+    loss, terms = policy_loss(
+        new.logp, batch.old_logp, batch.advantages, mask, **config.loss, **denominators, weights=batch.weights
+    )
+    terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
+    aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
+    if config.kl_coef > 0 and config.kl_in == "loss":
+        kl = new.kl if config.estimator == "exact" else batch.sampled_kl(new.logp, config.estimator)         # (b, T)
+        terms["kl"] = aggregate(kl, mask, "token_mean", **denominators)
+        loss = loss + kl_coef * aggregate(kl, mask, aggregation, **denominators)
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * aggregate(new.entropy, mask, aggregation, **denominators)
+    if config.use_value_head:
+        terms["value_loss"] = value_loss(
+            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"], clip=config.value_clip
+        )
+        loss = loss + config.value_coef * terms["value_loss"]
+    return loss, terms | {"total_loss": loss}
+
+
+@timed("step_seconds")
+def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
+    """Make demonstrations more likely: the same update with demonstrations as the rollout and advantage 1."""
+    experience = demonstrations_as_experience(examples, demonstrations_as_rollout(run.model, run.tokenizer, examples))
+    losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
+    grad_norm = optimizer_step(run, losses["total_loss"])
+    return {
+        "loss": losses["total_loss"], "entropy": losses["entropy"], "grad_norm": grad_norm,
+        "completion_tokens": int(experience.mask.sum()) / len(examples),
+    }, experience
+
+
+def optimizer_step(run: Run, loss: float) -> float:
+    """Take one optimiser step with the accumulated gradient. Returns its norm before clipping.
+
+    A step whose loss or gradient is not finite is skipped: it counts as a step and changes nothing.
+    """
+    progress = run.progress
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    run.scaler.unscale_(run.optimizer)
+    norm = clip_gradient(parameters, run.config.training.max_grad_norm)
+    progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
+    if math.isfinite(loss) and math.isfinite(norm):
+        run.scaler.step(run.optimizer)                    # with --precision float16 only if no gradient overflowed
+        run.scheduler.step()
+        progress.skipped_in_a_row = 0
+    else:
+        progress.skipped += 1                             # overflow in float16 is expected until its scale is down to 1
+        progress.skipped_in_a_row += not (math.isfinite(loss) and run.scaler.get_scale() > 1)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")                # on XLA, keeping them saves a program
+    if run.reference is not None:
+        follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=progress.skipped_in_a_row > 0)
+    cut_graph(run.device)
+    return norm
 
 
 def train(config: Config) -> None:
@@ -48,286 +218,64 @@ def train(config: Config) -> None:
 
 
 def learn(run: Run) -> None:
-    """The loop. Ctrl-C or SIGTERM ends it after the current step with a checkpoint to go on from."""
-    training = run.config.training
-    final = run.folder.path / "final"
-    if run.phase == len(run.phases) and final.exists():
-        run.folder.say(f"this run is complete; to go on from it: --model_path {final} and a new --output_dir")
+    """Go through the phases of a run. Ctrl-C or SIGTERM ends it after the current step, with a checkpoint to continue from."""
+    training, progress, folder = run.config.training, run.progress, run.folder
+    if run.is_complete:
+        folder.print(f"this run is complete; to continue from it: --model_path {folder.path}/final and a new --output_dir")
         return
-    run.folder.open(run.step)
-    keep_base(run)
-    with run.folder as folder, StopOnSignal() as stop:
-        if run.step == 0:
-            log_evaluation(run)
-        while run.phase < len(run.phases):
-            phase = run.phases[run.phase]
-            begin_phase(run, phase)
-            take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-            bar, measured = folder.progress.add_task(phase.name, total=phase.steps), -1
-            while run.phase_step < phase.steps and not stop.asked():
-                before, skipped = run.phase_step, run.skipped
-                with saved_if_it_raises(run):
-                    metrics, completions = take_step(run, next(run.batches))     # one optimiser step, or several on a rollout
-                metrics["skipped"] = run.skipped - skipped
-                log_step(run, phase, metrics, completions)
-                folder.progress.update(bar, completed=run.phase_step)
-                if due(before, run.phase_step, training.eval_steps):
-                    with saved_if_it_raises(run):
-                        accuracy, measured = log_evaluation(run), run.step
+    folder.open(progress.step)
+    run.save_base_of_adapter()
+    with folder, StopOnSignal() as stop:
+        if progress.step == 0:
+            run.log_evaluation()
+        for phase in run.phases[progress.phase :]:
+            run.begin_phase(phase)
+            take_step, evaluated_at = grpo_training_step if phase.name == "grpo" else supervised_training_step, -1
+            while progress.phase_step < phase.steps and not stop.requested():
+                before, skipped = progress.phase_step, progress.skipped
+                with run.checkpoint_on_error():
+                    metrics, experience = take_step(run, next(run.batches))      # one optimiser step, or several
+                run.log_step(metrics | {"skipped": progress.skipped - skipped}, experience)
+                if is_due(before, progress.phase_step, training.eval_steps):
+                    with run.checkpoint_on_error():
+                        accuracy, evaluated_at = run.log_evaluation(), progress.step
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
-                        phase.steps = run.phase_step      # it has learned what it is there for
-                        folder.progress.update(bar, total=phase.steps)
-                if due(before, run.phase_step, training.save_steps) and run.phase_step < phase.steps:
+                        phase.steps = progress.phase_step
+                if is_due(before, progress.phase_step, training.save_steps) and progress.phase_step < phase.steps:
                     try:
-                        save_checkpoint(run)
-                    except NotSaved as problem:           # perhaps there is room for the next one
-                        folder.say(f"{problem}; going on without")
-                if run.skipped_in_a_row >= training.max_skipped_steps:
-                    raise Diverged(run, save_checkpoint(run))
-            if run.phase_step < phase.steps:
-                folder.say(f"stopped at step {run.step}, saved to {save_checkpoint(run)}")
-                folder.say(f"continue with: python train.py --output_dir {folder.path} --resume")
+                        run.save_checkpoint()
+                    except NotSaved as problem:           # there may be room for the next one
+                        folder.print(f"{problem}; continuing without")
+                if progress.skipped_in_a_row >= training.max_skipped_steps:
+                    raise Diverged(progress.skipped_in_a_row, run.save_checkpoint())
+            if progress.phase_step < phase.steps:
+                folder.print(f"stopped at step {progress.step}, saved to {run.save_checkpoint()}")
+                folder.print(f"continue with: python train.py --output_dir {folder.path} --resume")
                 return
-            if measured < run.step:
-                with saved_if_it_raises(run):
-                    log_evaluation(run)
-            run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
-            save_checkpoint(run)
-        save_final(run, final)
-        folder.sum_up()
-
-
-def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:
-    """Sample a group for each prompt, score it, push towards those that beat their siblings. Returns metrics, completions.
-
-    One optimiser step on the rollout, or with --ppo_epochs and --minibatch_size several.
-    """
-    grpo, started, first_step = run.config.grpo, time.perf_counter(), run.phase_step == 0
-    groups = sample_groups(run, examples)
-    rollout, num_rows = groups.rollout, len(groups.rollout.completions)
-    assert groups.points.shape == (len(examples), grpo.num_completions_per_prompt), f"{groups.points.shape=} {len(examples)=}"
-    assert len(rollout.completion_mask) == groups.points.numel() == num_rows, f"{rollout.completion_mask.shape=} {num_rows=}"
-    sampled = time.perf_counter()
-
-    experience, metrics = prepare_experience(run, rollout, groups.points)
-    updates: list[dict] = []
-    for rows in minibatches(run, num_rows):
-        losses = add_up_gradient(run, experience, rows)
-        if first_step and not updates:
-            deviation, rounding = losses["ratio_deviation"], 0.01 if precision_of(run.model) == "float32" else 0.1
-            assert not deviation >= rounding, f"sampler and trainer disagree: first ratios are 1, not off by {deviation}"
-        if updates and 0 < grpo.max_policy_kl < losses["policy_kl"]:
-            run.optimizer.zero_grad()                     # the policy has left the rollout behind
-            break
-        updates.append(losses | {"grad_norm": update(run, losses["total_loss"])})
-        if run.phase_step == run.phases[run.phase].steps:
-            break
-    metrics = {name: mean_of(updates, name) for name in updates[0]} | metrics
-    metrics |= {"policy_kl": updates[-1]["policy_kl"], "updates": len(updates)}
-    if grpo.kl_target and math.isfinite(metrics["kl"]):
-        run.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
-            run.kl_coef, metrics["kl"], target=grpo.kl_target, num_samples=num_rows, horizon=grpo.kl_horizon
-        )
-    finished = time.perf_counter()
-    if groups.failures:
-        run.folder.keep("reward_errors.jsonl", run.step, "grpo", groups.failures)
-    metrics |= describe_groups(groups, experience) | describe_conversations(rollout) | {
-        "sampling_seconds": sampled - started, "training_seconds": finished - sampled, "step_seconds": finished - started
-    }
-    after = log_probs_of_rollout(run, run.model, rollout) if run.folder.keeps_completions(run.step, len(updates)) else None
-    return metrics, completion_records(
-        groups.examples, rollout, groups.rewards, groups.per_function, experience.advantages, after
-    )
-
-
-def add_up_gradient(run: Run, experience: Experience, rows: torch.Tensor) -> dict:
-    """Gradient of the loss of one update, one micro-batch after the other. Returns the loss and its parts.
-
-    rows  which completions of the experience. The denominators count them all; what cannot change the gradient, such as
-          a tied group where there is no KL term, is left out of the passes.
-    """
-    grpo, mask = run.config.grpo, experience.mask[rows]                          # (b, T)
-    kl_in_loss = run.reference is not None and grpo.kl_in == "loss"
-    to_all = kl_in_loss or grpo.entropy_coef > 0 or run.value_head is not None   # terms that do not need an advantage
-    needed = mask.any(dim=1) & (to_all | (experience.advantages[rows] != 0).any(dim=1))
-    counts = experience.counts(rows, grpo.generation_max_length)
-    names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
-    losses = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * (run.value_head is not None), 0.0)
-    for batch, counted in passes(run, experience.rollout, rows[needed]):
-        new = completion_log_probs(
-            run.model, experience.rollout, batch, **grpo.policy, shared_prompt=run.shared_prompt, value_head=run.value_head,
-            reference=run.reference if kl_in_loss and grpo.estimator == "exact" else None,
-        )
-        part = experience.part(batch, new.logp.device)
-        parts = loss_and_parts(run, new, part, experience.rollout.sampling_logp[batch], counts)
-        run.scaler.scale(parts["total_loss"] * counted).backward()
-        cut_graph(run.device)
-        for name, value in parts.items():
-            losses[name] += value.item() * counted
-    losses = {name: all_sum(value) for name, value in losses.items()}
-    # What describes the policy, not the loss, is a mean over the tokens that were looked at; none: nobody knows.
-    share = int(mask[needed].sum()) / counts["num_tokens"]
-    for name in "entropy", "ratio_deviation", "policy_kl":
-        losses[name] = losses[name] / share if share else math.nan
-    return losses
-
-
-def loss_and_parts(run: Run, new: LogProbs, part: Experience, sampling_logp: torch.Tensor, counts: dict) -> dict:
-    """The loss of some rows under the policy as it is now, and what it is made of, each a scalar. counts: denominators.
-
-        total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
-    """
-    grpo, mask = run.config.grpo, part.mask                                      # (b, T)
-    loss, parts = policy_loss(new.logp, part.old_logp, part.advantages, mask, **grpo.loss, **counts, weights=part.weights)
-    parts |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **counts)}
-    how = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
-    if run.reference is not None and grpo.kl_in == "loss":
-        ratio = torch.where(mask, new.logp - sampling_logp.to(mask.device), 0.0).clamp(-20, 20).exp()
-        kl = {
-            "exact": lambda: new.kl,
-            "ratio_k3": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k3", ratio=ratio),
-            "k3": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k3"),
-            "k2": lambda: kl_penalty(new.logp, part.reference_logp, estimator="k2"),
-        }[grpo.estimator]()
-        parts["kl"] = aggregate(kl, mask, "token_mean", **counts)
-        loss = loss + run.kl_coef * aggregate(kl, mask, how, **counts)
-    if grpo.entropy_coef:
-        loss = loss - grpo.entropy_coef * aggregate(new.entropy, mask, how, **counts)
-    if run.value_head is not None:
-        parts["value_loss"] = value_loss(
-            new.values, part.old_values, part.returns, mask, num_tokens=counts["num_tokens"], clip=grpo.value_clip
-        )
-        loss = loss + grpo.value_coef * parts["value_loss"]
-    return parts | {"total_loss": loss}
-
-
-def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, list[dict]]:
-    """Make demonstrations likelier: REINFORCE with advantage 1 on completions that somebody else wrote."""
-    started = time.perf_counter()
-    batch = demonstrations_as_rollout(run.model, run.tokenizer, examples)
-    num_tokens = int(batch.completion_mask.sum())
-    metrics = {"loss": 0.0, "entropy": 0.0}
-    for part, counted in passes(run, batch, torch.arange(len(examples))):
-        new = completion_log_probs(run.model, batch, part, shared_prompt=run.shared_prompt)
-        mask = batch.completion_mask[part].to(new.logp.device)
-        one = torch.ones(len(part), device=mask.device)
-        loss, _ = policy_loss(new.logp, new.logp.detach(), one, mask, loss_type="reinforce", num_tokens=num_tokens)
-        run.scaler.scale(loss * counted).backward()
-        cut_graph(run.device)
-        metrics["loss"] += loss.item() * counted
-        metrics["entropy"] += new.entropy.detach().sum().item() / num_tokens * counted
-    metrics = {name: all_sum(value) for name, value in metrics.items()}
-    metrics["grad_norm"] = update(run, metrics["loss"])
-    seconds = time.perf_counter() - started
-    metrics |= {"completion_tokens": num_tokens / len(examples), "training_seconds": seconds, "step_seconds": seconds}
-    return metrics, completion_records(examples, batch) if run.skipped_in_a_row else []
-
-
-def update(run: Run, loss: float) -> float:
-    """One optimiser step on the gradients that were added up. Returns their norm before clipping.
-
-    A step whose loss or gradient is not finite is skipped: it counts as a step and changes nothing.
-    """
-    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    run.scaler.unscale_(run.optimizer)
-    norm = clip_gradient(parameters, run.config.training.max_grad_norm)
-    run.step, run.phase_step = run.step + 1, run.phase_step + 1
-    if math.isfinite(loss) and math.isfinite(norm):
-        run.scaler.step(run.optimizer)                    # the optimiser's step, once --precision float16 has had its say
-        run.scheduler.step()
-        run.skipped_in_a_row = 0
-    else:
-        run.skipped += 1                                  # a gradient beyond float16 is no fault until its scale is down to 1
-        run.skipped_in_a_row += not (math.isfinite(loss) and run.scaler.get_scale() > 1)
-    run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")                # there, always to add is one program less
-    if run.reference is not None:
-        refresh_reference(run)
-    cut_graph(run.device)
-    return norm
-
-
-def refresh_reference(run: Run) -> None:
-    """Let the reference follow the policy, where --reference_mode asks for it."""
-    grpo = run.config.grpo
-    if grpo.reference_mode == "ema" and run.skipped_in_a_row == 0:
-        update_reference(run.reference, run.model, grpo.ema_alpha)
-    elif grpo.reference_mode == "periodic" and run.phase_step % grpo.reference_update_freq == 0:
-        update_reference(run.reference, run.model, 0.0)
-
-
-# ---- what is said and written ----------------------------------------------------------------------------------------
-
-
-def log_evaluation(run: Run) -> float:
-    """Measure the policy on the held-out problems, with the same random numbers every time. Returns the accuracy or NaN."""
-    if not run.eval_set:
-        return math.nan
-    training, grpo = run.config.training, run.config.grpo
-    result = evaluate(
-        run.model, run.tokenizer, run.eval_set, grpo, seed=training.seed << 32, reward_functions=run.reward_functions,
-        on_error=grpo.reward_errors, reward_timeout=grpo.reward_timeout, shared_prompt=run.shared_prompt,
-        environment=run.environment,
-        batch_size=grpo.generation_batch_size or training.batch_size * grpo.num_completions_per_prompt,        # as in a step
-    )
-    run.folder.log(run.step, "eval", result)
-    run.folder.say(f"held out at step {run.step}: {held_out_text(result, run.config)}")
-    return result.get("eval_accuracy", math.nan)
-
-
-def log_step(run: Run, phase: Phase, metrics: dict, completions: list[dict]) -> None:
-    """Write down a step, show it, and now and then show a whole completion."""
-    metrics |= {"learning_rate": float(run.scheduler.get_last_lr()[0]), "peak_memory_gb": peak_memory_gb(run.device)}
-    if phase.name == "grpo" and (advice := diagnose([*run.folder.history, metrics], run.config)):
-        metrics["advice"] = advice
-    run.folder.log(run.step, phase.name, metrics)
-    run.folder.show_step(phase.name, run.phase_step, phase.steps, run.step, metrics)
-    if phase.name == "grpo":
-        run.folder.show_completions(run.step, metrics["updates"], completions)
-    if metrics["skipped"]:
-        run.folder.keep("skipped.jsonl", run.step, phase.name, completions)
-
-
-def due(before: int, after: int, every: int) -> bool:
-    """Whether something that happens every so many steps happened between two counts of steps; never for 0."""
-    return every > 0 and after // every > before // every
+            if evaluated_at < progress.step:
+                with run.checkpoint_on_error():
+                    run.log_evaluation()
+            run.end_phase()
+            run.save_checkpoint()
+        run.save_final()
+        folder.print_summary()
 
 
 def main(argv: list[str]) -> None:
-    """The command line. A user's mistake is one line and exit code 2, a run that diverged one line and exit code 1."""
-    try:
+    """Run the command line."""
+    with exit_on_mistakes():
         config = parse_config(argv)
         if config.training.replay:
-            replay(config, add_up_gradient)
+            replay(config, accumulate_gradients)
             return
         run = set_up(config)
         if config.training.explain:
-            explain(run, supervised_training_step, add_up_gradient, update)
-    except ValueError as error:
-        leave_with(f"error: {error}", 2)
-    except (RewardError, EnvironmentRaised) as error:
-        leave_with(str(error), 1)
+            explain(run, supervised_training_step, sample_groups, accumulate_gradients, optimizer_step)
     if config.training.check or config.training.explain:
         return
-    try:
+    with exit_on_failures(run.folder.path):
         learn(run)
-    except (Diverged, NotSaved, RewardError, EnvironmentRaised) as error:
-        leave_with(str(error), 1)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        leave_with(f"{error.strerror}: {run.folder.path}; make room, then continue with --resume", 1)
-    except KeyboardInterrupt:
-        leave_with(f"stopped at once; continue from the last checkpoint with --output_dir {run.folder.path} --resume", 130)
     shutdown()
-
-
-def leave_with(message: str, code: int) -> None:
-    """End the program with one line, said by one process."""
-    if is_main():
-        print(f"train.py: {message}", file=sys.stderr)
-    shutdown()
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from rich.text import Text
 from torch import Tensor
 
 from engine.chat_template import as_text
-from experience import Experience, Groups, log_probs_of_rollout, prepare_experience, sample_groups
+from experience import Experience, Groups, compute_experience, log_probs_of_rollout
 from grpo import LOSSES, Tokens, compute_group_advantages, kl_penalty
-from runs.phases import begin_phase
 from runs.records import or_none, points_text
 from runs.run import Run
 
@@ -29,63 +28,74 @@ BATCHES = 20                    # how many are searched for a group that is not 
 TOKENS_SHOWN = 6                # of a completion: those that were least likely
 
 
-def explain(run: Run, supervised_step: Callable, gradient: Callable, update: Callable) -> None:
-    """Print a step. supervised_step, gradient, update: train.py's supervised_training_step, add_up_gradient and update."""
-    come_to_grpo(run, supervised_step)
-    groups = find_group(run)
+def explain(
+    run: Run, supervised_training_step: Callable, sample_groups: Callable, accumulate_gradients: Callable,
+    optimizer_step: Callable,
+) -> None:
+    """Print one step, number by number. The four functions are those of train.py."""
+    config = run.config.grpo
+    train_until_grpo(run, supervised_training_step)
+    groups = find_group(run, sample_groups)
     if groups is None:
-        run.folder.say(
+        run.folder.print(
             f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. Take another reward "
             "function, easier or harder problems, or a policy that is sometimes right (--model_path)"
         )
         return
-    rollout, rows = groups.rollout, torch.arange(groups.points.numel())
-    experience, _ = prepare_experience(run, rollout, groups.points)
+    rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
+    run.progress.add_rewards(groups.rewards)
+    advantages = compute_group_advantages(
+        groups.rewards, **config.advantage_options, global_mean=run.progress.mean_reward
+    )
+    experience = compute_experience(
+        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
+        kl_coef=run.progress.kl_coef, **run.forwarding,
+    )
     show_completions(run, groups, experience)
-    old = log_probs_of_rollout(run, run.model, rollout).logp                     # (G, T)
+    old = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp                     # (G, T)
     likeliest_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()
     picked = [(row, t) for row in (likeliest_first[0], likeliest_first[-1]) for t in surprising(rollout, row)]
     show_tokens(run, experience, old, picked, "3. Some tokens before the update: by sampler (old) and trainer (new)")
 
-    losses = gradient(run, experience, rows)
-    show_loss(run, losses, experience.counts(rows, run.config.grpo.generation_max_length))
+    losses = accumulate_gradients(run, experience, rows, config)
+    show_loss(run, losses, experience.denominators(rows, config.generation_max_length))
     rate = run.scheduler.get_last_lr()[0]
-    norm = update(run, losses["total_loss"])
+    norm = optimizer_step(run, losses["total_loss"])
     longest = run.config.training.max_grad_norm
-    run.folder.say(f"5. The update: gradient norm {norm:.4g}, cut to {longest:g} if longer; AdamW, learning rate {rate:.3g}")
-    if run.skipped_in_a_row:
-        run.folder.say("   loss or gradient is not finite: skipped, nothing has changed")
+    run.folder.print(f"5. The update: gradient norm {norm:.4g}, cut to {longest:g} if longer; AdamW, learning rate {rate:.3g}")
+    if run.progress.skipped_in_a_row:
+        run.folder.print("   loss or gradient is not finite: skipped, nothing has changed")
 
-    new = log_probs_of_rollout(run, run.model, rollout).logp
+    new = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp
     show_tokens(run, experience, new, picked, "6. The same tokens after it, as a second epoch on this rollout would see them")
     show_change(run, experience, old, new)
 
 
-def come_to_grpo(run: Run, supervised_step: Callable) -> None:
+def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
     """Begin the GRPO phase, after some of the supervised steps that come before it."""
-    if run.phase == len(run.phases):
+    if run.progress.phase == len(run.phases):
         raise ValueError("--explain: this run is finished; explain its last policy with --model_path RUN/final")
-    phase = run.phases[run.phase]
-    begin_phase(run, phase)
+    phase = run.phase
+    run.begin_phase(phase)
     if phase.name == "grpo":
         return
     steps = min(phase.steps, COLD_STEPS)
-    run.folder.say(f"first {steps} supervised steps of {phase.name}, or nothing would be right")
-    while run.phase_step < steps:
-        supervised_step(run, next(run.batches))
-    run.phase, run.phase_step, run.optimizer = run.phase + 1, 0, None
-    begin_phase(run, run.phases[run.phase])
+    run.folder.print(f"first {steps} supervised steps of {phase.name}, or nothing would be right")
+    while run.progress.phase_step < steps:
+        supervised_training_step(run, next(run.batches))
+    run.end_phase()
+    run.begin_phase(run.phase)
 
 
-def find_group(run: Run) -> Groups | None:
-    """The first group that is not tied, sampled as training would; None if there is none in so many batches."""
+def find_group(run: Run, sample_groups: Callable) -> Groups | None:
+    """Return the first group that is not tied, sampled as in training; None if there is none in BATCHES batches."""
     for number in range(1, BATCHES + 1):
         groups = sample_groups(run, next(run.batches))
         if not groups.tied.all():
             first = int((~groups.tied).nonzero()[0])
             tied, all_groups = int(groups.tied.sum()), len(groups.tied)
-            run.folder.say(f"{tied} of {all_groups} groups of batch {number} are tied; this is the first other one")
-            return groups.where(torch.arange(all_groups) == first)
+            run.folder.print(f"{tied} of {all_groups} groups of batch {number} are tied; this is the first other one")
+            return groups.select(torch.arange(all_groups) == first)
     return None
 
 
@@ -110,8 +120,8 @@ def show(run: Run, title: str, head: list[str], lines: list[list[str]]) -> None:
 
 def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
     """The prompt, its completions, their points, and what these are compared with."""
-    grpo, rollout, points = run.config.grpo, groups.rollout, groups.points
-    run.folder.say(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
+    grpo, rollout, points = run.config.grpo, groups.rollout, groups.rewards
+    run.folder.print(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
     show(run, "1. Completions, sampled one token after the other", ["", "completion", "tokens", "log-probability", "ended"], [
         [str(g), repr(as_text(completion)), str(int(mask.sum())), f"{float(logp[mask].sum()):.3f} nat",
          "itself" if done else "at the limit"]
@@ -119,8 +129,8 @@ def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
             rollout.completions, rollout.completion_mask, rollout.sampling_logp, rollout.finished.tolist(), strict=True))
     ])
     weights = [f"{name} x {weight:g}" for name, weight in zip(groups.per_function, grpo.weights, strict=True)]
-    columns = {**dict(zip(weights, groups.per_function.values(), strict=True)), "r": groups.rewards}
-    if not torch.equal(groups.rewards.nan_to_num(), points.nan_to_num()):
+    columns = {**dict(zip(weights, groups.per_function.values(), strict=True)), "r": groups.scores}
+    if not torch.equal(groups.scores.nan_to_num(), points.nan_to_num()):
         columns["r, clipped or penalised"] = points
     advantages = experience.advantages.mean(dim=1).tolist()
     show(run, "2. Points by reward function, their weighted sum r, and the advantage A", ["", *columns, "A"], [
@@ -128,17 +138,17 @@ def show_completions(run: Run, groups: Groups, experience: Experience) -> None:
         for g, advantage in enumerate(advantages)
     ])
     if run.value_head is not None:
-        run.folder.say("   A is the mean over the completion's tokens: the value head gives each its own (GAE)")
+        run.folder.print("   A is the mean over the completion's tokens: the value head gives each its own (GAE)")
         return
     b, s = baseline_and_scale(run, points)
     what = "not scaled" if grpo.scale == "none" else "standard deviation"
     penalty = ", less the KL penalty, centred" if run.reference is not None and grpo.kl_in == "reward" else ""
-    run.folder.say(f"   b = {b:.4f} ({grpo.baseline}), s = {s:.4f} ({what}): A = (r - b) / s{penalty}")
+    run.folder.print(f"   b = {b:.4f} ({grpo.baseline}), s = {s:.4f} ({what}): A = (r - b) / s{penalty}")
 
 
 def baseline_and_scale(run: Run, points: Tensor) -> tuple[float, float]:
     """b and s of the completion that is farthest from its baseline, taken from the advantages: (r - b) / 1 and (r - b) / s."""
-    grpo, mean = run.config.grpo, run.reward_sum / max(1, run.reward_count)
+    grpo, mean = run.config.grpo, run.progress.mean_reward
     centred, scaled = (
         compute_group_advantages(points, baseline=grpo.baseline, scale=scale, epsilon=grpo.advantage_epsilon, global_mean=mean)
         for scale in ("none", grpo.scale)
@@ -169,22 +179,22 @@ def show_tokens(run: Run, experience: Experience, logp: Tensor, picked: list[tup
     ])
 
 
-def show_loss(run: Run, losses: dict, counts: dict) -> None:
+def show_loss(run: Run, losses: dict, denominators: dict) -> None:
     """The terms of the loss with their weights, and what is divided by."""
     grpo = run.config.grpo
-    aggregation = grpo.loss_aggregation or LOSSES[grpo.loss_type][1]
-    weights = {"policy_loss": 1.0, "kl": run.kl_coef, "entropy": -grpo.entropy_coef, "value_loss": grpo.value_coef}
+    aggregation = grpo.loss_aggregation or LOSSES[grpo.loss_type].aggregation
+    weights = {"policy_loss": 1.0, "kl": run.progress.kl_coef, "entropy": -grpo.entropy_coef, "value_loss": grpo.value_coef}
     lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items() if name in losses and weight]
     show(run, "4. The loss", ["term", "value", "weight"], [*lines, ["total_loss", f"{losses['total_loss']:+.6f}", ""]])
-    tokens, completions, limit = counts["num_tokens"], counts["num_sequences"], counts["max_tokens"]
+    tokens, completions, limit = (denominators[name] for name in ("num_tokens", "num_sequences", "max_tokens"))
     divided_by = {
         "token_mean": f"{tokens} tokens", "sequence_mean": f"its completion's length and {completions} completions",
         "constant": f"{completions} completions x {limit} tokens, the limit",
     }[aggregation]
-    run.folder.say(f"   {grpo.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
+    run.folder.print(f"   {grpo.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
     if aggregation != "token_mean" and {"kl", "entropy"} & {line[0] for line in lines}:
-        run.folder.say("   and so is its KL and entropy in total_loss; the table has their means over all tokens")
-    run.folder.say("   on policy every ratio is 1, so the value only averages the advantages: what teaches is its gradient")
+        run.folder.print("   and so is its KL and entropy in total_loss; the table has their means over all tokens")
+    run.folder.print("   on policy every ratio is 1, so the value only averages the advantages: what teaches is its gradient")
 
 
 def show_change(run: Run, experience: Experience, old: Tensor, new: Tensor) -> None:
@@ -199,4 +209,4 @@ def show_change(run: Run, experience: Experience, old: Tensor, new: Tensor) -> N
     for sign, what, became in (1, "positive", "likelier"), (-1, "negative", "less likely"):
         asked = (advantages.sign() == sign).nonzero().flatten()
         did = int(((after - before)[asked].sign() == sign).sum())
-        run.folder.say(f"   {did} of {len(asked)} completions with {what} advantage became {became}")
+        run.folder.print(f"   {did} of {len(asked)} completions with {what} advantage became {became}")

@@ -18,24 +18,25 @@ from pathlib import Path
 
 import torch
 
-from config import Config
+from config import Config, GRPOConfig
 from engine.devices import best_device, num_processes
 from engine.packing import left_pad
-from experience import Experience, prepare_experience, shape_rewards
+from experience import Experience, Groups, compute_experience, demonstrations_as_experience, shape_rewards
+from grpo import compute_group_advantages
 from model import ValueHead, load_policy, move
 from rewards import weighted_sum
 from runs.checkpoint import latest_checkpoint
 from runs.folder import RunFolder
 from runs.records import or_none, read_jsonl
-from runs.run import Run
+from runs.run import Progress, Run
 from runs.setup import load_reference
 from sample import Rollout
 
 
-def replay(config: Config, gradient: Callable) -> None:
-    """Print the metrics of every step in config.training.replay. gradient: train.py's add_up_gradient.
+def replay(config: Config, accumulate_gradients: Callable) -> None:
+    """Print the metrics of every step in config.training.replay. accumulate_gradients: train.py's function.
 
-    raises  ValueError in one line, if the file, the weights or something else that the settings ask for is not there
+    raises  ValueError in one line, if the file, the weights or something else that the settings need is missing
     """
     path = Path(config.training.replay)
     if not path.exists():
@@ -48,83 +49,88 @@ def replay(config: Config, gradient: Callable) -> None:
         raise ValueError(f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
     weights = Path(config.model.model_path) if config.model.model_path else latest_checkpoint(path.parent)
     if weights is None:
-        raise ValueError(f"--replay={path}: no checkpoint beside it; say with --model_path which weights to use")
-    run, state = load_run(config, weights)
+        raise ValueError(f"--replay={path}: no checkpoint beside it; name the weights to use with --model_path")
+    run = load_run(config, weights)
     for (step, phase), group in itertools.groupby(records, key=lambda record: (record["step"], record["phase"])):
         if phase == "grpo":
-            add_what_grpo_needs(run, weights, state)
-            metrics = replay_grpo_step(run, list(group), gradient)
+            run.progress = saved_progress(config, run.saved_state)
+            load_reference_and_value_head(run, weights)
+            metrics = replay_grpo_step(run, list(group), accumulate_gradients)
         else:
-            metrics = replay_supervised_step(run, list(group), gradient)
+            metrics = replay_supervised_step(run, list(group), accumulate_gradients)
         print(json.dumps({"step": step, "phase": phase} | {name: or_none(value) for name, value in metrics.items()}))
 
 
-def load_run(config: Config, weights: Path) -> tuple[Run, dict]:
-    """A run on saved weights, and what else their checkpoint knows; {} for a folder with weights alone."""
+def load_run(config: Config, weights: Path) -> Run:
+    """Return a run with saved weights and, if they are a checkpoint's, its progress and saved_state."""
     model, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
     state = torch.load(weights / "state.pt", weights_only=True) if (weights / "state.pt").exists() else {}
     device = best_device()
     if num_processes() > 1:
         raise ValueError("--replay: runs in one process; start it without torchrun")
-    run = Run(
-        config, RunFolder(config), device, move(model, device), tokenizer, [], [], [], [], kl_coef=config.grpo.kl_coef,
-        shared_prompt=state.get("shared_prompt", True),
+    return Run(
+        config, RunFolder(config), device, tokenizer, [], None, [], [], [], state.get("shared_prompt", True),
+        move(model, device), saved_progress(config, state), state,
     )
-    return run, state
 
 
-def add_what_grpo_needs(run: Run, weights: Path, state: dict) -> None:
-    """Reference, value head, running mean and adapted coefficient, as they were when the weights were saved."""
-    grpo = run.config.grpo
-    run.reward_sum, run.reward_count = state.get("reward_sum", 0.0), state.get("reward_count", 0)
-    if grpo.kl_target:
-        run.kl_coef = state.get("kl_coef", run.kl_coef)
-    if grpo.kl_coef and run.reference is None:
-        run.reference = load_reference(run, weights, state)
+def saved_progress(config: Config, state: dict) -> Progress:
+    """Return the progress at which the weights were saved; for weights that are no checkpoint, that of a new run."""
+    progress = Progress.from_dict(state["progress"]) if state else Progress()
+    if not (config.grpo.kl_target and state):
+        progress.kl_coef = config.grpo.kl_coef
+    return progress
+
+
+def load_reference_and_value_head(run: Run, weights: Path) -> None:
+    """Load the reference and the value head that were saved with the weights, if GRPO needs them."""
+    config = run.config.grpo
+    if config.kl_coef and run.reference is None:
+        run.reference = load_reference(run.model, run.config, weights, run.saved_state)
         if run.reference is None:
             raise ValueError(f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")
-    if grpo.use_value_head and run.value_head is None:
-        if not state.get("value_head"):
+    if config.use_value_head and run.value_head is None:
+        if not run.saved_state.get("value_head"):
             raise ValueError(f"--replay: {weights} has no value head; add --use_value_head false")
         run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
-        run.value_head.load_state_dict(state["value_head"])
+        run.value_head.load_state_dict(run.saved_state["value_head"])
 
 
-def replay_grpo_step(run: Run, records: list[dict], gradient: Callable) -> dict:
-    """Metrics of a GRPO step from its records."""
-    grpo = run.config.grpo
+def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callable) -> dict:
+    """Return metrics of a GRPO step from its records."""
+    config, progress = run.config.grpo, run.progress
     rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
-    names = [name.rpartition(":")[2] for name in grpo.reward_functions]          # path/to/file.py:function is saved as function
+    names = [name.rpartition(":")[2] for name in config.reward_functions]        # path/to/file.py:function is saved as function
     for name in names:
         if name not in per_function:
-            raise ValueError(f"--reward_functions {name}: not among what was saved, {' '.join(per_function)}")
+            raise ValueError(f"--reward_functions {name}: not among those saved, {' '.join(per_function)}")
     per_function = {name: per_function[name] for name in names}
-    rewards = weighted_sum(per_function, grpo.weights, grpo.reward_clips)        # (P, G)
-    experience, metrics = prepare_experience(run, rollout, shape_rewards(grpo, rollout, rewards, per_function))
-    metrics |= {"mean_reward": float(rewards.nanmean())}
-    return gradient_of(run, experience, gradient) | metrics
-
-
-def replay_supervised_step(run: Run, records: list[dict], gradient: Callable) -> dict:
-    """Metrics of a supervised step: the GRPO loss with advantage 1, under settings that make it the supervised one."""
-    plain = replace(
-        run.config.grpo, loss_type="reinforce", loss_aggregation="", dual_clip=0.0, ppo_epochs=1, minibatch_size=0,
-        entropy_coef=0.0, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False,
-        kl_target=0.0,
+    scores = weighted_sum(per_function, config.weights, config.reward_clips)     # (P, G)
+    rewards = shape_rewards(config, rollout, scores, per_function)
+    progress.add_rewards(rewards)
+    advantages = compute_group_advantages(rewards, **config.advantage_options, global_mean=progress.mean_reward)
+    experience = compute_experience(
+        Groups([], rollout, scores, per_function, rewards), advantages, config, run.model, reference=run.reference,
+        value_head=run.value_head, kl_coef=progress.kl_coef, **run.forwarding,
     )
-    run = replace(run, config=replace(run.config, grpo=plain), reference=None, value_head=None)
+    metrics = experience.metrics | {"mean_reward": float(scores.nanmean())}
+    return gradient_metrics(run, experience, config, accumulate_gradients) | metrics
+
+
+def replay_supervised_step(run: Run, records: list[dict], accumulate_gradients: Callable) -> dict:
+    """Return metrics of a supervised step from its records."""
     rollout, _ = rollout_of(records, run.tokenizer.pad_token_id)
-    experience = Experience(rollout, rollout.completion_mask, torch.ones(len(records), 1), rollout.sampling_logp)
-    metrics = gradient_of(run, experience, gradient)
+    experience = demonstrations_as_experience([], rollout)
+    metrics = gradient_metrics(run, experience, run.config.grpo.supervised, accumulate_gradients)
     return {name: metrics[name] for name in ("policy_loss", "total_loss", "entropy", "grad_norm")}
 
 
-def gradient_of(run: Run, experience: Experience, gradient: Callable) -> dict:
-    """Metrics of one update on all completions, with the length of its gradient."""
+def gradient_metrics(run: Run, experience: Experience, config: GRPOConfig, accumulate_gradients: Callable) -> dict:
+    """Return metrics of one update on all completions, with the norm of its gradient."""
     parameters = [p for module in (run.model, run.value_head) if module is not None for p in module.parameters()]
     for parameter in parameters:
         parameter.grad = None
-    losses = gradient(run, experience, torch.arange(len(experience.mask)))
+    losses = accumulate_gradients(run, experience, torch.arange(len(experience.mask)), config)
     squares = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
     return losses | {"grad_norm": squares**0.5}
 

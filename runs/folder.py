@@ -1,5 +1,5 @@
 """
-The run folder: what a run writes down, and what it shows on the console.
+The run folder: files that a run writes, and lines that it prints.
 
     config.json      every setting
     metrics.jsonl    one object per optimiser step or evaluation; docs/metrics.md says what each number means
@@ -12,7 +12,6 @@ The run folder: what a run writes down, and what it shows on the console.
     checkpoints/, final/
 """
 
-import itertools
 import json
 import os
 import time
@@ -24,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from analysis.report import write_report
 from config import PROFILES, Config
 from engine.devices import gather, is_main, num_processes
+from runs.curves import draw_curves
 from runs.records import held_out_text, or_none, points_text, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
 
@@ -45,7 +45,7 @@ UNITS = {                       # the console line: metric, label, format
 
 
 class RunFolder:
-    """The folder of one run, and its voice. Use as a context manager around the training loop."""
+    """The folder of one run, and its console. Used as a context manager around the training loop."""
 
     def __init__(self, config: Config):
         training = config.training
@@ -67,10 +67,11 @@ class RunFolder:
             disable=not self.writes,
         )
         self.tracker = None
-        self.history: list[dict] = []                     # what was logged of GRPO steps
+        self.bars: dict[str, int] = {}                    # progress bar of each phase
+        self.history: list[dict] = []                     # metrics of the GRPO steps
 
     def open(self, last_step: int) -> None:
-        """Create the folder, or drop what was written after the checkpoint at last_step and will be written again."""
+        """Create the folder, or remove lines of steps after the checkpoint at last_step: these steps are repeated."""
         if not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -83,8 +84,8 @@ class RunFolder:
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
         self.tracker = open_tracker(self.config.training.report_to, self.path, self.config.as_dict(), last_step)
 
-    def say(self, text: str = "") -> None:
-        """A line on the console, above the progress bar."""
+    def print(self, text: str = "") -> None:
+        """Print a line on the console, above the progress bar."""
         self.console.print(text, markup=False)
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
@@ -102,66 +103,73 @@ class RunFolder:
             self.tracker.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
     def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
-        """What is about to happen: the settings, the model and the amount of work."""
-        training, data, grpo = self.config.training, self.config.data, self.config.grpo
-        values = {name: value for section in self.config.as_dict().values() for name, value in section.items()}
+        """Print the settings, the model and the amount of work."""
+        training, config = self.config.training, self.config
+        values = {name: value for section in config.as_dict().values() for name, value in section.items()}
         settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
-        self.say(f"profile {training.profile or 'none'}: {settings}")
-        name = self.config.model.model_path or "built-in tiny Gemma 3"
-        size, precision = sum(p.numel() for p in model.parameters()) / 1e6, self.config.model.precision
+        self.print(f"profile {training.profile or 'none'}: {settings}")
+        size, trainable = (
+            sum(p.numel() for p in model.parameters() if p.requires_grad or not only) / 1e6 for only in (False, True)
+        )
         where = f"on {device}" if num_processes() == 1 else f"over {num_processes()} processes on {device.type}"
-        learned = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-        adapter = f", {learned:.2f}M of them in the adapter that is trained" if learned < size else ""
-        self.say(f"model {name}: {size:.1f}M parameters, {precision}, {where}{adapter}")
-        self.say(f"data {data.dataset}: {num_train} examples to train on, {num_eval} held out")
+        adapter = f", {trainable:.2f}M of them in the adapter that is trained" if trainable < size else ""
+        name = config.model.model_path or "built-in tiny Gemma 3"
+        self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{adapter}")
+        self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         for phase in phases:
-            rows = training.batch_size * (grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
-            self.say(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
-        self.say(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
-        for line in self.config.remarks():
-            self.say(f"  note   {line}")
+            rows = training.batch_size * (config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
+            self.print(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
+        self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
+        for line in config.remarks():
+            self.print(f"  note   {line}")
 
-    def show_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
-        """One readable line for a step, with units."""
+    def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
+        """Print a line for a step, with units, and move the progress bar. step, total: of the phase."""
         known = {name: value for name, value in metrics.items() if value or name not in ("unscored", "skipped")}
         shown = [form.format(known[name]) for name, form in UNITS.items() if name in known]
         counted = f" (step {step_of_run})" if step != step_of_run else ""
-        self.say(f"{phase} {step:>4}/{total}{counted}  " + "  ".join(shown))
+        self.print(f"{phase} {step:>4}/{total}{counted}  " + "  ".join(shown))
         if "advice" in metrics:
-            self.say(f"  doctor: {metrics['advice']}")
+            self.print(f"  doctor: {metrics['advice']}")
+        if phase not in self.bars:
+            self.bars[phase] = self.progress.add_task(phase)
+        self.progress.update(self.bars[phase], completed=step, total=total)
 
-    def show_completions(self, step: int, updates: int, completions: list[dict]) -> None:
-        """Now and then a whole completion with its reward, for a curve does not show a model gaming the checker.
+    def log_completions(self, step: int, completions: list[dict], logged: bool) -> None:
+        """Print rewards and advantages of the first --log_groups groups; if logged, also write all completions.
 
-        step, updates  optimiser steps so far, and how many of them were taken on these completions
+        One completion is printed whole with its reward, because curves do not show a policy that exploits a reward function.
         """
         group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
         for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
             group = completions[start : start + group_size]
-            self.say(f"  {group[0]['prompt']!r}")
-            self.say("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
-            self.say("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
-        if self.keeps_completions(step, updates):
-            self.keep("rollouts.jsonl", step, "grpo", completions)
+            self.print(f"  {group[0]['prompt']!r}")
+            self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
+            self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
+        if logged:
+            self.append("rollouts.jsonl", step, "grpo", completions)
             if self.tracker:
                 self.tracker.show(step, completions)
-            shown = completions[0]
-            self.say(f"  {shown['prompt']!r} -> {shown['completion']!r}: {points_text(shown['reward'])} points")
+            first = completions[0]
+            self.print(f"  {first['prompt']!r} -> {first['completion']!r}: {points_text(first['reward'])} points")
 
-    def keeps_completions(self, step: int, updates: int) -> bool:
-        """Whether a rollout goes into rollouts.jsonl: if its updates hold the run's step 1, 1 + n, 1 + 2n, ..."""
+    def is_logged(self, step: int, updates: int) -> bool:
+        """Return whether a rollout goes into rollouts.jsonl: whether its updates include step 1, 1 + n, 1 + 2n, ...
+
+        step, updates  optimiser steps so far, and how many of them were taken on this rollout
+        """
         every = self.config.training.log_rollouts_every
         return every > 0 and (step - 1) // every > (step - 1 - updates) // every
 
-    def keep(self, name: str, step: int, phase: str, completions: list[dict]) -> None:
-        """Append completions to a file of the folder, whole: --replay computes their loss again."""
+    def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
+        """Append records to a file of the folder."""
         if not self.writes:
             return
         with (self.path / name).open("a") as file:
-            file.writelines(json.dumps({"step": step, "phase": phase} | record) + "\n" for record in completions)
+            file.writelines(json.dumps({"step": step, "phase": phase} | record) + "\n" for record in records)
 
-    def sum_up(self) -> None:
-        """What the run achieved, and where it is."""
+    def print_summary(self) -> None:
+        """Print the held-out results after each phase, and where the files are."""
         if not self.writes:
             return
         metrics = read_jsonl(self.path / "metrics.jsonl")
@@ -169,48 +177,9 @@ class RunFolder:
         last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
         for m in metrics:
             if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]:
-                self.say(f"held out {ends[m['step']]}: {held_out_text(m, self.config)}")
-        self.say(f"final model: {self.path / 'final'}, learning curve: {self.path / 'curves.png'}, all of it: "
-                 f"{self.path / 'report.html'}")
-
-    def draw_curves(self) -> None:
-        """curves.png from metrics.jsonl."""
-        from matplotlib.figure import Figure  # slow to import
-
-        metrics = read_jsonl(self.path / "metrics.jsonl")
-        evals = [m for m in metrics if m["phase"] == "eval"]
-        steps = [m for m in metrics if m["phase"] != "eval"]
-        figure = Figure(figsize=(8, 6), layout="constrained")
-        top, bottom = figure.subplots(2, 1, sharex=True)
-
-        def line(axes, lines, name, label, **style):
-            points = [(m["step"], m[name]) for m in lines if m.get(name) is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=label, **style)
-
-        line(top, steps, "mean_reward", "mean reward in training (points)", color="tab:orange", alpha=0.6)
-        scores = {name for m in evals for name in m if name.startswith("eval_reward/")} - {"eval_reward/correctness"}
-        for i, name in enumerate(sorted(scores)):
-            line(top, evals, name, f"held out: {name.removeprefix('eval_reward/')} (points)", color=f"C{i + 2}", linestyle="--")
-        line(top, evals, "eval_accuracy", "held out: accuracy, sampled, 95 % interval", color="tab:blue", marker=".")
-        known = [m for m in evals if m.get("eval_accuracy") is not None]
-        if known:
-            low, high = [m["eval_accuracy_low"] for m in known], [m["eval_accuracy_high"] for m in known]
-            top.fill_between([m["step"] for m in known], low, high, color="tab:blue", alpha=0.2)
-        line(bottom, steps, "loss", "supervised loss (nat/token)")
-        line(bottom, steps, "entropy", "entropy (nat/token)")
-        line(bottom, steps, "tied_groups", "tied groups (share)")
-        for previous, current in itertools.pairwise(steps):
-            if previous["phase"] != current["phase"]:
-                for axes in top, bottom:
-                    axes.axvline(previous["step"], color="grey", linestyle=":")
-                top.annotate(f" {current['phase']}", (previous["step"], top.get_ylim()[1]), va="top", color="grey")
-        for axes in top, bottom:
-            if axes.lines:
-                axes.legend(loc="best")
-        top.set_ylabel("accuracy (share), reward (points)")
-        bottom.set_xlabel("optimiser step")
-        figure.savefig(self.path / "curves.png", dpi=120)
+                self.print(f"held out {ends[m['step']]}: {held_out_text(m, self.config)}")
+        path = self.path
+        self.print(f"final model: {path}/final, learning curve: {path}/curves.png, all of it: {path}/report.html")
 
     def __enter__(self):
         self.progress.start()
@@ -219,7 +188,7 @@ class RunFolder:
     def __exit__(self, *exception):
         self.progress.stop()
         if self.writes:
-            self.draw_curves()
+            draw_curves(self.path)
             write_report(self.path)
         if self.tracker:
             self.tracker.close()

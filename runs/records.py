@@ -10,46 +10,47 @@ from config import Config
 from engine.packing import completion_lengths
 
 
-def completion_records(
-    examples: list[dict], rollout, rewards=None, per_function=None, advantages=None, after=None
-) -> list[dict]:
-    """A line of rollouts.jsonl for each completion: what people want to see, and after it what --replay needs.
+def completion_records(experience, after=None) -> list[dict]:
+    """Return a line of rollouts.jsonl for each completion: what people look at first, then what --replay needs.
 
-    rewards and each of per_function are (P, G); advantages (B, 1), or (B, T), of which the mean is shown; after: LogProbs of
-    the policy as the updates on this rollout left it
+    experience  an Experience; after: LogProbs of its rollout after the updates
     """
+    examples, rollout, groups, advantages = experience.examples, experience.rollout, experience.groups, experience.advantages
     group_size = len(rollout.completions) // len(examples)
     records = []
     for row, text in enumerate(rollout.completions):
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
-        length = int(completion_lengths(mask[None]))      # with what an environment said in between
+        length = int(completion_lengths(mask[None]))      # with tokens of an environment
 
-        def of_own_tokens(numbers, mask=mask, length=length):                    # None: the policy did not choose this token
+        def sampled_only(numbers, mask=mask, length=length):                     # None: the policy did not choose this token
             numbers = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
             return [number if own else None for number, own in numbers]
 
         record = {"prompt": examples[p]["prompt"], "completion": text}
-        if rewards is not None:
-            shown = advantages[row][mask] if advantages.shape[1] > 1 else advantages[row]
+        if groups is not None:
+            by_token = advantages.shape[1] > 1
             record |= {
-                "rewards": {name: or_none(points[p, g]) for name, points in per_function.items()},
-                "reward": or_none(rewards[p, g]),
-                "advantage": or_none(shown.mean()),
+                "rewards": {name: or_none(points[p, g]) for name, points in groups.per_function.items()},
+                "reward": or_none(groups.scores[p, g]),
+                "advantage": or_none((advantages[row][mask] if by_token else advantages[row]).mean()),
             }
-            if advantages.shape[1] > 1:
-                record["token_advantages"] = of_own_tokens(advantages[row])
+            if by_token:
+                record["token_advantages"] = sampled_only(advantages[row])
             if after is not None:
                 for name, numbers in ("logp_after", after.logp), ("entropies", after.entropy):
-                    known = (None if number is None else or_none(number) for number in of_own_tokens(numbers[row]))
-                    record[name] = [None if number is None else round(number, 5) for number in known]
-        records.append(record | {
+                    finite = (None if number is None else or_none(number) for number in sampled_only(numbers[row]))
+                    record[name] = [None if number is None else round(number, 5) for number in finite]
+        record |= {
             "finished": bool(rollout.finished[row]),
             "tokens": int(mask.sum()),
             "group": p,
             "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
             "completion_ids": rollout.completion_ids[row, :length].tolist(),
-            "sampling_logp": of_own_tokens(rollout.sampling_logp[row]),
-        } | ({} if rollout.turn_points is None else {"turn_points": [or_none(p) for p in rollout.turn_points[row, :length]]}))
+            "sampling_logp": sampled_only(rollout.sampling_logp[row]),
+        }
+        if rollout.turn_points is not None:
+            record["turn_points"] = [or_none(points) for points in rollout.turn_points[row, :length]]
+        records.append(record)
     return records
 
 

@@ -1,57 +1,242 @@
 """
-The state of a run, and its phases.
+The state of a run: what stays the same from its first step to its last one, its progress, and what belongs to the current
+phase. begin_phase, save_checkpoint and restore are all that changes it outside the training steps.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from analysis.evaluation import evaluate
 from config import Config
 from data import PromptMemory, ShuffledBatches
-from model import AdapterReference
+from engine.devices import peak_memory_gb
+from engine.errors import RunError
+from experience import Experience, Groups, log_probs_of_rollout
+from model import AdapterReference, ValueHead, frozen_copy, has_adapter, merged_copy, move, save_policy, trainable_parameters
+from runs.checkpoint import (
+    NotSaved, load_optimizer_state, optimizer_state, random_states, reference_state, set_random_states, versions,
+    write_checkpoint, write_final,
+)
+from runs.doctor import diagnose
 from runs.folder import RunFolder
+from runs.phases import Phase, make_optimizer, make_scheduler
+from runs.records import completion_records, held_out_text
 
 
 @dataclass
-class Phase:
-    """A stretch of training with one kind of step, an optimiser and a schedule of its own."""
+class Progress:
+    """How far a run has come, in plain numbers: a checkpoint saves all of it."""
 
-    name: str                   # cold_start, supervised or grpo
-    steps: int                  # optimiser steps
-    learning_rate: float
+    phase: int = 0                                        # index of the current phase
+    phase_step: int = 0                                   # optimiser steps taken in this phase
+    step: int = 0                                         # optimiser steps taken in all
+    skipped: int = 0                                      # of these, steps that were not finite and changed nothing
+    skipped_in_a_row: int = 0                             # of the last steps
+    kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
+    reward_sum: float = 0.0                               # points, over all completions trained on in this run
+    reward_count: int = 0                                 # number of these completions
+    prompt_memory: PromptMemory = field(default_factory=PromptMemory)            # rewards of each prompt in this run
+
+    def add_rewards(self, rewards: torch.Tensor) -> None:
+        """Count rewards (P, G) in the running mean; NaN is left out."""
+        scored = rewards[~rewards.isnan()]
+        self.reward_sum += float(scored.sum())
+        self.reward_count += len(scored)
+
+    def record_scores(self, sampled: list[Groups]) -> None:
+        """Record the scores of everything that a step sampled, also of groups that were replaced."""
+        for groups in sampled:
+            prompts = [example["prompt"] for example in groups.examples]
+            self.prompt_memory.record(prompts, groups.scores.tolist())
+
+    @property
+    def mean_reward(self) -> float:
+        """Points, over all completions trained on in this run."""
+        return self.reward_sum / max(1, self.reward_count)
+
+    @classmethod
+    def from_dict(cls, saved: dict) -> "Progress":
+        """Return the progress that asdict(progress) described."""
+        return cls(**saved | {"prompt_memory": PromptMemory(**saved["prompt_memory"])})
 
 
 @dataclass
 class Run:
-    """Everything that a run is. What changes during it: the model, and the fields from `phase` on."""
+    """Everything that a run consists of."""
 
+    # What stays the same.
     config: Config
     folder: RunFolder
     device: torch.device
-    model: torch.nn.Module
     tokenizer: object
-    reward_functions: list
+    reward_functions: list[Callable]
+    environment: Callable | None
     train_set: Sequence[dict]
     eval_set: Sequence[dict]
     phases: list[Phase]
-    shared_prompt: bool = True                            # pack siblings behind one prompt; the start-up check decides
-    longest_prompt: int = 0                               # tokens, of the training examples
-    phase: int = 0                                        # index into phases
-    phase_step: int = 0                                   # optimiser steps taken in this phase
-    step: int = 0                                         # optimiser steps taken in all
-    skipped: int = 0                                      # of those, how many were not finite and changed nothing
-    skipped_in_a_row: int = 0                             # how many of the last ones
-    kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
-    reward_sum: float = 0.0                               # points, over all completions learned from in this run
-    reward_count: int = 0                                 # how many those were
-    memory: PromptMemory = field(default_factory=PromptMemory)                   # what each prompt has earned in this run
-    saved_state: dict = field(default_factory=dict)       # of the checkpoint to go on from
+    shared_prompt: bool                                   # forward a prompt once for its completions; see startup_check.py
+    # What is trained, and how far it has come.
+    model: torch.nn.Module
+    progress: Progress = field(default_factory=Progress)
+    saved_state: dict = field(default_factory=dict)       # of the checkpoint to continue from, until its phase begins
+    # What belongs to the current phase.
     batches: ShuffledBatches | None = None
     optimizer: torch.optim.Optimizer | None = None
-    scheduler: object = None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
-    reference: torch.nn.Module | AdapterReference | None = None                  # frozen; None where nothing asks for it
-    value_head: torch.nn.Module | None = None             # likewise
-    environment: Callable | None = None                   # who answers the policy, where it has several turns
+    reference: torch.nn.Module | AdapterReference | None = None                  # frozen; None without a KL penalty
+    value_head: ValueHead | None = None
+    seconds: dict[str, float] = field(default_factory=dict)                      # duration of the last call, by name (timed)
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return self.phases[self.progress.phase]
+
+    @property
+    def minibatch_seed(self) -> int:
+        """Seed of the order of minibatches in this step."""
+        return (self.config.training.seed << 32) + self.progress.step
+
+    def sampling_seed(self, attempt: int) -> int:
+        """Return the seed of sampling in this step. Evaluations use that of step 0."""
+        return self.minibatch_seed + 1 + (attempt << 96)
+
+    @property
+    def forwarding(self) -> dict:
+        """How rollouts are forwarded, for the functions of experience.py."""
+        return {"max_tokens": self.config.training.max_tokens_per_forward, "shared_prompt": self.shared_prompt}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all phases have ended and the final model has been saved."""
+        return self.progress.phase == len(self.phases) and (self.folder.path / "final").exists()
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Make optimiser, schedule and data order and, if needed, reference and value head; or restore the saved ones."""
+        training, config = self.config.training, self.config.grpo
+        memory = self.progress.prompt_memory if self.config.data.prefer_mixed else None
+        seed = training.seed + self.progress.phase
+        self.batches = ShuffledBatches(self.train_set, training.batch_size, seed, memory)
+        parameters = [{"params": trainable_parameters(self.model)}]
+        if phase.name == "grpo" and config.kl_coef > 0 and self.reference is None:
+            self.reference = frozen_copy(self.model)
+            move(self.reference, torch.device("cpu") if config.reference_offload else self.device)
+        if phase.name == "grpo" and config.use_value_head:
+            self.value_head = ValueHead(self.model.config.get_text_config().hidden_size).to(self.device)
+            parameters.append({"params": list(self.value_head.parameters())})
+        self.optimizer = make_optimizer(parameters, phase, training, self.device)
+        self.scheduler = make_scheduler(self.optimizer, phase, training)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
+        saved, self.saved_state = self.saved_state, {}
+        if "optimizer" in saved:                          # saved within this phase
+            load_optimizer_state(self.optimizer, self.scheduler, self.scaler, saved)
+            self.batches.position = saved["position"]
+            if self.value_head is not None:
+                self.value_head.load_state_dict(saved["value_head"])
+        elif phase.name == "grpo":
+            self.folder.print("the loss stays near 0 by construction (advantages of a group cancel): watch reward and entropy")
+
+    def end_phase(self) -> None:
+        """Continue with the next phase."""
+        self.progress.phase += 1
+        self.progress.phase_step, self.optimizer = 0, None
+
+    def save_checkpoint(self) -> Path:
+        """Save everything to checkpoints/step-<step> of the run folder. Called on all ranks. Raises NotSaved."""
+        state = {
+            "progress": asdict(self.progress), "settings": self.config.as_dict(), "shared_prompt": self.shared_prompt,
+            "versions": versions(), "random_states": random_states(), "reference_adapter": reference_state(self.reference),
+        } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
+        return write_checkpoint(
+            self.folder.path / "checkpoints", self.progress.step, self.model, self.tokenizer, self.reference, state,
+            keep=self.config.training.keep_checkpoints,
+        )
+
+    def save_final(self) -> None:
+        """Save the policy to final/ of the run folder."""
+        write_final(self.model, self.tokenizer, self.folder.path / "final")
+
+    def save_base_of_adapter(self) -> None:
+        """Save the built-in model that an adapter belongs to: no hub has those weights."""
+        if has_adapter(self.model) and not self.config.model.model_path:
+            base = self.folder.path.resolve() / "base"
+            self.model.peft_config["default"].base_model_name_or_path = str(base)
+            if self.progress.step == 0:
+                save_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
+
+    def restore(self, checkpoint: Path) -> None:
+        """Restore the progress and random states of a checkpoint; begin_phase restores the rest. Loading cannot run code."""
+        state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu")
+        set_random_states(state.pop("random_states"))
+        self.progress = Progress.from_dict(state.pop("progress"))
+        if not self.config.grpo.kl_target:
+            self.progress.kl_coef = self.config.grpo.kl_coef                     # a flag may have changed it
+        if state["versions"] != versions():
+            before, now = (", ".join(f"{k} {v}" for k, v in which.items()) for which in (state["versions"], versions()))
+            self.folder.print(f"  note   resumed with {now}, begun with {before}: equal up to rounding, not bit for bit")
+        self.saved_state = state
+
+    @contextmanager
+    def checkpoint_on_error(self):
+        """Save a checkpoint if a reward function or an environment raises, so that the steps so far are not lost."""
+        position = self.batches.position
+        try:
+            yield
+        except RunError as error:
+            self.batches.position = position              # nothing was learned from this batch
+            try:
+                checkpoint = self.save_checkpoint()
+                end = f"Saved to {checkpoint}: fix it and continue with --output_dir {self.folder.path} --resume"
+            except NotSaved as problem:
+                end = f"And {problem}"
+            raise type(error)(f"{error} {end}") from error
+
+    def log_evaluation(self) -> float:
+        """Measure the policy on the held-out problems, always with the same random numbers. Return the accuracy or NaN."""
+        if not self.eval_set:
+            return math.nan
+        training, config = self.config.training, self.config.grpo
+        result = evaluate(
+            self.model, self.tokenizer, self.eval_set, config, seed=training.seed << 32,
+            reward_functions=self.reward_functions, on_error=config.reward_errors, reward_timeout=config.reward_timeout,
+            shared_prompt=self.shared_prompt, environment=self.environment,
+            batch_size=config.generation_batch_size or training.batch_size * config.num_completions_per_prompt,
+        )
+        self.folder.log(self.progress.step, "eval", result)
+        self.folder.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
+        return result.get("eval_accuracy", math.nan)
+
+    def log_step(self, metrics: dict, experience: Experience) -> None:
+        """Write the metrics of a step, print them, and every --log_rollouts_every steps write its completions."""
+        folder, step, phase = self.folder, self.progress.step, self.phase.name
+        metrics |= self.step_seconds() | {
+            "learning_rate": float(self.scheduler.get_last_lr()[0]), "peak_memory_gb": peak_memory_gb(self.device)
+        }
+        if phase == "grpo" and (advice := diagnose([*folder.history, metrics], self.config)):
+            metrics["advice"] = advice
+        folder.log(step, phase, metrics)
+        folder.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
+        if phase == "grpo":
+            if experience.groups.failures:
+                folder.append("reward_errors.jsonl", step, phase, experience.groups.failures)
+            logged, after = folder.is_logged(step, metrics["updates"]), None
+            if logged:
+                policy = self.config.grpo.policy
+                after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)
+            folder.log_completions(step, completion_records(experience, after), logged)
+        if metrics["skipped"]:
+            folder.append("skipped.jsonl", step, phase, completion_records(experience))
+
+    def step_seconds(self) -> dict[str, float]:
+        """Return the metrics of time of the last step."""
+        step, sampling = self.seconds["step_seconds"], self.seconds.get("sampling_seconds", 0.0)
+        if self.phase.name != "grpo":
+            return {"training_seconds": step, "step_seconds": step}
+        return {"sampling_seconds": sampling, "training_seconds": step - sampling, "step_seconds": step}

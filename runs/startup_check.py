@@ -138,7 +138,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     """Siblings packed behind one prompt against one row each, on completions that are made up and on such that were sampled
     from a shared cache. Not ok: sample and train with rows, slower but right.
     """
-    rollout = made_up(model, tokenizer, prompts)
+    rollout = random_rollout(model, tokenizer, prompts)
     try:
         packed = completion_log_probs(model, rollout, **config.policy, shared_prompt=True).logp
         sampled = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=2)
@@ -154,7 +154,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     return finding if finding.ok else replace(finding, ok=None, found=f"off: {finding.found}; plain rows instead")
 
 
-def made_up(model, tokenizer, prompts: list[list[int]]) -> Rollout:
+def random_rollout(model, tokenizer, prompts: list[list[int]]) -> Rollout:
     """Two completions of each prompt, of random tokens and different lengths."""
     known = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
     ids = torch.randint(0, known, (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,48 @@
+"""
+The learning curve of a run as a picture.
+"""
+
+import itertools
+from pathlib import Path
+
+from runs.records import read_jsonl
+
+
+def draw_curves(folder: Path) -> None:
+    """Draw curves.png of a run folder from its metrics.jsonl."""
+    from matplotlib.figure import Figure  # slow to import
+
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    evals = [m for m in metrics if m["phase"] == "eval"]
+    steps = [m for m in metrics if m["phase"] != "eval"]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+
+    def line(axes, lines, name, label, **style):
+        points = [(m["step"], m[name]) for m in lines if m.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+
+    line(top, steps, "mean_reward", "mean reward in training (points)", color="tab:orange", alpha=0.6)
+    scores = {name for m in evals for name in m if name.startswith("eval_reward/")} - {"eval_reward/correctness"}
+    for i, name in enumerate(sorted(scores)):
+        line(top, evals, name, f"held out: {name.removeprefix('eval_reward/')} (points)", color=f"C{i + 2}", linestyle="--")
+    line(top, evals, "eval_accuracy", "held out: accuracy, sampled, 95 % interval", color="tab:blue", marker=".")
+    known = [m for m in evals if m.get("eval_accuracy") is not None]
+    if known:
+        low, high = [m["eval_accuracy_low"] for m in known], [m["eval_accuracy_high"] for m in known]
+        top.fill_between([m["step"] for m in known], low, high, color="tab:blue", alpha=0.2)
+    line(bottom, steps, "loss", "supervised loss (nat/token)")
+    line(bottom, steps, "entropy", "entropy (nat/token)")
+    line(bottom, steps, "tied_groups", "tied groups (share)")
+    for previous, current in itertools.pairwise(steps):
+        if previous["phase"] != current["phase"]:
+            for axes in top, bottom:
+                axes.axvline(previous["step"], color="grey", linestyle=":")
+            top.annotate(f" {current['phase']}", (previous["step"], top.get_ylim()[1]), va="top", color="grey")
+    for axes in top, bottom:
+        if axes.lines:
+            axes.legend(loc="best")
+    top.set_ylabel("accuracy (share), reward (points)")
+    bottom.set_xlabel("optimiser step")
+    figure.savefig(folder / "curves.png", dpi=120)

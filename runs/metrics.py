@@ -1,0 +1,51 @@
+"""
+Metrics of a step: what docs/metrics.md lists, and the time that its parts take.
+"""
+
+import time
+from collections.abc import Callable
+from functools import wraps
+
+from environments.conversations import describe_conversations
+from experience import Experience, Groups
+from runs.doctor import mean_of
+
+
+def timed(name: str) -> Callable:
+    """Decorate a function of a run: write the seconds that a call took to run.seconds[name]."""
+    def decorate(function):
+        @wraps(function)
+        def call(run, *args, **kwargs):
+            started = time.perf_counter()
+            result = function(run, *args, **kwargs)
+            run.seconds[name] = time.perf_counter() - started
+            return result
+
+        return call
+
+    return decorate
+
+
+def summarize_updates(updates: list[dict]) -> dict:
+    """Return the means of the updates' metrics; of policy_kl the last value."""
+    means = {name: mean_of(updates, name) for name in updates[0]}
+    return means | {"policy_kl": updates[-1]["policy_kl"], "updates": len(updates)}
+
+
+def summarize_groups(groups: Groups, experience: Experience) -> dict:
+    """Return metrics of what was sampled."""
+    scores, mask, advantages = groups.scores, groups.rollout.completion_mask, experience.advantages
+    advantages = advantages[experience.mask] if advantages.shape[1] > 1 else advantages      # of tokens, or of completions
+    return experience.metrics | {
+        "mean_reward": float(scores.nanmean()),
+        "mean_advantage": float(advantages.mean()),
+        "std_advantage": float(advantages.std()),
+        "tied_groups": float(groups.tied.float().mean()),
+        "replaced_groups": groups.replaced,
+        "unscored": float(scores.isnan().float().mean()),
+        "reward_errors": len(groups.failures),
+        "completion_tokens": float(mask.sum()) / len(mask),
+        "truncated": float((~groups.rollout.finished).float().mean()),
+    } | {
+        f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()
+    } | describe_conversations(groups.rollout)
