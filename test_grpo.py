@@ -4,13 +4,10 @@ The algorithm's executable specification: formulas against loops over lists, ide
 Every expected value is computed some other way than in grpo.py: with Python floats, by enumeration, or by a law.
 """
 
-import ast
-import functools
 import inspect
 import itertools
 import math
 import re
-import statistics
 
 import pytest
 import torch
@@ -30,68 +27,6 @@ CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
 
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
-
-
-# ---- the language of the docstrings ----------------------------------------------------------------------------------
-
-
-class Dual:
-    """A number and its derivative with respect to one token's logp, carried along by the rules of school: no autograd."""
-
-    def __init__(self, value, slope=0.0):
-        self.value, self.slope = value, slope
-
-    def __add__(self, other):
-        other = dual(other)
-        return Dual(self.value + other.value, self.slope + other.slope)
-
-    def __mul__(self, other):
-        other = dual(other)
-        return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
-
-    def __truediv__(self, other):
-        return self * (1 / other)
-
-    def __pow__(self, n):
-        return Dual(self.value**n, n * self.value ** (n - 1) * self.slope)
-
-    __radd__, __rmul__ = __add__, __mul__
-    __neg__ = lambda self: self * -1.0  # noqa: E731
-    __sub__ = lambda self, other: self + -dual(other)  # noqa: E731
-    __rsub__ = lambda self, other: -self + other  # noqa: E731
-    __lt__ = lambda self, other: self.value < dual(other).value  # noqa: E731
-    __gt__ = lambda self, other: self.value > dual(other).value  # noqa: E731
-
-
-def dual(x):
-    return x if isinstance(x, Dual) else Dual(float(x))
-
-
-def exp(x):
-    return Dual(math.exp(dual(x).value), math.exp(dual(x).value) * dual(x).slope)
-
-
-LANGUAGE = dict(
-    exp=exp, min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
-    mean=statistics.fmean, median=statistics.median, std=statistics.stdev,
-)
-
-
-@functools.cache
-def formulas(function):
-    """The indented lines of a docstring, as (name or "", expression): what a reader sees is what is evaluated here."""
-    docstring = ast.get_docstring(ast.parse(inspect.getsource(function)).body[0], clean=False)
-    lines = re.findall(r"^ {8}(\S.*)$", docstring, flags=re.MULTILINE)
-    parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
-    parts = [["", *part] if len(part) == 1 else part for part in parts]          # name, expression, name, expression, comment
-    return [pair for part in parts for pair in zip(part[::2], part[1::2])]
-
-
-code = functools.cache(functools.partial(compile, filename="formula", mode="eval"))
-
-
-def evaluate(expression, **names):
-    return eval(code(expression), {"__builtins__": {}}, LANGUAGE | names)
 
 
 # ---- advantages ----------------------------------------------------------------------------------------------------
