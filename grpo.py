@@ -180,7 +180,7 @@ def aggregate(
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 
-# ---- per-token losses: each takes what it needs of the keywords in policy_loss's call; logp and log_ratio are
+# ---- per-token losses: each takes those keywords of policy_loss's call that it needs; logp and log_ratio are
 # 0 where mask is False. They return, (B, T) each, the loss and whether the clip removed gradient or weight.
 
 

@@ -13,8 +13,9 @@ import math
 import re
 import statistics
 
+
 class Dual:
-    """A number and its derivative with respect to one token's logp, carried along by the rules of school: no autograd."""
+    """A number and its derivative with respect to one token's logp, by the rules of differentiation: no autograd."""
 
     def __init__(self, value, slope=0.0):
         self.value, self.slope = value, slope
@@ -57,7 +58,7 @@ LANGUAGE = dict(
 
 @functools.cache
 def formulas(function):
-    """The indented lines of a docstring, as (name or "", expression): what a reader sees is what is evaluated here."""
+    """Return the indented lines of a docstring as (name or "", expression): what a reader sees is evaluated here."""
     docstring = ast.get_docstring(ast.parse(inspect.getsource(function)).body[0], clean=False)
     lines = re.findall(r"^ {8}(\S.*)$", docstring, flags=re.MULTILINE)
     parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
