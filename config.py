@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES
+from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, SCALES
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}
 # What a run starts from; any flag overrides it. `demo` is taken when no --model_path is given, `demo_supervised` when
@@ -135,9 +135,10 @@ class GRPOConfig(Section):
     overlong_buffer: int = flag(0, "tokens before the limit in which that penalty rises; 0: a fifth of generation_max_length")
 
     normalize_advantages: bool = flag(True, "divide by the standard deviation; without it, Dr. GRPO")
-    advantage_scale: Literal["group", "batch"] = flag("group", "whose standard deviation that is")
+    advantage_scale: Literal[*(name for name in SCALES if name != "none")] = flag(
+        "group", "divide by the standard deviation of each group, or of the batch")
     advantage_epsilon: float = flag(1e-8, "added to that standard deviation")
-    baseline: Literal[BASELINES] = flag("group_mean", "what a reward is compared with; global_mean: of the whole run so far")
+    baseline: Literal[*BASELINES] = flag("group_mean", "what a reward is compared with; global_mean: of the whole run so far")
 
     loss_type: Literal[LOSS_TYPES] = flag("dapo", "how tokens are clipped and averaged, see grpo.py")
     loss_aggregation: Literal["", *AGGREGATIONS] = flag("", "how tokens are averaged; empty: as the loss type does")

@@ -1,35 +1,49 @@
 """
-The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices; with torch installed this file works
-anywhere. So does each function that is not a loss, copied out on its own below these two lines, `import torch` and
-`from torch import Tensor`; policy_loss and what is in LOSSES belong together.
+The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
+policy_loss works alone, copied below `import torch` and `from torch import Tensor` without the rest of this
+file; policy_loss needs aggregate and LOSSES as well. The tables of compute_group_advantages are default
+arguments, so that a copy of the function has them; BASELINES and SCALES are the same tables.
 
-Reading order: compute_group_advantages (who did better than their siblings), policy_loss (push towards them, carefully)
-with a small function for each kind of loss, kl_penalty (but stay near the reference); value_loss and
-generalized_advantage_estimation, for training with a critic; then what corrects rewards, weights and coefficients.
+Reading order: compute_group_advantages (compare each completion with its group), policy_loss (raise the
+probability of the better ones, within limits) with a function for each per-token loss, kl_penalty (stay near
+the reference); value_loss and generalized_advantage_estimation, for training with a critic; then corrections
+of rewards, weights and coefficients. A new baseline or scale is an entry of its table, a new loss a function
+and an entry of LOSSES: the flags' choices come from the tables.
 
-Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the default
-aggregation is DAPO's token mean, and every denominator is an argument, so that micro-batches add up to one big batch.
-Formulas stand in the docstrings as Python expressions: the tests evaluate them, token by token, and compare.
+Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
+default aggregation is DAPO's token mean, and denominators are arguments, so that micro-batches add up to one
+big batch. Formulas are written in the docstrings as Python expressions: the tests evaluate and compare them
+token by token.
 
-Shapes: P prompts per step, G completions of each, B = P*G rows (or a micro-batch of them) with siblings adjacent,
-T completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
+Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them) with siblings adjacent, T
+completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-BASELINES = ("group_mean", "group_median", "global_mean", "leave_one_out")
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 
 def compute_group_advantages(
     rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8,
     global_mean: float | None = None,
+    baselines: dict = {  # noqa: B006      name -> function that returns b, and whether rows of r - b sum to 0
+        "group_mean": (lambda r, n, m: r.nanmean(dim=1, keepdim=True), True),
+        "group_median": (lambda r, n, m: r.nanquantile(0.5, dim=1, keepdim=True), False),
+        "global_mean": (lambda r, n, m: r.nanmean() if m is None else m, False),
+        "leave_one_out": (lambda r, n, m: (r.nanmean(dim=1, keepdim=True) * n - r) / (n - 1), True),
+    },
+    scales: dict = {  # noqa: B006         name -> function that returns s
+        "group": lambda r, n, e: (
+            (r - r.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (n - 1)
+        ).sqrt() + e,
+        "batch": lambda r, n, e: ((r - r.nanmean()).square().nansum() / (n.sum() - 1)).sqrt() + e,
+        "none": lambda r, n, e: 1.0,
+    },
 ) -> Tensor:
-    """How much better each completion did than its siblings.
+    """Compare each completion with the others of its group.
 
         (r - b) / s
 
@@ -44,70 +58,73 @@ def compute_group_advantages(
     group are the points of its group, siblings those of the others in it, everything those of all groups.
 
     rewards  (P, G) points; NaN where a completion could not be scored: it takes no part in b or s and gets 0
-    global_mean  points: the baseline of that name, such as the mean over a whole run; None takes that of these rewards
-    returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or in points with scale="none".
-             A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with fewer
-             than two scored completions. Under group_mean and leave_one_out rows sum to 0.
+    global_mean  points: the baseline of that name, such as the mean over a run; None: over these rewards
+    baselines, scales  formulas; r = rewards, n (P, 1) scored completions, m = global_mean, e = epsilon
+    returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or points if scale="none".
+             A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
+             fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
 
-    std divides by n - 1 (torch's default): a group of two scores about +0.71 and -0.71. The result is not centred
-    again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none": Dr. GRPO,
-    arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2.
+    std divides by n - 1 (torch's default): a group of two scores about +0.71 and -0.71. The result is not
+    centered again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
+    Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
             f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}: "
             "a lone completion has no siblings. For a flat list: rewards.view(-1, group_size)."
         )
+    if baseline not in baselines or scale not in scales:
+        choices = f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}"
+        raise ValueError(choices)
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     scored = ~rewards.isnan()                                                    # (P, G)
-    count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
-    mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)
-    baselines = {
-        "group_mean": lambda: mean,
-        "group_median": lambda: rewards.nanquantile(0.5, dim=1, keepdim=True),   # halfway between the two middle ones
-        "global_mean": lambda: rewards.nanmean() if global_mean is None else global_mean,
-        "leave_one_out": lambda: (mean * count - rewards) / (count - 1),         # (P, G)
-    }
-    scales = {
-        "group": lambda: ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
-        "batch": lambda: ((rewards - rewards.nanmean()).square().nansum() / (count.sum() - 1)).sqrt() + epsilon,
-        "none": lambda: 1.0,
-    }
-    if baseline not in baselines or scale not in scales:
-        raise ValueError(f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}")
+    n = scored.sum(dim=1, keepdim=True)                                          # (P, 1)
+    b, s = baselines[baseline][0](rewards, n, global_mean), scales[scale](rewards, n, epsilon)
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 0.8.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
     lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
-    tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also where fewer than two are scored
-    return torch.where(scored & ~tied, (rewards - baselines[baseline]()) / scales[scale](), 0.0)
+    tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also if n < 2
+    return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
+
+
+class Baseline(NamedTuple):
+    """An entry of BASELINES."""
+
+    function: Callable          # of r, n, m -> b
+    centered: bool              # whether rows of advantages sum to 0
+
+
+BASELINES: dict[str, Baseline] = compute_group_advantages.__kwdefaults__["baselines"]
+BASELINES.update((name, Baseline(*entry)) for name, entry in BASELINES.items())
+SCALES: dict[str, Callable] = compute_group_advantages.__kwdefaults__["scales"]
 
 
 def policy_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
-    num_sequences=None, max_tokens=None, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
-    weights: Tensor | None = None, aggregation: str | None = None,
+    num_sequences=None, max_tokens=None, clip_low: float = 0.2, clip_high: float = 0.2,
+    dual_clip: float | None = None, weights: Tensor | None = None, aggregation: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss whose gradient makes completions with positive advantage more likely.
+    """Compute the loss whose gradient raises the probability of completions with positive advantage.
 
-        loss_type   per token                                           aggregation     source
-        dapo        clipped ratio, as in PPO                            token_mean      arXiv:2503.14476 eq. 8
-        grpo        the same                                            sequence_mean   arXiv:2402.03300 eq. 3
-        dr_grpo     the same                                            constant        arXiv:2503.20783 sec. 3.2
-        gspo        the same with one ratio for the whole sequence      sequence_mean   arXiv:2507.18071 eq. 5
-        cispo       log-probability, weighted by the capped ratio       token_mean      arXiv:2506.13585 eq. 4
-        reinforce   log-probability                                     token_mean      Williams 1992
+        loss_type   per token                                   aggregation     source
+        dapo        clipped ratio, as in PPO                    token_mean      arXiv:2503.14476 eq. 8
+        grpo        the same                                    sequence_mean   arXiv:2402.03300 eq. 3
+        dr_grpo     the same, for advantages in points          constant        arXiv:2503.20783 sec. 3.2
+        gspo        the same with one ratio per completion      sequence_mean   arXiv:2507.18071 eq. 5
+        cispo       log-probability, weighted by capped ratio   token_mean      arXiv:2506.13585 eq. 4
+        reinforce   log-probability                             token_mean      Williams 1992
 
     logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
-    num_tokens, num_sequences, max_tokens count the whole optimiser step: every micro-batch, every process. See aggregate.
+    num_tokens, num_sequences, max_tokens  of the whole step, all micro-batches and processes: see aggregate
     dual_clip   where A < 0, a token's loss is at most -dual_clip * A; for the losses with a clipped ratio
     weights     (B, T) without gradient, factors of each token's loss: see importance_weights
     aggregation in place of the loss type's own
-    returns     loss, a scalar; and stats, to be added up over micro-batches as well: clip_fraction (share of num_tokens
-                whose gradient the clip removed, or for cispo whose weight it capped), ratio_deviation (mean over
-                num_tokens of |ratio - 1|), policy_kl (nats, mean over num_tokens of ratio - 1 - log ratio: the distance
-                from the policy that old_logp belongs to)
+    returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
+                clip_fraction (share of num_tokens whose gradient the clip removed, or whose weight cispo
+                capped), ratio_deviation (mean over num_tokens of |ratio - 1|), policy_kl (nats, mean over
+                num_tokens of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
     """
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
     if loss_type not in LOSSES:
@@ -117,34 +134,39 @@ def policy_loss(
     # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
     log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
     per_token, own_aggregation = LOSSES[loss_type]
-    tokens = Tokens(torch.where(mask, logp, 0.0), log_ratio, advantages, mask, clip_low, clip_high, dual_clip)
-    loss, held_back = per_token(tokens)                                          # (B, T) each
+    loss, clipped = per_token(                                                   # (B, T) each
+        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
+        clip_low=clip_low, clip_high=clip_high, dual_clip=torch.inf if dual_clip is None else dual_clip,
+    )
     if weights is not None:
         loss = loss * weights
     counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
     total = aggregate(loss, mask, aggregation or own_aggregation, **counts)
-    ratio = tokens.ratio.detach()                                                # 1 where mask is False
+    log_ratio = log_ratio.detach()
+    ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {
-        "clip_fraction": (held_back & mask).sum() / num_tokens,
+        "clip_fraction": (clipped & mask).sum() / num_tokens,
         "ratio_deviation": (ratio - 1).abs().sum() / num_tokens,
-        "policy_kl": (ratio - 1 - log_ratio.detach()).sum() / num_tokens,
+        "policy_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
     }
     return total, stats
 
 
-def aggregate(x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None) -> Tensor:
-    """Per-token values (B, T) -> a scalar, whose denominator counts the whole optimiser step.
+def aggregate(
+    x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None
+) -> Tensor:
+    """Reduce per-token values x (B, T) to a scalar, divided by counts of the whole optimiser step.
 
-        token_mean      x / num_tokens                      every token counts the same
-        sequence_mean   x / length / num_sequences          every completion counts the same, long or short
-        constant        x / (num_sequences * max_tokens)    neither; max_tokens is the generation limit
+        token_mean      x / num_tokens                      tokens weigh the same
+        sequence_mean   x / length / num_sequences          completions weigh the same
+        constant        x / (num_sequences * max_tokens)    max_tokens is the generation limit
 
-    added up over the tokens where mask (B, T) is True; length counts those of a row, num_sequences the rows that have any.
+    summed over tokens where mask (B, T) is True; length counts those of a row, num_sequences rows with any.
     """
     if aggregation not in ("token_mean", "sequence_mean", "constant"):
         raise ValueError(f"{aggregation=} must be one of token_mean, sequence_mean, constant")
     if aggregation != "token_mean" and num_sequences is None:
-        raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences for the whole optimiser step")
+        raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences of the whole step")
     if aggregation == "constant" and max_tokens is None:
         raise ValueError("aggregation='constant' divides by the generation limit: pass max_tokens")
     x = torch.where(mask, x, 0.0)
@@ -155,122 +177,92 @@ def aggregate(x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequ
     return (x / mask.sum(dim=1, keepdim=True).clamp(min=1)).sum() / num_sequences
 
 
-# ---- one small function for each loss. A new one needs nothing but a function like these ----------------------------
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """What a per-token loss is made of, (B, T) each; logp and log_ratio are 0 where mask is False."""
-
-    logp: Tensor                # nats, with gradient
-    log_ratio: Tensor           # logp - old_logp, with gradient
-    advantages: Tensor          # (B, 1) or (B, T)
-    mask: Tensor                # bool
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-
-    @property
-    def ratio(self) -> Tensor:
-        """How much likelier the policy has made each token. Cut at e^20, where only a broken run gets: inf * 0 is NaN."""
-        return self.log_ratio.clamp(-20, 20).exp()
+# ---- per-token losses: each takes those keywords of policy_loss's call that it needs; logp and log_ratio are
+# 0 where mask is False. They return, (B, T) each, the loss and whether the clip removed gradient or weight.
 
 
-LOSSES: dict[str, tuple[Callable, str]] = {}              # name -> function of Tokens, aggregation
-
-
-def averaged_by(aggregation: str) -> Callable:
-    """Enter a function into LOSSES under its name. It returns loss (B, T), and bool (B, T): tokens that its clip held back."""
-
-    def enter(function):
-        LOSSES[function.__name__] = function, aggregation
-        return function
-
-    return enter
-
-
-def clipped_ratio(ratio: Tensor, t: Tokens) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347 eq. 7), with a second clip (arXiv:1912.09729 eq. 5) if dual_clip is given.
+def clipped_ratio(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = torch.inf,
+    **unused,
+) -> tuple[Tensor, Tensor]:
+    """Compute PPO's clipped loss (arXiv:1707.06347 eq. 7), with dual_clip that of arXiv:1912.09729 eq. 5.
 
         -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
     """
-    # The minimum is the pessimist's choice: no reward for leaving the trust region, and still a full gradient for
-    # coming back into it. The second clip bounds that gradient where a token has become likelier by far.
-    free = ratio * t.advantages
-    gain = torch.minimum(free, ratio.clamp(1 - t.clip_low, 1 + t.clip_high) * t.advantages)
-    held_back = gain < free
-    if t.dual_clip is not None:
-        floor = torch.where(t.advantages < 0, t.dual_clip * t.advantages, -torch.inf)
-        held_back = held_back | (gain < floor)
-        gain = torch.maximum(gain, floor)
-    return -gain, held_back
+    # The minimum ends the gradient of leaving the trust region and keeps that of coming back into it. The
+    # second clip ends the gradient where a token with a negative advantage has become much more probable.
+    ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
+    unclipped = ratio * advantages
+    gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+    return -torch.maximum(gain, floor), (gain < unclipped) | (gain < floor)
 
 
-@averaged_by("token_mean")
-def dapo(t: Tokens) -> tuple[Tensor, Tensor]:
-    """Every token of the step counts the same, so long completions count more. arXiv:2503.14476 eq. 8.
-
-        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
-    """
-    return clipped_ratio(t.ratio, t)
-
-
-@averaged_by("sequence_mean")
-def grpo(t: Tokens) -> tuple[Tensor, Tensor]:
-    """The paper's own: every completion counts the same, so a token of a long one counts less. arXiv:2402.03300 eq. 3.
-
-        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
-    """
-    return clipped_ratio(t.ratio, t)
-
-
-@averaged_by("constant")
-def dr_grpo(t: Tokens) -> tuple[Tensor, Tensor]:
-    """No length bias: a constant denominator. Goes with advantages that are not scaled. arXiv:2503.20783 sec. 3.2.
-
-        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
-    """
-    return clipped_ratio(t.ratio, t)
-
-
-@averaged_by("sequence_mean")
-def gspo(t: Tokens) -> tuple[Tensor, Tensor]:
-    """The completion is what is sampled and scored, so it gets the ratio: the geometric mean of its tokens'.
-    Clip it far closer than a token's: the paper takes 3e-4 and 4e-4. arXiv:2507.18071 eq. 5 and 7.
+def gspo(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float,
+    dual_clip: float = torch.inf, **unused,
+) -> tuple[Tensor, Tensor]:
+    """Compute the clipped loss with the geometric mean of a completion's ratios (arXiv:2507.18071 eq. 5, 7).
 
         -min(sequence_ratio * A, clip(sequence_ratio, 1 - clip_low, 1 + clip_high) * A)
+
+    The clip is far narrower than for tokens: the paper takes 3e-4 and 4e-4. dual_clip as in clipped_ratio.
     """
-    lengths = t.mask.sum(dim=1, keepdim=True).clamp(min=1)                       # (B, 1)
-    mean_log_ratio = (t.log_ratio.sum(dim=1, keepdim=True) / lengths).clamp(-20, 20)
-    return clipped_ratio(mean_log_ratio.exp().expand_as(t.mask), t)
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                         # (B, 1)
+    ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).clamp(-20, 20).exp().expand_as(mask)
+    unclipped = ratio * advantages
+    gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+    return -torch.maximum(gain, floor), (gain < unclipped) | (gain < floor)
 
 
-@averaged_by("token_mean")
-def cispo(t: Tokens) -> tuple[Tensor, Tensor]:
-    """Caps the weight of a token instead of dropping its gradient; there is no floor. sg is stop-gradient, and the cap
-    is meant to be high: clip_high of 4 or so. arXiv:2506.13585 eq. 4 and 5.
+def cispo(
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, clip_high: float, **unused
+) -> tuple[Tensor, Tensor]:
+    """Cap the weight of a token and keep its gradient (arXiv:2506.13585 eq. 4 and 5).
 
         -sg(min(ratio, 1 + clip_high)) * A * logp
+
+    sg is stop-gradient. There is no lower limit, and the cap is meant to be high: clip_high of 4 or so.
     """
-    weight = t.ratio.detach()
-    return -weight.clamp(max=1 + t.clip_high) * t.advantages * t.logp, weight > 1 + t.clip_high
+    ratio = log_ratio.detach().clamp(-20, 20).exp()
+    return -ratio.clamp(max=1 + clip_high) * advantages * logp, ratio > 1 + clip_high
 
 
-@averaged_by("token_mean")
-def reinforce(t: Tokens) -> tuple[Tensor, Tensor]:
-    """The policy gradient itself, right on policy alone: for one update per rollout. Williams 1992, Machine Learning 8.
+def reinforce(logp: Tensor, advantages: Tensor, **unused) -> tuple[Tensor, Tensor]:
+    """Compute the loss of REINFORCE, right on policy only: for one update per rollout (Williams 1992).
 
         -A * logp
     """
-    return -t.advantages * t.logp, torch.zeros_like(t.mask)
+    return -advantages * logp, torch.zeros_like(logp, dtype=torch.bool)
 
 
+class Loss(NamedTuple):
+    """An entry of LOSSES."""
+
+    per_token: Callable         # one of the functions above
+    aggregation: str            # see aggregate
+
+
+LOSSES: dict[str, Loss] = {
+    "dapo": Loss(clipped_ratio, "token_mean"),
+    "grpo": Loss(clipped_ratio, "sequence_mean"),
+    "dr_grpo": Loss(clipped_ratio, "constant"),
+    "gspo": Loss(gspo, "sequence_mean"),
+    "cispo": Loss(cispo, "token_mean"),
+    "reinforce": Loss(reinforce, "token_mean"),
+}
 LOSS_TYPES = tuple(LOSSES)
 
 
-def kl_penalty(logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None) -> Tensor:
-    """KL(policy || reference) per token, estimated from the tokens that were sampled.
+def kl_penalty(
+    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
 
         k1   -x                         x = ref_logp - logp; times ratio, if there is one
         k2   x**2 / 2
@@ -280,9 +272,10 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: 
     ratio           (B, T) exp(logp - old_logp) with its gradient, or None
     returns         (B, T) nats; k2 and k3 are never negative
 
-    What matters in a loss is the gradient, and on policy it differs from what the value suggests: k1 has none at all,
-    k3 has that of KL(reference || policy), ratio * k3 has exactly that of KL(policy || reference). So pass ratio when
-    the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
+    What matters in a loss is the gradient, and on policy it differs from what the value suggests: k1 has none
+    at all, k3 has that of KL(reference || policy), ratio * k3 has exactly that of KL(policy || reference). So
+    pass ratio when the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence",
+    2020.
     """
     x = ref_logp - logp
     estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
@@ -295,13 +288,13 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, num_tokens, clip: float = 0.2
 ) -> Tensor:
-    """Squared error of a critic that may not move further than clip from its values at sampling time.
+    """Compute the squared error of a critic, clipped to within clip of its values at sampling time.
 
         0.5 * max((V - R)**2, (clip(V, old_V - c, old_V + c) - R)**2) / num_tokens
 
-    added up over the tokens where mask is True; c is the argument clip.
+    summed over the tokens where mask is True; c is the argument clip.
 
-    values (with gradient), old_values, returns  (B, T) points;  mask  (B, T) bool;  returns a scalar, points^2
+    values (with gradient), old_values, returns  (B, T) points;  mask  (B, T) bool;  returns scalar, points^2
     num_tokens counts the whole optimiser step. PPO's value clipping: arXiv:2005.12729 sec. 3.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
@@ -312,7 +305,7 @@ def value_loss(
 def generalized_advantage_estimation(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 0.99, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Token-level advantages from a critic.
+    """Compute token-level advantages from a critic.
 
         delta    r + gamma * next_V - V
         A        delta + gamma * lam * next_A
@@ -321,7 +314,7 @@ def generalized_advantage_estimation(
     for every token, from the last to the first; after the last one next_V and next_A are 0.
 
     rewards, values  (B, T) points, r and V: V is what is expected before a token
-    mask             (B, T) bool; tokens that the policy did not choose are stepped over: next means the next chosen one
+    mask             (B, T) bool; tokens that the policy did not choose are skipped: next is the next chosen
     returns          advantages A and returns R: (B, T) points, 0 where mask is False; no gradient
 
     lam=1 gives return minus value, lam=0 the one-step TD error. arXiv:1506.02438 eq. 16.
@@ -339,11 +332,11 @@ def generalized_advantage_estimation(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-# ---- corrections of rewards, weights and coefficients ---------------------------------------------------------------
+# ---- corrections of rewards, weights and coefficients ------------------------------------------------------
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Points to add to the rewards of completions that come near the limit, linear over the last `buffer` tokens.
+    """Compute points to add to rewards of completions near the limit, linear over the last `buffer` tokens.
 
         min(0, (max_tokens - buffer - length) / buffer)
 
@@ -354,22 +347,25 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
 
 
 def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """What makes up for tokens that were not drawn from the policy that trains, but from a sampler that differs a little.
+    """Compute factors that correct for a sampler whose probabilities differ a little from the trainer's.
 
         min(exp(old_logp - sampling_logp), cap)
 
-    old_logp, sampling_logp  (B, T) nats before the first update, by trainer and by sampler; anything where mask is False
-    returns  (B, T) without gradient, 1 where mask is False. Truncated importance sampling, Ionides 2008, JCGS 17.
+    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler
+    returns  (B, T) without gradient, 1 where mask is False and the others may be anything
+    Truncated importance sampling, Ionides 2008, JCGS 17.
     """
     return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
 
 
-def adapt_kl_coefficient(coefficient: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
-    """A proportional controller: raises the coefficient while the KL is above its target, by at most 20 % per horizon.
+def adapt_kl_coefficient(
+    coefficient: float, kl: float, *, target: float, num_samples: int, horizon: int
+) -> float:
+    """Move the coefficient in proportion to how far the KL is from its target, by at most 20 % per horizon.
 
         coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
 
-    kl, target  nats per token;  num_samples  completions of this step;  horizon  completions over which it acts
+    kl, target  nats per token;  num_samples  completions of this step;  horizon  completions
     arXiv:1909.08593 sec. 2.2.
     """
     return coefficient * (1 + max(-0.2, min(0.2, kl / target - 1)) * num_samples / horizon)

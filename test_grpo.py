@@ -1,16 +1,14 @@
 """
 The algorithm's executable specification: formulas against loops over lists, identities, and gradients.
 
-Every expected value is computed some other way than in grpo.py: with Python floats, by enumeration, or by a law.
+Every expected value is computed some other way than in grpo.py: with Python floats, by enumeration, or by a law. The
+formulas are read from grpo.py's docstrings (tests/formula_language.py).
 """
 
-import ast
-import functools
 import inspect
 import itertools
 import math
 import re
-import statistics
 
 import pytest
 import torch
@@ -18,83 +16,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import grpo
+from formula_language import Dual, dual, evaluate, exp, formulas
 from grpo import (
-    AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES, adapt_kl_coefficient, aggregate, clipped_ratio,
+    AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES, SCALES, adapt_kl_coefficient, aggregate, clipped_ratio,
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
     overlong_penalty, policy_loss, value_loss,
 )
 
-SCALES, KL_ESTIMATORS = ("group", "batch", "none"), ("k1", "k2", "k3")
-CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
+# ---- advantages ----------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_two_scores_plus_and_minus_one_over_root_two():
+    close(compute_group_advantages(torch.tensor([[0.0, 1.0]], dtype=torch.float64)), [[-(0.5**0.5), 0.5**0.5]], 1e-7)
 
 
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
-
-
-# ---- the language of the docstrings ----------------------------------------------------------------------------------
-
-
-class Dual:
-    """A number and its derivative with respect to one token's logp, carried along by the rules of school: no autograd."""
-
-    def __init__(self, value, slope=0.0):
-        self.value, self.slope = value, slope
-
-    def __add__(self, other):
-        other = dual(other)
-        return Dual(self.value + other.value, self.slope + other.slope)
-
-    def __mul__(self, other):
-        other = dual(other)
-        return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
-
-    def __truediv__(self, other):
-        return self * (1 / other)
-
-    def __pow__(self, n):
-        return Dual(self.value**n, n * self.value ** (n - 1) * self.slope)
-
-    __radd__, __rmul__ = __add__, __mul__
-    __neg__ = lambda self: self * -1.0  # noqa: E731
-    __sub__ = lambda self, other: self + -dual(other)  # noqa: E731
-    __rsub__ = lambda self, other: -self + other  # noqa: E731
-    __lt__ = lambda self, other: self.value < dual(other).value  # noqa: E731
-    __gt__ = lambda self, other: self.value > dual(other).value  # noqa: E731
-
-
-def dual(x):
-    return x if isinstance(x, Dual) else Dual(float(x))
-
-
-def exp(x):
-    return Dual(math.exp(dual(x).value), math.exp(dual(x).value) * dual(x).slope)
-
-
-LANGUAGE = dict(
-    exp=exp, min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
-    mean=statistics.fmean, median=statistics.median, std=statistics.stdev,
-)
-
-
-@functools.cache
-def formulas(function):
-    """The indented lines of a docstring, as (name or "", expression): what a reader sees is what is evaluated here."""
-    docstring = ast.get_docstring(ast.parse(inspect.getsource(function)).body[0], clean=False)
-    lines = re.findall(r"^ {8}(\S.*)$", docstring, flags=re.MULTILINE)
-    parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
-    parts = [["", *part] if len(part) == 1 else part for part in parts]          # name, expression, name, expression, comment
-    return [pair for part in parts for pair in zip(part[::2], part[1::2])]
-
-
-code = functools.cache(functools.partial(compile, filename="formula", mode="eval"))
-
-
-def evaluate(expression, **names):
-    return eval(code(expression), {"__builtins__": {}}, LANGUAGE | names)
-
-
-# ---- advantages ----------------------------------------------------------------------------------------------------
 
 
 def advantages_by_hand(rewards, baseline, scale, epsilon):
@@ -150,10 +87,6 @@ def test_ties_are_judged_relative_to_the_size_of_the_rewards():
     assert tied.tolist() == [True, False, False, True, True]
 
 
-def test_a_group_of_two_scores_plus_and_minus_one_over_root_two():
-    close(compute_group_advantages(torch.tensor([[0.0, 1.0]], dtype=torch.float64)), [[-(0.5**0.5), 0.5**0.5]], 1e-7)
-
-
 def test_baselines_differ_in_the_result():
     rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
     results = [compute_group_advantages(rewards, baseline=baseline) for baseline in BASELINES]
@@ -177,11 +110,11 @@ def reward_groups(draw, unscored=True):
     return torch.tensor(flat, dtype=torch.float64).view(shape)
 
 
-variants = st.fixed_dictionaries({"baseline": st.sampled_from(BASELINES), "scale": st.sampled_from(SCALES)})
+variants = st.fixed_dictionaries({"baseline": st.sampled_from([*BASELINES]), "scale": st.sampled_from([*SCALES])})
 
 
-@given(reward_groups(), st.sampled_from(["group_mean", "leave_one_out"]), st.sampled_from(SCALES))
-def test_siblings_advantages_add_up_to_zero(rewards, baseline, scale):
+@given(reward_groups(), st.sampled_from([name for name in BASELINES if BASELINES[name].centered]), st.sampled_from([*SCALES]))
+def test_siblings_advantages_add_up_to_zero_under_baselines_that_promise_it(rewards, baseline, scale):
     advantages = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=1e-3)
     assert advantages.isfinite().all()
     assert (advantages.sum(dim=1).abs() <= 1e-9 * advantages.abs().amax(dim=1).clamp(min=1)).all()
@@ -242,6 +175,9 @@ def test_rewards_without_siblings_are_refused(shape):
 
 # ---- losses --------------------------------------------------------------------------------------------------------
 
+CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
+KL_ESTIMATORS = "k1", "k2", "k3"
+
 
 def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=False):
     """logp, old_logp, advantages, mask in float64, off policy, with ragged rows, one hole and garbage in the padding."""
@@ -258,11 +194,7 @@ def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=F
 def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl_coef=0.0, weights=None, moved=None):
     """Loss, and its derivative with respect to logp[moved], by a loop over tokens with the docstrings' formulas."""
     logp, old_logp, ref_logp, advantages, mask = (tensor.tolist() for tensor in batch)
-    if dual_clip:
-        (_, single), (_, per_token) = formulas(clipped_ratio)
-        assert formulas(LOSSES["dapo"][0]) == [("", single)]
-    else:
-        ((_, per_token),) = formulas(LOSSES[loss_type][0])
+    _, per_token = formulas(clipped_ratio)[1] if dual_clip else formulas(LOSSES[loss_type].per_token)[0]
     total = Dual(0.0)
     for i in range(len(mask)):
         tokens = [t for t in range(len(mask[i])) if mask[i][t]]
@@ -320,13 +252,62 @@ def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_thr
     logp, old_logp, advantages, mask = toy_batch(seed=4)
     advantages = advantages.abs() * torch.tensor([[-1.0], [-1.0], [-1.0], [1.0]])
     old_logp = old_logp - 1                               # ratios around e: with a negative advantage nothing else stops them
-    own = LOSSES[loss_type][1]
+    own = LOSSES[loss_type].aggregation
     options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
     loss, stats = policy_loss(logp, old_logp, advantages, mask, dual_clip=2.5, **options)
     single = policy_loss(logp, old_logp, advantages, mask, **options)[1]["clip_fraction"]
     assert 0 < single < stats["clip_fraction"]
     batch = logp, old_logp, logp.detach(), advantages, mask
     assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=own, dual_clip=2.5)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weight(loss_type, dual_clip):
+    logp, old_logp, advantages, mask = toy_batch(seed=8, token_level=True)
+    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip)
+    _, stats = policy_loss(logp, old_logp, advantages, mask, **options, **COUNTS)
+    per_token = LOSSES[loss_type].per_token
+    formula = formulas(clipped_ratio)[1 if dual_clip else 0][1]                  # gspo's too, with its own ratio
+    count = 0
+    for i in range(4):
+        row = [(logp[i, t] - old_logp[i, t]).item() for t in range(6) if mask[i, t]]
+        for log_ratio, A in zip(row, advantages[i][mask[i]].tolist()):
+            ratio = exp(Dual(sum(row) / len(row) if per_token is grpo.gspo else log_ratio, 1.0))
+            names = dict(ratio=ratio, A=A, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip)
+            count += {"cispo": ratio.value > 1 + CLIP_HIGH, "reinforce": False}.get(
+                loss_type, dual(evaluate(formula, **names)).slope == 0)
+    assert count > 0 or loss_type == "reinforce"
+    close(stats["clip_fraction"], count / COUNTS["num_tokens"], 1e-6)
+
+
+def test_no_gradient_flows_through_weights_statistics_or_generalized_advantages():
+    logp, old_logp, advantages, mask = toy_batch()
+    _, stats = policy_loss(logp, old_logp, advantages, mask, **COUNTS)
+    sampling_logp = toy_batch(seed=6)[0]
+    weights = importance_weights(logp, sampling_logp, mask, cap=1.2)
+    estimates = generalized_advantage_estimation(torch.ones_like(logp), logp, mask)
+    assert logp.requires_grad and sampling_logp.requires_grad
+    assert not any(x.requires_grad for x in (*stats.values(), weights, *estimates))
+
+
+def test_a_call_without_options_takes_their_usual_values():
+    logp, old_logp, advantages, mask = toy_batch(seed=9)
+    ref_logp, rewards = toy_batch(seed=7)[0].detach(), torch.tensor([[0.0, 1e-7], [0.0, 1.0]], dtype=torch.float64)
+    values, filled = 3 * ref_logp, old_logp.masked_fill(~mask, 0.0)
+    pairs = [
+        (policy_loss(logp, old_logp, advantages, mask, num_tokens=3)[0], policy_loss(
+            logp, old_logp, advantages, mask, loss_type="dapo", num_tokens=3, clip_low=0.2, clip_high=0.2)[0]),
+        (compute_group_advantages(rewards / 3e-6), compute_group_advantages(
+            rewards / 3e-6, baseline="group_mean", scale="group", epsilon=1e-8)),
+        (kl_penalty(logp, ref_logp), kl_penalty(logp, ref_logp, estimator="k3")),
+        (value_loss(values, filled, ref_logp, mask, num_tokens=3), value_loss(
+            values, filled, ref_logp, mask, num_tokens=3, clip=0.2)),
+        (generalized_advantage_estimation(logp, values, mask)[0], generalized_advantage_estimation(
+            logp, values, mask, gamma=0.99, lam=0.95)[0]),
+    ]
+    for by_default, expected in pairs:
+        assert torch.equal(by_default, expected)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -342,7 +323,7 @@ def test_importance_weights_multiply_a_tokens_loss(loss_type):
     options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
     loss, _ = policy_loss(logp, old_logp, advantages, mask, weights=weights, **options)
     batch = logp, old_logp, logp.detach(), advantages, mask
-    assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=LOSSES[loss_type][1], weights=weights)
+    assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=LOSSES[loss_type].aggregation, weights=weights)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -554,25 +535,28 @@ def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_e
 
 
 def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
-    values = torch.tensor([[1.0, 0.1, 3.0]], dtype=torch.float64, requires_grad=True)
-    old, returns = torch.tensor([[0.0, 0.0, 0.0]]).double(), torch.tensor([[2.0, 1.0, 9.0]]).double()
-    mask = torch.tensor([[True, True, False]])
+    points = [(1.0, 0.0, 2.0), (0.1, 0.0, 1.0), (-0.7, 0.5, -2.0), (0.4, 0.5, -1.0), (-0.7, 0.5, 3.0)]     # V, old_V, R
+    values, old, returns = (torch.tensor([[*column, 9.0]], dtype=torch.float64) for column in zip(*points))
+    values, mask = values.requires_grad_(), torch.tensor([[True] * 5 + [False]])
     loss = value_loss(values, old, returns, mask, num_tokens=4, clip=0.2)
     ((_, formula),) = formulas(value_loss)
-    by_hand = sum(evaluate(formula, V=v, old_V=0.0, R=r, c=0.2, num_tokens=4) for v, r in [(1.0, 2.0), (0.1, 1.0)])
-    assert by_hand == pytest.approx(0.5 * (max((1 - 2) ** 2, (0.2 - 2) ** 2) + (0.1 - 1) ** 2) / 4)
+    by_hand = sum(evaluate(formula, V=v, old_V=before, R=r, c=0.2, num_tokens=4) for v, before, r in points)
+    errors = (0.2 - 2) ** 2, (0.1 - 1) ** 2, (0.3 + 2) ** 2, (0.4 + 1) ** 2, (-0.7 - 3) ** 2
+    assert by_hand == pytest.approx(0.5 * sum(errors) / 4)
     close(loss, by_hand, 1e-12)
     loss.backward()
-    close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0]], 1e-12)
+    close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0, (0.4 + 1) / 4, (-0.7 - 3) / 4, 0.0]], 1e-12)
 
 
 # ---- copied out ----------------------------------------------------------------------------------------------------
 
 
-def test_every_function_but_the_losses_works_copied_alone_into_another_project():
+def test_every_function_but_policy_loss_works_copied_alone_into_another_project():
     ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    of_tokens = dict(logp=ones, log_ratio=ones, advantages=ones, mask=mask, clip_low=0.2, clip_high=0.2)
     calls = {
-        compute_group_advantages: lambda f: f(torch.rand(2, 3)),
+        compute_group_advantages: lambda f: [
+            f(torch.rand(2, 3), baseline=baseline, scale=scale) for baseline in BASELINES for scale in SCALES],
         aggregate: lambda f: [f(ones, mask, kind, num_tokens=6, num_sequences=2, max_tokens=3) for kind in AGGREGATIONS],
         kl_penalty: lambda f: f(ones, ones),
         value_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
@@ -580,15 +564,25 @@ def test_every_function_but_the_losses_works_copied_alone_into_another_project()
         overlong_penalty: lambda f: f(torch.tensor([3, 4]), max_tokens=4, buffer=2),
         importance_weights: lambda f: f(ones, ones, mask, cap=2.0),
         adapt_kl_coefficient: lambda f: f(0.1, 0.2, target=0.1, num_samples=4, horizon=100),
-    }
-    with_losses = {policy_loss, grpo.averaged_by, grpo.clipped_ratio, *(function for function, _ in grpo.LOSSES.values())}
-    assert set(calls) | with_losses == {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
-    imports = re.search(r"two lines, `(.*)` and\n`(.*)`;", grpo.__doc__).groups()
+    } | {loss.per_token: lambda f: f(**of_tokens) for loss in LOSSES.values()}
+    functions = {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
+    assert functions - set(calls) == {policy_loss}
+    imports = re.search(r"below `(.*)` and `(.*)` without", grpo.__doc__).groups()
     for function, call in calls.items():
         project = {}
         exec("\n".join(imports), project)
         exec(inspect.getsource(function), project)
         call(project[function.__name__])
+
+
+def test_an_entry_of_a_table_is_all_that_a_new_baseline_or_scale_takes(monkeypatch):
+    monkeypatch.setitem(BASELINES, "zero", grpo.Baseline(lambda r, n, m: 0.0, centered=False))
+    monkeypatch.setitem(SCALES, "count", lambda r, n, e: n + e)
+    rewards = torch.tensor([[1.0, 2.0, math.nan], [3.0, 6.0, 9.0]])
+    advantages = compute_group_advantages(rewards, baseline="zero", scale="count", epsilon=1.0)
+    close(advantages, [[1 / 3, 2 / 3, 0], [3 / 4, 6 / 4, 9 / 4]], 1e-7)
+    with pytest.raises(ValueError, match=r"leave_one_out, zero; .* none, count"):
+        compute_group_advantages(rewards, scale="mine")
 
 
 # ---- and it learns -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.chat_template import as_text
 from experience import Experience, Groups, compute_experience, log_probs_of_rollout
-from grpo import LOSSES, Tokens, compute_group_advantages, kl_penalty
+from grpo import LOSSES, compute_group_advantages, kl_penalty
 from runs.records import or_none, points_text
 from runs.run import Run
 
@@ -161,11 +161,11 @@ def show_tokens(run: Run, experience: Experience, logp: Tensor, picked: list[tup
     """What the loss makes of some tokens, when the policy gives them logp (G, T)."""
     grpo, mask, rollout = run.config.grpo, experience.mask, experience.rollout
     log_ratio = torch.where(mask, logp - experience.old_logp, 0.0)               # (G, T)
-    tokens = Tokens(
-        torch.where(mask, logp, 0.0), log_ratio, experience.advantages, mask, grpo.clip_low, grpo.clip_high,
-        grpo.dual_clip or None,
+    loss, clipped = LOSSES[grpo.loss_type].per_token(                            # (G, T) each
+        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=experience.advantages, mask=mask,
+        clip_low=grpo.clip_low, clip_high=grpo.clip_high, dual_clip=grpo.dual_clip or torch.inf,
     )
-    loss, held_back = LOSSES[grpo.loss_type][0](tokens)                          # (G, T) each
+    ratio = log_ratio.clamp(-20, 20).exp()
     head, columns = ["", "token", "old logp", "new logp", "ratio", "A", "clipped", "loss"], []
     if experience.reference_logp is not None:
         head.append("KL to reference")
@@ -173,8 +173,8 @@ def show_tokens(run: Run, experience: Experience, logp: Tensor, picked: list[tup
     advantages = experience.advantages.expand_as(logp)
     show(run, title, head, [
         [str(row), repr(run.tokenizer.decode([rollout.completion_ids[row, t].item()])), f"{experience.old_logp[row, t]:.4f}",
-         f"{logp[row, t]:.4f}", f"{tokens.ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}",
-         "yes" if held_back[row, t] else "no", f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
+         f"{logp[row, t]:.4f}", f"{ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}",
+         "yes" if clipped[row, t] else "no", f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
         for row, t in picked
     ])
 

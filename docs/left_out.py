@@ -124,7 +124,9 @@ CASES = {
         "print(sum(float(p.grad.square().sum()) for p in run.model.parameters() if p.grad is not None) ** 0.5)",
     ),
     "clip": Case(
-        "grpo.py", "gain = torch.minimum(free, ratio.clamp(1 - t.clip_low, 1 + t.clip_high) * t.advantages)", "gain = free",
+        "grpo.py", "would be NaN\n    unclipped = ratio * advantages\n"
+        "    gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)",
+        "would be NaN\n    gain = unclipped = ratio * advantages",
         "largest ratio after eight updates on one rollout, with a learning rate of 0.001",
         STEP + """
 from experience import log_probs_of_rollout

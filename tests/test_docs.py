@@ -13,9 +13,9 @@ import pytest
 import grpo
 from config import GRPOConfig
 from runs.command_line import HEADINGS, SECTIONS, parse_config
-from grpo import AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES
+from grpo import AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES, SCALES
 from runs.records import read_jsonl
-from test_grpo import SCALES, formulas
+from formula_language import formulas
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -130,15 +130,15 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
     functions = [
         grpo.compute_group_advantages, grpo.aggregate, grpo.kl_penalty, grpo.value_loss, grpo.generalized_advantage_estimation,
-        grpo.overlong_penalty, grpo.adapt_kl_coefficient, grpo.clipped_ratio, *(loss for loss, _ in LOSSES.values()),
+        grpo.overlong_penalty, grpo.adapt_kl_coefficient, *(loss.per_token for loss in LOSSES.values()),
     ]
     for function in functions:
         for name, formula in formulas(function):
             if (name, formula) not in {("baseline", "b"), ("scale", "s")}:       # the heads of two columns
                 assert formula in (page if not name else shown[name]), f"{function.__name__} {name}: {formula}"
-    for name, (loss, aggregation) in LOSSES.items():
+    for name, loss in LOSSES.items():
         (row,) = [row for row in rows if row[0].strip("| `") == name]
-        assert row[1].strip("`") == formulas(loss)[0][1] and row[2].strip("`") == aggregation
+        assert row[1].strip("`") == formulas(loss.per_token)[0][1] and row[2].strip("`") == loss.aggregation
     tests = "".join(path.read_text() for path in [ROOT / "test_grpo.py", *(ROOT / "tests").glob("test_*.py")])
     named = set(re.findall(r"`(test_\w+)`", page))
     assert len(named) > 20

@@ -79,4 +79,5 @@ def test_6_right_number():
         assert points(text) == 0, text[:60]
     assert points("<answer>nan</answer>", "nan") == 0, "two unreadable answers are not equal answers"
     example = {"prompt": "7+65=?", "answer": "72", "completion": "<reasoning>65+7=72</reasoning><answer>72</answer>"}
-    assert flags_of({kind: points(text) for kind, text in completions_of(example).items()}, is_total=True) == [], "see analysis/reward_linter.py"
+    flags = flags_of({kind: points(text) for kind, text in completions_of(example).items()}, is_total=True)
+    assert flags == [], "see analysis/reward_linter.py"
