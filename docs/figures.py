@@ -70,7 +70,7 @@ def draw_flow(model, examples: list[dict], rollout) -> None:
         (experience.prepare_experience, "what stays the same during the updates"),
         (logprobs.completion_log_probs, f"logp {tuple(logp.shape)}, with gradient"),
         (grpo.policy_loss, f"a scalar {tuple(loss.shape)}"),
-        (train.update, "one step of AdamW"),
+        (train.optimizer_step, "one step of AdamW"),
     ]
     figure = Figure(figsize=(6, 5.4))
     axes = figure.add_axes([0, 0, 1, 1])

@@ -68,13 +68,13 @@ open("length.py", "w").write("def length(completion_ids, **columns): return [flo
 def first(more=""):
     run = train.set_up(train.parse_config([*flags.split(), "--output_dir", tempfile.mkdtemp(), *more.split()]))
     run.folder.console.quiet = True
-    begin_phase(run, run.phases[0])
+    run.begin_phase(run.phases[0])
     groups = sample_groups(run, next(run.batches))
-    experience, _ = prepare_experience(run, groups.rollout, groups.points)
+    experience = experience_of(run, groups.rollout, groups.points)
     return run, experience
 def gradient(run, experience):
     rows = torch.arange(len(experience.mask))
-    losses = train.add_up_gradient(run, experience, rows)
+    losses = train.accumulate_gradients(run, experience, rows, run.config.grpo)
     return losses, torch.stack([p.grad.norm() for p in run.model.parameters() if p.grad is not None]).norm().item()
 """
 
@@ -120,7 +120,7 @@ CASES = {
     "fresh gradients": Case(
         "train.py", "    run.optimizer.zero_grad(set_to_none=run.device.type != \"xla\")                "
         "# there, always to add is one program less\n", "", "length of the gradient that an update leaves for the next one",
-        STEP + "run, experience = first(); losses, _ = gradient(run, experience); train.update(run, losses['total_loss'])\n"
+        STEP + "run, experience = first(); losses, _ = gradient(run, experience); train.optimizer_step(run, losses['total_loss'])\n"
         "print(sum(float(p.grad.square().sum()) for p in run.model.parameters() if p.grad is not None) ** 0.5)",
     ),
     "clip": Case(
@@ -132,7 +132,7 @@ CASES = {
 from experience import log_probs_of_rollout
 run, experience = first('--learning_rate 1e-3 --warmup_ratio 0 --lr_schedule constant')
 for _ in range(8):
-    losses, _ = gradient(run, experience); train.update(run, losses['total_loss'])
+    losses, _ = gradient(run, experience); train.optimizer_step(run, losses['total_loss'])
 new = log_probs_of_rollout(run, run.model, experience.rollout).logp
 print(float((new - experience.old_logp)[experience.mask].exp().max()))""",
     ),

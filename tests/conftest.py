@@ -11,9 +11,10 @@ from transformers import (
 )
 
 from config import GRPOConfig
+from experience import Groups, compute_experience
+from grpo import compute_group_advantages
 from runs.command_line import parse_config
 from model import byte_tokenizer
-from runs.phases import begin_phase
 from runs.setup import set_up
 
 SIZES = dict(
@@ -115,7 +116,20 @@ def start_run(folder, *flags):
     """A run of the built-in model that is ready for a step of its last phase, later than the first one."""
     config = parse_config([*QUICK, "--output_dir", str(folder / "unused"), "--eval_limit", "0", "--max_steps", "10", *flags])
     run = set_up(config)
-    run.phase = len(run.phases) - 1
-    begin_phase(run, run.phases[-1])
-    run.phase_step = 1                                    # ratios may differ from 1
+    run.progress.phase = len(run.phases) - 1
+    run.begin_phase(run.phases[-1])
+    run.progress.phase_step = 1                                    # ratios may differ from 1
     return run
+
+
+def experience_of(run, rollout, rewards):
+    """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
+    run.progress.add_rewards(rewards)
+    advantages = compute_group_advantages(
+        rewards, **run.config.grpo.advantage_options, global_mean=run.progress.mean_reward
+    )
+    groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
+    return compute_experience(
+        groups, advantages, run.config.grpo, run.model, reference=run.reference, value_head=run.value_head,
+        kl_coef=run.progress.kl_coef, **run.forwarding,
+    )

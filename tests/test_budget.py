@@ -15,20 +15,33 @@ from engine.packing import pack_rows
 from sample import sample_completions_for_prompts
 
 
+def describe(run):
+    """The lines about a step of a run."""
+    longest = max(len(run.tokenizer(example["prompt"]).input_ids) for example in run.train_set)
+    return memory_estimate.describe_step(
+        run.model, run.tokenizer, run.train_set[:2], run.config, longest_prompt=longest, shared_prompt=run.shared_prompt
+    )
+
+
+def bytes_per_token(run):
+    recompute = run.config.training.gradient_checkpointing
+    return memory_estimate.activation_bytes(run.model, run.tokenizer, run.train_set[:2], recompute, run.shared_prompt)
+
+
 def test_tokens_and_passes_are_those_of_a_step_in_which_all_goes_to_the_limit(tmp_path):
     run = start_run(tmp_path, "--use_grpo", "--max_tokens_per_forward", "100", "--generation_max_length", "30")
     longest = max(len(run.tokenizer(example["prompt"]).input_ids) for example in run.train_set)
     tokens = 4 * (longest + 4 * 30)
-    line = memory_estimate.describe_step(run)[0]
+    line = describe(run)[0]
     assert f"4 prompts of up to {longest} tokens x 4 = 16 completions of up to 30" in line
     assert f"{tokens} tokens at most, in {-(-tokens // 100)} passes" in line
 
 
 def test_what_does_not_fit_is_said_with_what_to_turn(tmp_path, monkeypatch):
     run = start_run(tmp_path, "--use_grpo")
-    assert "run out" not in memory_estimate.describe_step(run)[1]
+    assert "run out" not in describe(run)[1]
     monkeypatch.setattr(memory_estimate, "available_gb", lambda device: 0.1)
-    assert "--gradient_checkpointing" in memory_estimate.describe_step(run)[1]
+    assert "--gradient_checkpointing" in describe(run)[1]
 
 
 def test_activations_are_counted_per_token_and_recomputed_ones_left_out(tmp_path):
@@ -51,10 +64,10 @@ def test_activations_are_counted_per_token_and_recomputed_ones_left_out(tmp_path
             for tensor in value if isinstance(value, tuple | list) else [value]:
                 if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in weights:
                     storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    assert memory_estimate.activation_bytes(run) * tokens == pytest.approx(sum(storages.values()), rel=0.2)
+    assert bytes_per_token(run) * tokens == pytest.approx(sum(storages.values()), rel=0.2)
     again = start_run(tmp_path, "--use_grpo", "--gradient_checkpointing", "true")
-    a_layer = memory_estimate.activation_bytes(run) / 4
-    assert a_layer < memory_estimate.activation_bytes(again) < 2 * a_layer, "of the layer recomputed, and what goes into each"
+    a_layer = bytes_per_token(run) / 4
+    assert a_layer < bytes_per_token(again) < 2 * a_layer, "of the layer recomputed, and what goes into each"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 from conftest import QUICK
 from test_train import comparable, run_folder, weights_of
 
+from runs.run import Run
 from runs import checkpoint
 import train
 from runs.checkpoint import damage, latest_checkpoint
@@ -129,18 +130,18 @@ def test_when_all_checkpoints_are_damaged_it_says_so(tmp_path, capsys):
 
 def stop_at(tmp_path, step):
     """A run of FLAGS that Ctrl-C stopped after so many steps."""
-    original = train.log_step
+    original = Run.log_step
 
     def press_ctrl_c(run, *rest):
         original(run, *rest)
-        if run.step == step:
+        if run.progress.step == step:
             signal.raise_signal(signal.SIGINT)
 
-    train.log_step = press_ctrl_c
+    Run.log_step = press_ctrl_c
     try:
         return run_folder(tmp_path / "stopped", *FLAGS)
     finally:
-        train.log_step = original
+        Run.log_step = original
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from environments.tools import answer_calls, calculate
 from data import load_examples
 from data import encode_completion, encode_demonstration, encode_prompt
 from engine.chat_template import encode_reply, render
-from experience import shape_rewards, token_advantages
+from experience import Experience, Groups, shape_rewards, token_advantages
 from grpo import policy_loss
 from logprobs import completion_log_probs
 from model import byte_tokenizer
@@ -147,7 +147,10 @@ def test_rollouts_can_be_joined_selected_and_written_down(model, tokenizer, sett
 
     examples = [{"prompt": prompt} for prompt in PROMPTS + CHATS]
     rewards = {"environment": torch.arange(24.0).view(6, 4)}
-    records = completion_records(examples, rollout, rewards["environment"], rewards, torch.zeros(24, 1))
+    groups = Groups(examples, rollout, rewards["environment"], rewards, rewards["environment"])
+    logp = rollout.sampling_logp
+    experience = Experience(examples, rollout, rollout.completion_mask, torch.zeros(24, 1), logp, logp, groups=groups)
+    records = completion_records(experience)
     again, per_function = rollout_of(json.loads(json.dumps(records)), tokenizer.pad_token_id)
     assert torch.equal(again.completion_mask, rollout.completion_mask[:, : again.completion_mask.shape[1]])
     width = again.completion_mask.shape[1]

@@ -17,6 +17,7 @@ from test_train import comparable, run_folder, weights_of
 from tokenizers import processors
 
 import train
+from runs.run import Run
 from runs.command_line import parse_config
 from conftest import start_run
 from data import PromptMemory, ShuffledBatches, load_examples, prompt_key, with_instruction
@@ -699,23 +700,23 @@ def test_a_run_that_prefers_mixed_prompts_remembers_them_when_it_is_resumed(tmp_
         f"--use_grpo --cold_start_steps 0 --limit 8 --eval_limit 0 --num_epochs 9 --max_steps 9 --learning_rate 1e-3 "
         f"--save_steps 0 --prefer_mixed --reward_functions {tmp_path}/some.py:some"
     ).split()
-    positions, real = {}, train.log_step
+    positions, real = {}, Run.log_step
 
     def note(run, *rest):
         real(run, *rest)
-        positions[run.folder.path.name, run.step] = run.batches.position, dict(run.memory.earned)
+        positions[run.folder.path.name, run.progress.step] = run.batches.position, dict(run.progress.prompt_memory.earned)
 
-    monkeypatch.setattr(train, "log_step", note)
+    monkeypatch.setattr(Run, "log_step", note)
     whole = run_folder(tmp_path / "whole", *flags)
 
     def stop(run, *rest):
         note(run, *rest)
-        if run.step == 5:
+        if run.progress.step == 5:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train, "log_step", stop)
+    monkeypatch.setattr(Run, "log_step", stop)
     stopped = run_folder(tmp_path / "stopped", *flags)
-    monkeypatch.setattr(train, "log_step", note)
+    monkeypatch.setattr(Run, "log_step", note)
     train.main(["--output_dir", str(stopped), "--resume"])
     assert comparable(stopped) == comparable(whole)
     assert all(positions["whole", step] == positions["stopped", step] for step in range(1, 10))
@@ -730,4 +731,4 @@ def test_what_dynamic_sampling_replaces_is_remembered_too(tmp_path):
     flags = f"--use_grpo --cold_start_steps 0 --dynamic_sampling 2 --reward_functions {tmp_path}/none.py:none"
     run = start_run(tmp_path, *flags.split())
     train.grpo_training_step(run, next(run.batches))
-    assert len(run.memory.earned) == 3 * 4 and set(run.memory.earned.values()) == {(4, 2.0, 1.0)}
+    assert len(run.progress.prompt_memory.earned) == 3 * 4 and set(run.progress.prompt_memory.earned.values()) == {(4, 2.0, 1.0)}

@@ -12,6 +12,8 @@ from conftest import QUICK, start_run
 
 from analysis import explain
 import train
+from runs.records import completion_records
+from runs.run import Progress
 from config import GRPOConfig
 from runs.command_line import parse_config
 from logprobs import completion_log_probs
@@ -55,12 +57,13 @@ def changes(printed):
 def test_its_numbers_are_those_of_a_training_step_on_the_same_group(tmp_path, capsys, more):
     printed = explained(tmp_path, capsys, "--explain", *more)
     run = start_run(tmp_path, *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"), *more, "--ppo_epochs", "1")
-    run.phase_step = 0
+    run.progress.phase_step = 0
     examples = next(run.batches)
     rollout = sample_completions_for_prompts(run.model, run.tokenizer, [examples[0]["prompt"]], run.config.grpo, seed=1)
     policy = run.config.grpo.policy
     before = completion_log_probs(run.model, rollout, **policy).logp.sum(dim=1).tolist()
-    metrics, completions = train.grpo_training_step(run, examples)
+    metrics, experience = train.grpo_training_step(run, examples)
+    completions = completion_records(experience)
     assert repr(examples[0]["prompt"]) in printed
     assert [c["completion"] for c in completions] == rollout.completions
     assert value(printed, "gradient norm") == pytest.approx(metrics["grad_norm"], rel=1e-3)
@@ -98,14 +101,14 @@ def test_a_group_that_is_not_tied_is_looked_for_and_otherwise_it_says_so(tmp_pat
     monkeypatch.setattr(explain, "BATCHES", 3)
     printed = explained(tmp_path, capsys, "--explain", body="1.0")
     assert "all groups of 3 batches are tied" in printed and "gradient norm" not in printed
-    calls, sample = [], explain.sample_groups
+    calls, sample = [], train.sample_groups
     lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]])
 
     def tied_at_first(*arguments):
-        calls.append(replace(sample(*arguments), points=lengths if calls else torch.ones(1, 4)))
+        calls.append(replace(sample(*arguments), rewards=lengths if calls else torch.ones(1, 4)))
         return calls[-1]
 
-    monkeypatch.setattr(explain, "sample_groups", tied_at_first)
+    monkeypatch.setattr(train, "sample_groups", tied_at_first)
     printed = explained(tmp_path, capsys, "--explain", body="1.0")
     assert len(calls) == 2 and "0 of 1 groups of batch 2 are tied" in printed
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
@@ -265,7 +268,7 @@ def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():
 ])
 def test_baseline_and_scale_by_hand(flags, b, s):
     """Of rewards 0, 0, 0 and 1, whose standard deviation is 0.5; the run has seen 6 points on 4 completions."""
-    run = SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig(**flags)), reward_sum=6.0, reward_count=4)
+    run = SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig(**flags)), progress=Progress(reward_sum=6.0, reward_count=4))
     assert explain.baseline_and_scale(run, torch.tensor([[0.0, 0.0, 0.0, 1.0]])) == pytest.approx((b, s), abs=1e-6)
 
 
@@ -276,20 +279,20 @@ def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, mo
 
     def step(run, batch):
         batches.append(batch)
-        run.phase_step += 1
+        run.progress.phase_step += 1
 
-    explain.come_to_grpo(run, step)
+    explain.train_until_grpo(run, step)
     assert "first 2 supervised steps of cold_start" in capsys.readouterr().out
     assert len(batches) == 2 and batches[0] != batches[1]
-    assert run.phases[run.phase].name == "grpo" and run.phase_step == 0
+    assert run.phase.name == "grpo" and run.progress.phase_step == 0
 
 
 def test_a_skipped_update_is_said(tmp_path, capsys):
     run = start_run(tmp_path, *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"))
 
     def skip(run, loss):
-        run.skipped_in_a_row = 1
+        run.progress.skipped_in_a_row = 1
         return math.nan
 
-    explain.explain(run, train.supervised_training_step, train.add_up_gradient, skip)
+    explain.explain(run, train.supervised_training_step, train.sample_groups, train.accumulate_gradients, skip)
     assert "loss or gradient is not finite: skipped, nothing has changed" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from model import (
     AdapterReference, frozen_copy, has_adapter, load_policy, merged_adapter, merged_copy, save_policy,
     trainable_parameters, update_reference,
 )
+from runs.run import Run
 from runs.records import read_jsonl
 from sample import sample_completions_for_prompts
 
@@ -118,17 +119,17 @@ def test_a_run_with_an_adapter_resumes_is_asked_and_merged(tmp_path, monkeypatch
     whole = run_folder(tmp_path / "whole", *flags.split())
     assert any(line.get("kl", 0) > 0 for line in read_jsonl(whole / "metrics.jsonl"))
     folder = tmp_path / "stopped"
-    original = train.log_step
+    original = Run.log_step
 
     def stop(run, *rest):
         original(run, *rest)
-        if run.step == 4:
+        if run.progress.step == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "log_step", stop)
+    monkeypatch.setattr(Run, "log_step", stop)
     with pytest.raises(SystemExit):
         run_folder(folder, *flags.split())
-    monkeypatch.setattr(train, "log_step", original)
+    monkeypatch.setattr(Run, "log_step", original)
     train.main(["--output_dir", str(folder), "--resume"])
     assert comparable(folder) == comparable(whole)
     final = folder / "final"

@@ -30,7 +30,7 @@ from config import GRPOConfig
 from engine.devices import best_device, bucket
 from logprobs import completion_log_probs
 from model import ValueHead, move
-from engine.packing import micro_batches, pack_rows
+from engine.packing import completion_lengths, micro_batches, pack_rows
 from runs.records import read_jsonl
 from sample import sample_completions_for_prompts
 
@@ -136,7 +136,7 @@ def test_a_conversation_is_that_of_a_plain_cpu(model, tokenizer):
     found = []
     for here in on_both(model):
         answers = [lambda conversation: (f"{len(conversation)}!", 0.5)] * 3
-        found.append(sample_completions_for_prompts(here, tokenizer, PROMPTS[:3], config, seed=3, respond=answers))
+        found.append(sample_completions_for_prompts(here, tokenizer, PROMPTS[:3], config, seed=3, responders=answers))
         assert (found[-1].sampling_logp - completion_log_probs(here, found[-1]).logp.detach()).abs().max() < 1e-4
     plain, xla = found
     assert xla.completions == plain.completions and max(len(messages) for messages in xla.completions) > 3
@@ -173,9 +173,9 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     run.model.generation_config.eos_token_id = EARLY
     counts, shapes = [], set()
     for _ in range(9):
-        _, completions = train.grpo_training_step(run, next(run.batches))
+        _, experience = train.grpo_training_step(run, next(run.batches))
         counts.append(compilations())
-        shapes.add(tuple(len(c["completion_ids"]) for c in completions))
+        shapes.add(tuple(completion_lengths(experience.mask).tolist()))
     assert len(shapes) == 9, "every step had completions of other lengths"
     assert counts[-1] == counts[4], f"programs after each step: {counts}"
 
@@ -229,14 +229,15 @@ import json, sys
 import torch_xla
 import train
 from runs.command_line import parse_config
+from runs.run import Run
 
-optimizers, begin_phase = [], train.begin_phase
+optimizers, begin_phase = [], Run.begin_phase
 
 def remember(run, phase):
     begin_phase(run, phase)
     optimizers.append(run.optimizer)
 
-train.begin_phase = remember
+Run.begin_phase = remember
 run = train.set_up(parse_config(sys.argv[1:]))
 train.learn(run)
 for parameter in run.model.parameters():

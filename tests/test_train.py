@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experience import Experience
+from runs.run import Run
 from runs import phases
 import train
 from conftest import QUICK, start_run
@@ -144,19 +146,19 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
     whole = run_folder(tmp_path / "whole", *flags)
 
     where = "log_step" if stop_after else "log_evaluation"
-    original = getattr(train, where)
+    original = getattr(Run, where)
 
     def press_ctrl_c(run, *rest):
         result = original(run, *rest)
-        if run.step == stop_after:
+        if run.progress.step == stop_after:
             signal.raise_signal(signal.SIGINT)
         return result
 
-    monkeypatch.setattr(train, where, press_ctrl_c)
+    monkeypatch.setattr(Run, where, press_ctrl_c)
     stopped = run_folder(tmp_path / "stopped", *flags)
     assert f"python train.py --output_dir {stopped} --resume" in capsys.readouterr().out
     assert not (stopped / "final").exists() and len(comparable(stopped)) < len(comparable(whole))
-    monkeypatch.setattr(train, where, original)
+    monkeypatch.setattr(Run, where, original)
     train.main(["--output_dir", str(stopped), "--resume"])
     assert comparable(stopped) == comparable(whole)
     for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
@@ -165,17 +167,17 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
 
 @pytest.mark.slow
 def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases(tmp_path, monkeypatch, capsys):
-    real = train.log_step
+    real = Run.log_step
 
     def press_ctrl_c(run, *rest):
         real(run, *rest)
-        if run.step == 2:
+        if run.progress.step == 2:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train, "log_step", press_ctrl_c)
+    monkeypatch.setattr(Run, "log_step", press_ctrl_c)
     flags = "--use_grpo --cold_start_steps 1 --max_steps 5 --eval_limit 0 --learning_rate 1e-3"
     folder = run_folder(tmp_path / "out", *flags.split())
-    monkeypatch.setattr(train, "log_step", real)
+    monkeypatch.setattr(Run, "log_step", real)
     again = ["--output_dir", str(folder), "--resume"]
     for changed in ["--use_grpo", "false"], ["--cold_start_steps", "0"], ["--profile", "balanced"], ["--lora_alpha", "8"]:
         with pytest.raises(SystemExit):
@@ -198,15 +200,15 @@ def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases
     ("--use_value_head false", "--use_value_head true", "use_value_head=True"),
 ])
 def test_what_a_phase_began_without_cannot_be_switched_on_when_resuming(tmp_path, monkeypatch, capsys, began, changed, flag):
-    real = train.log_step
+    real = Run.log_step
 
     def press_ctrl_c(run, *rest):
         real(run, *rest)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train, "log_step", press_ctrl_c)
+    monkeypatch.setattr(Run, "log_step", press_ctrl_c)
     folder = run_folder(tmp_path / "out", *f"--use_grpo --cold_start_steps 0 --max_steps 3 --eval_limit 0 {began}".split())
-    monkeypatch.setattr(train, "log_step", real)
+    monkeypatch.setattr(Run, "log_step", real)
     settings = (folder / "config.json").read_text()
     with pytest.raises(SystemExit):
         train.main(["--output_dir", str(folder), "--resume", *changed.split()])
@@ -269,16 +271,16 @@ def test_an_update_that_is_not_made_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
-    real, calls = train.add_up_gradient, []
+    real, calls = train.accumulate_gradients, []
 
-    def broken(run, experience, rows):
-        losses = real(run, experience, rows)
+    def broken(*args):
+        run, losses = args[0], real(*args)
         calls.append(1)
         if len(calls) in (2, 4, 5):
             run.model.get_output_embeddings().weight.grad.fill_(float("nan"))
         return losses
 
-    monkeypatch.setattr(train, "add_up_gradient", broken)
+    monkeypatch.setattr(train, "accumulate_gradients", broken)
     flags = (
         "--use_grpo --cold_start_steps 0 --max_steps 9 --max_skipped_steps 2 --eval_limit 0 --learning_rate 1e-3 "
         f"--reward_functions {length_reward(tmp_path)}"
@@ -292,15 +294,15 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
     assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1] and lines[1]["grad_norm"] is None
     skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
     assert {record["step"] for record in skipped} == {2, 4, 5} and len(skipped) == 3 * 16
-    monkeypatch.setattr(train, "add_up_gradient", real)
+    monkeypatch.setattr(train, "accumulate_gradients", real)
     train.main(["--replay", str(tmp_path / "out/skipped.jsonl")])
     replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in replayed] == [2, 4, 5] and all(line["grad_norm"] > 0 for line in replayed)
 
 
 def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monkeypatch, capsys):
-    real = train.update
-    monkeypatch.setattr(train, "update", lambda run, loss: real(run, float("nan") if run.step == 1 else loss))
+    real = train.optimizer_step
+    monkeypatch.setattr(train, "optimizer_step", lambda run, loss: real(run, float("nan") if run.progress.step == 1 else loss))
     folder = run_folder(tmp_path / "out", "--max_steps", "2", "--eval_limit", "0", "--save_steps", "1")
     first, second = read_jsonl(folder / "metrics.jsonl")
     assert (first["skipped"], second["skipped"]) == (0, 1)
@@ -363,7 +365,7 @@ def test_the_learning_rate_rises_falls_and_is_never_zero(schedule, last):
 def gradient_of(run, step, examples, monkeypatch):
     """What a step would have handed to the optimiser."""
     run.model.zero_grad()
-    monkeypatch.setattr(train, "update", lambda run, loss: 0.0)
+    monkeypatch.setattr(train, "optimizer_step", lambda run, loss: 0.0)
     step(run, examples)
     return torch.cat([p.grad.flatten() for p in run.model.parameters()])
 
@@ -388,8 +390,7 @@ def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch
     monkeypatch.setattr(train, "completion_log_probs", spy)
     without = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert sorted(seen) == [4, 5, 6, 7, 12, 13, 14, 15]
-    everything = train.passes
-    monkeypatch.setattr(train, "passes", lambda run, rollout, rows: everything(run, rollout, torch.arange(16)))
+    monkeypatch.setattr(Experience, "has_gradient", lambda self, rows, config: torch.ones(len(rows), dtype=torch.bool))
     with_all = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert len(seen) == 24 and (without - with_all).norm() / with_all.norm() < 1e-5
 
@@ -513,8 +514,8 @@ def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_r
     before = {name: p.clone() for name, p in run.model.named_parameters()}
     metrics, _ = train.supervised_training_step(run, next(run.batches))
     assert not math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
-    assert (run.skipped, run.skipped_in_a_row) == (1, 0) and run.scaler.get_scale() == 2.0**32
+    assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0) and run.scaler.get_scale() == 2.0**32
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-    while run.skipped == run.phase_step - 1:
+    while run.progress.skipped == run.progress.phase_step - 1:
         train.supervised_training_step(run, next(run.batches))
     assert run.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())

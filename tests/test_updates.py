@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, start_run
+from conftest import ARCHITECTURES, experience_of, start_run
 from torch.nn.functional import pad
 
-import experience as experience_module
 import train
 from data import ShuffledBatches
-from experience import minibatches, prepare_experience, sample_groups, shape_rewards
+from experience import minibatches, shape_rewards
 from grpo import LOSSES, LOSS_TYPES, compute_group_advantages, policy_loss
 from engine.logits import restrict_logits
 from logprobs import completion_log_probs
 from model import ValueHead, frozen_copy
 from sample import Rollout, select_groups
-from train import add_up_gradient
+from train import accumulate_gradients, sample_groups
 
 # Every term there is, so that none can depend on how a step is cut.
 TERMS = {
@@ -44,10 +43,11 @@ def base(tmp_path_factory):
 def with_settings(base, architecture="gemma3", **grpo):
     """The run with other settings, on a model of two narrow layers, so that rounding has less to add up."""
     torch.manual_seed(0)
-    run = replace(base, config=replace(base.config, grpo=replace(base.config.grpo, **grpo)))
+    config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
+    run = replace(base, config=config, progress=replace(base.progress))
     run.batches = ShuffledBatches(base.train_set, 4, 0)
-    run.model, run.kl_coef = ARCHITECTURES[architecture]().eval(), run.config.grpo.kl_coef
-    if run.kl_coef:                                       # a reference that differs, or its gradient would vanish
+    run.model, run.progress.kl_coef = ARCHITECTURES[architecture]().eval(), run.config.grpo.kl_coef
+    if run.progress.kl_coef:                                       # a reference that differs, or its gradient would vanish
         run.reference = frozen_copy(run.model)
         with torch.no_grad():
             run.reference.get_output_embeddings().weight.mul_(1.5)
@@ -70,19 +70,19 @@ def off_policy(run, seed=0):
     rollout = replace(rollout, completion_mask=mask, sampling_logp=torch.where(mask, rollout.sampling_logp + noise, 0.0))
     rewards = torch.randn(len(rollout.prompt_ids), run.config.grpo.num_completions_per_prompt)
     rewards[1] = 0.7
-    experience = prepare_experience(run, rollout, rewards)[0]
+    experience = experience_of(run, rollout, rewards)
     if experience.weights is not None:                    # then ratios are taken to the policy as it is
         experience.old_logp = experience.old_logp + torch.where(mask, noise, 0.0)
     return experience
 
 
 def gradient(run, experience, *parts):
-    """All gradients in one vector, in float64, of add_up_gradient called for each of the parts, or for all rows at once."""
+    """All gradients in one vector, in float64, of accumulate_gradients called for each of the parts, or for all rows at once."""
     run.model.zero_grad()
     if run.value_head is not None:
         run.value_head.zero_grad()
     for rows in parts or [torch.arange(len(experience.mask))]:
-        losses = add_up_gradient(run, experience, rows)
+        losses = accumulate_gradients(run, experience, rows, run.config.grpo)
     parameters = [*run.model.parameters(), *(run.value_head.parameters() if run.value_head is not None else [])]
     return torch.cat([p.grad.flatten() for p in parameters]).double(), losses
 
@@ -106,7 +106,7 @@ def reordered(experience, groups):
     )
     tensors = {
         name: move(getattr(experience, name))
-        for name in ("mask", "advantages", "old_logp", "weights", "reference_logp", "old_values", "returns")
+        for name in ("mask", "advantages", "sampling_logp", "old_logp", "weights", "reference_logp", "old_values", "returns")
     }
     return replace(experience, rollout=rollout, **tensors)
 
@@ -125,6 +125,7 @@ def padded(experience, left, right):
     )
     return replace(
         experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
+        sampling_logp=wider(experience.sampling_logp, -3.0),
         old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
         weights=wider(experience.weights, 7.0),
         old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
@@ -215,7 +216,7 @@ def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, loss_type):
     sampled = dict(generation_temperature=0.8, generation_top_p=0.9, generation_top_k=50)
     run = with_settings(base, loss_type=loss_type, **sampled)
     rollout = sample_groups(run, next(run.batches)).rollout
-    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    experience = experience_of(run, rollout, torch.randn(4, 4))
     clipped, losses = gradient(run, experience)
     assert losses["ratio_deviation"] < 1e-5 and losses["clip_fraction"] == 0
     plain = with_settings(base, loss_type="reinforce", loss_aggregation=LOSSES[loss_type][1], **sampled)
@@ -239,9 +240,9 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
 def test_after_a_real_update_the_clip_stops_exactly_the_tokens_that_went_too_far(base):
     run = with_settings(base, clip_low=0.1, clip_high=0.15)
     rollout = sample_groups(run, next(run.batches)).rollout
-    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    experience = experience_of(run, rollout, torch.randn(4, 4))
     _, before = gradient(run, experience)
-    train.update(run, 0.0)
+    train.optimizer_step(run, 0.0)
     with torch.no_grad():
         logp = completion_log_probs(run.model, rollout)
     ratio = (logp.logp - experience.old_logp).exp()
@@ -337,7 +338,7 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(base, p
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     run = with_settings(base, entropy_coef=0.5)
     rollout = sample_groups(run, next(run.batches)).rollout
-    experience, _ = prepare_experience(run, rollout, torch.zeros(4, 4))          # all tied: nothing but the bonus is left
+    experience = experience_of(run, rollout, torch.zeros(4, 4))          # all tied: nothing but the bonus is left
     ours, losses = gradient(run, experience)
     run.model.zero_grad()
     total = 0.0
@@ -354,11 +355,11 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
 @pytest.mark.parametrize("tied", [False, True])
 def test_kl_in_the_reward_lowers_the_advantage_of_completions_that_left_the_reference(base, tied):
     run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
-    run.kl_coef = 0.7                                     # it may have adapted
+    run.progress.kl_coef = 0.7                                     # it may have adapted
     rollout = sample_groups(run, next(run.batches)).rollout
     points = torch.full((4, 4), 1.3) if tied else torch.randn(4, 4)
     points[3, 0] = math.nan
-    experience, metrics = prepare_experience(run, rollout, points)
+    experience = experience_of(run, rollout, points)
     with torch.no_grad():
         k1 = completion_log_probs(run.model, rollout).logp - completion_log_probs(run.reference, rollout).logp
     kl = (0.7 * k1 * experience.mask).sum(dim=1).view(4, 4)
@@ -366,8 +367,8 @@ def test_kl_in_the_reward_lowers_the_advantage_of_completions_that_left_the_refe
     plain = torch.zeros(3, 4) if tied else (points[:3] - points[:3].mean(dim=1, keepdim=True)) / spread
     expected = plain - (kl - kl.mean(dim=1, keepdim=True))[:3]
     torch.testing.assert_close(experience.advantages.view(4, 4)[:3], expected, atol=1e-3, rtol=1e-4)
-    assert metrics["kl"] == pytest.approx(float((k1 * experience.mask).sum() / experience.mask.sum()), rel=1e-3)
-    assert "kl" not in add_up_gradient(run, experience, torch.arange(16)), "and the loss has no second one"
+    assert experience.metrics["kl"] == pytest.approx(float((k1 * experience.mask).sum() / experience.mask.sum()), rel=1e-3)
+    assert "kl" not in accumulate_gradients(run, experience, torch.arange(16), run.config.grpo), "and the loss has no second one"
 
 
 def test_what_could_not_be_scored_is_neither_trained_on_nor_counted(base):
@@ -375,10 +376,10 @@ def test_what_could_not_be_scored_is_neither_trained_on_nor_counted(base):
     rollout = sample_groups(run, next(run.batches)).rollout
     points = torch.randn(4, 4)
     points[2] = math.nan
-    experience, _ = prepare_experience(run, rollout, points)
+    experience = experience_of(run, rollout, points)
     there, losses = gradient(run, experience)
     scored = torch.tensor([True, True, False, True])
-    without, same = gradient(run, prepare_experience(run, select_groups(rollout, scored), points[scored])[0])
+    without, same = gradient(run, experience_of(run, select_groups(rollout, scored), points[scored]))
     assert differ(there, without) < 1e-6 and losses == pytest.approx(same, rel=1e-5)
 
 
@@ -389,11 +390,11 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
     rollout = sample_groups(run, next(run.batches)).rollout
     unfinished = replace(rollout, finished=torch.zeros(16).bool())
     for which, points in (rollout, torch.full((4, 4), math.nan)), (unfinished, torch.randn(4, 4)):
-        experience, _ = prepare_experience(run, which, points)
+        experience = experience_of(run, which, points)
         before = [p.clone() for p in run.model.parameters()]
-        for rows in minibatches(run, 16):
-            losses = add_up_gradient(run, experience, rows)
-            train.update(run, losses["total_loss"])
+        for rows in minibatches(run.config.grpo, 16, seed=run.minibatch_seed):
+            losses = accumulate_gradients(run, experience, rows, run.config.grpo)
+            train.optimizer_step(run, losses["total_loss"])
             assert losses["total_loss"] == 0 and math.isnan(losses["entropy"])
         assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
 
@@ -407,7 +408,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
         rollout = sample_groups(run, next(run.batches)).rollout
         finished = torch.arange(16) % 4 != 1              # the sampler's word is what counts, not the length
         rollout = replace(rollout, finished=finished)
-        return rollout, prepare_experience(run, rollout, shape_rewards(run.config.grpo, rollout, rewards))[0]
+        return rollout, experience_of(run, rollout, shape_rewards(run.config.grpo, rollout, rewards))
 
     rollout, kept = look()
     assert torch.equal(kept.mask, rollout.completion_mask)
@@ -436,7 +437,7 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
         points = torch.tensor([[1.0, 0.0, 0.0, 0.0] if mixed else [0.7] * 4 for mixed in wanted]).double()
         return points, {"points": points}
 
-    monkeypatch.setattr(experience_module, "compute_rewards_for_completions", rewards_of)
+    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
     groups = sample_groups(run, next(run.batches))
     order = ShuffledBatches(run.train_set, 9, 0)
     assert list(itertools.chain(*asked)) == [example["prompt"] for example in next(order)], "the next prompts, none twice"
@@ -460,7 +461,7 @@ def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypa
         seen.append(dict(zip([example["prompt"] for example in examples], rollout.completions[::4])))
         return torch.zeros(4, 4).double(), {"points": torch.zeros(4, 4).double()}
 
-    monkeypatch.setattr(experience_module, "compute_rewards_for_completions", never_any_signal)
+    monkeypatch.setattr(train, "compute_rewards_for_completions", never_any_signal)
     sample_groups(run, next(run.batches))
     first, second = seen
     assert set(first) == set(second) and all(first[prompt] != second[prompt] for prompt in first)
@@ -472,11 +473,11 @@ def test_importance_weights_make_up_for_a_sampler_that_differs(base):
     with torch.no_grad():
         truth = completion_log_probs(run.model, rollout).logp
     noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(truth.shape), 0.0)
-    experience, metrics = prepare_experience(run, replace(rollout, sampling_logp=truth + noise), torch.randn(4, 4))
+    experience = experience_of(run, replace(rollout, sampling_logp=truth + noise), torch.randn(4, 4))
     torch.testing.assert_close(experience.old_logp, truth, atol=1e-4, rtol=1e-4)
     expected = (-noise).exp().clamp(max=1.5)
     torch.testing.assert_close(experience.weights, expected, atol=1e-3, rtol=1e-3)
-    assert metrics["importance_weight"] == pytest.approx(float(expected[rollout.completion_mask].mean()), rel=1e-3)
+    assert experience.metrics["importance_weight"] == pytest.approx(float(expected[rollout.completion_mask].mean()), rel=1e-3)
     weighted, _ = gradient(run, experience)
     assert differ(weighted, gradient(run, replace(experience, weights=None))[0]) > 0.01
 
@@ -485,7 +486,7 @@ def test_importance_weights_make_up_for_a_sampler_that_differs(base):
 @pytest.mark.parametrize("how", ["token_mean", "sequence_mean", "constant"])
 def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_coefficient(base, estimator, how):
     run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_estimator=estimator, loss_aggregation=how)
-    run.kl_coef = 0.7                                     # it may have adapted
+    run.progress.kl_coef = 0.7                                     # it may have adapted
     experience = off_policy(run)
     rollout, mask = experience.rollout, experience.mask
     with torch.no_grad():
@@ -518,21 +519,21 @@ def test_clipped_rewards_are_clipped_before_anything_else(base):
     cut = torch.tensor([[-2.0, 0.0, 1.0, 2.0], [2.0, 2.0, 2.0, 2.0], [math.nan, 2.0, -2.0, 1.0], [0.0, 0.5, 1.0, 1.5]])
     points = shape_rewards(run.config.grpo, rollout, rewards)
     torch.testing.assert_close(points, cut, equal_nan=True)
-    experience, _ = prepare_experience(run, rollout, points)
+    experience = experience_of(run, rollout, points)
     torch.testing.assert_close(experience.advantages.view(4, 4), compute_group_advantages(cut))
 
 
 def test_the_global_mean_runs_over_the_run(base):
     run = with_settings(base, baseline="global_mean", normalize_advantages=False, reward_clip=2.0)
     shape = functools.partial(shape_rewards, run.config.grpo)
-    run.reward_sum, run.reward_count = 0.0, 0
+    run.progress.reward_sum, run.progress.reward_count = 0.0, 0
     rollout = sample_groups(run, next(run.batches)).rollout
     seen = []
     for points in 0.0, 1.0, 5.0:
         rewards = torch.full((4, 4), points)
         rewards[:, 0] = points + 1
         rewards[0, 1] = math.nan
-        experience, _ = prepare_experience(run, rollout, shape(rollout, rewards))
+        experience = experience_of(run, rollout, shape(rollout, rewards))
         clipped = rewards.clamp(max=2.0)
         seen += clipped[~clipped.isnan()].tolist()
         mean = sum(seen) / len(seen)
@@ -542,29 +543,29 @@ def test_the_global_mean_runs_over_the_run(base):
 
 def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_together(base):
     run = with_settings(base, ppo_epochs=3, minibatch_size=8)
-    parts = list(minibatches(run, 16))
+    parts = list(minibatches(run.config.grpo, 16, seed=run.minibatch_seed))
     assert [len(rows) for rows in parts] == [8] * 6
     epochs = [torch.cat(parts[i : i + 2]) for i in (0, 2, 4)]
     for rows in epochs:
         assert sorted(rows.tolist()) == list(range(16))
         assert (rows.view(-1, 4) - rows.view(-1, 4)[:, :1] == torch.arange(4)).all()
     assert len({tuple(rows.tolist()) for rows in epochs}) > 1
-    assert all(torch.equal(a, b) for a, b in zip(parts, minibatches(run, 16))), "the same again after a resume"
-    run.step += 1
-    assert not all(torch.equal(a, b) for a, b in zip(parts, minibatches(run, 16)))
+    assert all(torch.equal(a, b) for a, b in zip(parts, minibatches(run.config.grpo, 16, seed=run.minibatch_seed))), "the same again after a resume"
+    run.progress.step += 1
+    assert not all(torch.equal(a, b) for a, b in zip(parts, minibatches(run.config.grpo, 16, seed=run.minibatch_seed)))
     run = with_settings(base, minibatch_size=6)
-    assert [len(rows) for rows in minibatches(run, 16)] == [6, 6, 4]
-    assert [rows.tolist() for rows in minibatches(with_settings(base), 16)] == [list(range(16))]
+    assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=run.minibatch_seed)] == [6, 6, 4]
+    assert [rows.tolist() for rows in minibatches(with_settings(base).config.grpo, 16, seed=0)] == [list(range(16))]
 
 
 def test_token_advantages_come_from_gae_over_the_last_tokens_reward(base):
     run = with_settings(base, use_value_head=True, gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=False,
                         use_kl_penalty=True, kl_in="reward")
-    run.kl_coef = 0.7
+    run.progress.kl_coef = 0.7
     rollout = sample_groups(run, next(run.batches)).rollout
     rewards = torch.randn(4, 4)
     rewards[2, 1] = math.nan
-    experience, _ = prepare_experience(run, rollout, rewards)
+    experience = experience_of(run, rollout, rewards)
     with torch.no_grad():
         now = completion_log_probs(run.model, rollout, value_head=run.value_head)
         values, penalty = now.values, 0.7 * (now.logp - completion_log_probs(run.reference, rollout).logp)
@@ -594,10 +595,10 @@ def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base)
     run.config = replace(run.config, grpo=replace(run.config.grpo, gae_lambda=1.0))
     first = None
     for _ in range(80):
-        experience, _ = prepare_experience(run, rollout, rewards)
-        losses = add_up_gradient(run, experience, torch.arange(16))
+        experience = experience_of(run, rollout, rewards)
+        losses = accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
         first = first or losses["value_loss"]
-        train.update(run, losses["total_loss"])
+        train.optimizer_step(run, losses["total_loss"])
     with torch.no_grad():
         values = completion_log_probs(run.model, rollout, value_head=run.value_head).values
     means = (values * rollout.completion_mask).view(4, -1).sum(1) / rollout.completion_mask.view(4, -1).sum(1)
@@ -608,7 +609,7 @@ def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base)
 def test_values_are_learned_where_no_advantage_is_left_too(base):
     run = with_settings(base, use_value_head=True)
     rollout = sample_groups(run, next(run.batches)).rollout
-    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    experience = experience_of(run, rollout, torch.randn(4, 4))
     experience.advantages = torch.zeros_like(experience.advantages)
     _, losses = gradient(run, experience)
     error = (experience.old_values - experience.returns)[experience.mask]
@@ -624,12 +625,12 @@ def test_values_are_learned_where_no_advantage_is_left_too(base):
 @pytest.mark.parametrize("mode", ["static", "ema", "periodic"])
 def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
     run = with_settings(base, use_kl_penalty=True, reference_mode=mode, ema_alpha=0.75, reference_update_freq=2)
-    run.phase_step = 0
+    run.progress.phase_step = 0
     expected = [p.clone() for p in run.reference.parameters()]
     rollout = sample_groups(run, next(run.batches)).rollout
     for step in 1, 2, 3:
-        losses = add_up_gradient(run, prepare_experience(run, rollout, torch.randn(4, 4))[0], torch.arange(16))
-        train.update(run, losses["total_loss"])
+        losses = accumulate_gradients(run, experience_of(run, rollout, torch.randn(4, 4)), torch.arange(16), run.config.grpo)
+        train.optimizer_step(run, losses["total_loss"])
         policy = [p.detach().clone() for p in run.model.parameters()]
         if mode == "ema":
             expected = [0.75 * kept + 0.25 * new for kept, new in zip(expected, policy)]
@@ -642,17 +643,17 @@ def test_the_reference_stays_follows_slowly_or_is_replaced(base, mode):
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(base):
     run = with_settings(base)
-    run.skipped = run.skipped_in_a_row = 0
+    run.progress.skipped = run.progress.skipped_in_a_row = 0
     rollout = sample_groups(run, next(run.batches)).rollout
-    experience, _ = prepare_experience(run, rollout, torch.randn(4, 4))
+    experience = experience_of(run, rollout, torch.randn(4, 4))
     for number, broken in enumerate(["gradient", "loss", None], start=1):
         before = [p.clone() for p in run.model.parameters()]
-        step = run.step
-        losses = add_up_gradient(run, experience, torch.arange(16))
+        step = run.progress.step
+        losses = accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
         if broken == "gradient":
             next(run.model.parameters()).grad[0, 0] = math.nan
-        norm = train.update(run, math.inf if broken == "loss" else losses["total_loss"])
+        norm = train.optimizer_step(run, math.inf if broken == "loss" else losses["total_loss"])
         same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
         assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
-        assert run.step == step + 1 and (run.skipped, run.skipped_in_a_row) == ((number, number) if broken else (2, 0))
+        assert run.progress.step == step + 1 and (run.progress.skipped, run.progress.skipped_in_a_row) == ((number, number) if broken else (2, 0))
         assert all(p.grad is None for p in run.model.parameters())
