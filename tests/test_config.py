@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from runs import setup
+from runs import phases, setup
 import train
 from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig
 from runs.command_line import parse_config
@@ -233,7 +233,7 @@ def test_a_replay_takes_the_settings_of_its_run_but_not_its_weights(tmp_path):
 
 def test_a_phase_is_as_many_steps_long_as_its_epochs_have_updates():
     def steps(flags):
-        return [(phase.name, phase.steps) for phase in setup.plan(parse_config(flags.split()), num_examples=1000)]
+        return [(phase.name, phase.steps) for phase in phases.plan_phases(parse_config(flags.split()), num_examples=1000)]
 
     assert steps("--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 9") == [("cold_start", 9), ("grpo", 32)]
     several = "--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 0 --ppo_epochs 3 --minibatch_size 64"

@@ -72,10 +72,10 @@ def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
     (["{run}/metrics.jsonl"], "no rollouts in it"),
     (["{run}/config.json"], "no rollouts in it"),
     (["{run}"], "no rollouts in it"),
-    (["{run}/moved/rollouts.jsonl"], "say with --model_path which weights"),
+    (["{run}/moved/rollouts.jsonl"], "name the weights to use with --model_path"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final"], "no reference beside it"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final", "--use_kl_penalty", "false"], "has no value head"),
-    (["{run}/rollouts.jsonl", "--reward_functions", "correctness", "--reward_weights", "1"], "correctness: not among what was"),
+    (["{run}/rollouts.jsonl", "--reward_functions", "correctness", "--reward_weights", "1"], "correctness: not among those saved"),
 ])
 def test_what_cannot_be_replayed_is_said_in_one_line(finished, capsys, flags, message):
     (finished / "moved").mkdir(exist_ok=True)
