@@ -21,10 +21,10 @@ shows the same. A setting is taken from the last of these that has it: defaults,
 
     python train.py --use_grpo --profile balanced --seed 1
 
-- A settings file is the first argument, `python train.py settings.json --seed 1`. It is JSON with the same names, in sections or not: the
-  `config.json` of a run is one.
-- `true|false`: `--gradient_checkpointing` alone means true. A flag that is true by default is switched off by `--no_use_kl_penalty` or
-  `--use_kl_penalty false`.
+- A settings file is the first argument, `python train.py settings.json --seed 1`. It is JSON with the same names, in
+  sections or not: the `config.json` of a run is one.
+- `true|false`: `--gradient_checkpointing` alone means true. A flag that is true by default is switched off by
+  `--no_use_kl_penalty` or `--use_kl_penalty false`.
 - `str ...` and `float ...`: several words, such as `--reward_weights 1 0.2`.
 - Incompatible settings are rejected with the reason, before anything is loaded.
 """
