@@ -67,7 +67,7 @@ def draw_flow(model, examples: list[dict], rollout) -> None:
         (sample.sample_completions_for_prompts, f"completion_ids {tuple(rollout.completion_ids.shape)}, sampling_logp"),
         (rewards.compute_rewards_for_completions, f"points {tuple(points.shape)}"),
         (grpo.compute_group_advantages, f"advantages {tuple(advantages.shape)}"),
-        (experience.prepare_experience, "what stays the same during the updates"),
+        (experience.compute_experience, "constant during the updates"),
         (logprobs.completion_log_probs, f"logp {tuple(logp.shape)}, with gradient"),
         (grpo.policy_loss, f"a scalar {tuple(loss.shape)}"),
         (train.optimizer_step, "one step of AdamW"),

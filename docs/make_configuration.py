@@ -11,29 +11,29 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from config import PROFILES  # noqa: E402
-from runs.command_line import described_flags
+from runs.command_line import described_flags  # noqa: E402
 
 HEAD = """\
 # Every flag
 
 Written by `python docs/make_configuration.py` from [config.py](../config.py), a line for each flag; `python train.py --help`
-shows the same. Of what is set in several places the later wins: defaults, profile, settings file, flags.
+shows the same. A setting is taken from the last of these that has it: defaults, profile, settings file, flags.
 
     python train.py --use_grpo --profile balanced --seed 1
 
-- A settings file comes first, `python train.py settings.json --seed 1`. It is JSON with the same names, in sections or not: the
-  `config.json` of a run is one.
-- `true|false`: `--gradient_checkpointing` alone means true. What is true by default is switched off by `--no_use_kl_penalty` or
-  `--use_kl_penalty false`.
+- A settings file is the first argument, `python train.py settings.json --seed 1`. It is JSON with the same names, in
+  sections or not: the `config.json` of a run is one.
+- `true|false`: `--gradient_checkpointing` alone means true. A flag that is true by default is switched off by
+  `--no_use_kl_penalty` or `--use_kl_penalty false`.
 - `str ...` and `float ...`: several words, such as `--reward_weights 1 0.2`.
-- Settings that contradict each other are refused in one line, before anything is loaded.
+- Incompatible settings are rejected with the reason, before anything is loaded.
 """
 
 PROFILES_HEAD = """
 ## Profiles
 
-`--profile NAME` starts from these instead of the defaults; flags lie above them. With neither a profile nor a `--model_path`,
-`demo` is taken where there is `--use_grpo`, and `demo_supervised` where there is not. An empty cell is the default.
+`--profile NAME` replaces the defaults by these values; flags replace both. Without a profile and without `--model_path`, the
+profile is `demo` with `--use_grpo`, and `demo_supervised` otherwise. An empty cell is the default.
 """
 
 
