@@ -12,8 +12,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES
-
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}
 # What a run starts from; any flag overrides it. `demo` is taken when no --model_path is given, `demo_supervised` when
 # --use_grpo is not given either. The other three are from cautious to bold.
@@ -137,10 +135,13 @@ class GRPOConfig(Section):
     normalize_advantages: bool = flag(True, "divide by the standard deviation; without it, Dr. GRPO")
     advantage_scale: Literal["group", "batch"] = flag("group", "whose standard deviation that is")
     advantage_epsilon: float = flag(1e-8, "added to that standard deviation")
-    baseline: Literal[BASELINES] = flag("group_mean", "what a reward is compared with; global_mean: of the whole run so far")
+    baseline: Literal["group_mean", "group_median", "global_mean", "leave_one_out"] = flag(
+        "group_mean", "what a reward is compared with; global_mean: of the whole run so far")
 
-    loss_type: Literal[LOSS_TYPES] = flag("dapo", "how tokens are clipped and averaged, see grpo.py")
-    loss_aggregation: Literal["", *AGGREGATIONS] = flag("", "how tokens are averaged; empty: as the loss type does")
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "reinforce"] = flag(
+        "dapo", "how tokens are clipped and averaged, see grpo.py")
+    loss_aggregation: Literal["", "token_mean", "sequence_mean", "constant"] = flag(
+        "", "how tokens are averaged; empty: as the loss type does")
     clip_low: float = flag(0.2, "a token's probability ratio may fall to 1 - clip_low before its gradient ends")
     clip_high: float = flag(0.2, "and rise to 1 + clip_high; inert with one update per rollout")
     dual_clip: float = flag(0.0, "where the advantage is negative, end the gradient above this ratio too, such as 3; 0: never")
