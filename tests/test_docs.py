@@ -50,7 +50,7 @@ def test_every_flag_exists(page):
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"requirement"}                                                     # of pip
     names |= {"train", "only"}                                                   # of docs/figures.py and docs/left_out.py
-    names |= {"no_use_kl_penalty"}                                               # made by transformers' parser
+    names |= {"no_use_kl_penalty"}                                               # of a flag that is true by default
     for flag in re.findall(r"--([a-z_0-9]+)", page.read_text()):
         assert flag in names or flag == "help", flag
 

@@ -292,7 +292,7 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()      # as SentencePiece's
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
-    assert "".join(report.piece(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
+    assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
 def test_without_a_tokenizer_the_page_has_texts_and_no_pieces(tmp_path):
@@ -443,7 +443,7 @@ def test_completions_show_tokens_points_and_why_they_ended(tmp_path, visit):
     first, second = (page.locator("#list .group").nth(1).locator(".completion").nth(g) for g in (0, 1))
     for words in "reward +0.5", "advantage +1", "ended with <eos>":
         assert words in first.inner_text()
-    assert "cut at the length limit" in second.inner_text() and "length none" in second.inner_text()
+    assert "truncated at the length limit" in second.inner_text() and "length none" in second.inner_text()
     colours = first.locator(".text span").evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
     assert len(colours) == 21 and len(set(colours)) > 15, "the less likely, the stronger"
     page.select_option("#colour", "advantage")
@@ -620,7 +620,7 @@ def test_numbers_and_ranges_by_hand(tmp_path, visit):
     for wanted, at in (1, 0), (3.9, 0), (4.1, 1), (8.1, 2), (99, 2):
         assert page.evaluate(f"nearest([2, 6, 10], {wanted})") == at
     for value, text in {
-        "[]": "[]", '""': '""', '["a", "b"]': "a b", "[1, 0.2]": "1 0.2", "null": "not there", "false": "false",
+        "[]": "[]", '""': '""', '["a", "b"]': "a b", "[1, 0.2]": "1 0.2", "null": "missing", "false": "false",
     }.items():
         assert page.evaluate(f"shown({value})") == text
 
@@ -665,7 +665,7 @@ def test_cards_by_hand(tmp_path, visit):
         "21 tokens, ended with <eos>", f"mean log-probability {mean:.3f} nat"]
     assert card(page, 2, 1).inner_text().split("\n")[:6] == [
         "reward 0", "advantage -0.5", "wrong", "correctness 0", "length none", "answer 21 of step 10<eos>"]
-    assert "cut at the length limit" in card(page, 2, 1).inner_text()
+    assert "truncated at the length limit" in card(page, 2, 1).inner_text()
     titles = card(page, 2, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
     assert titles[:2] == ['"a"\nlog-probability 0 nat\nadvantage +1', '"n"\nlog-probability -0.1 nat\nadvantage +1']
     for t, colour in enumerate(colours(page, 2, 0)):
@@ -674,7 +674,7 @@ def test_cards_by_hand(tmp_path, visit):
     assert "mean log-probability -0.750 nat" in card(page, 3, 0).inner_text(), "of the policy's tokens"
     titles = card(page, 3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
     assert titles[:3] == [
-        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\nnot the policy\'s', '"c"\nlog-probability -0.5 nat\nadvantage -4']
+        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\ntoken of the environment', '"c"\nlog-probability -0.5 nat\nadvantage -4']
     page.select_option("#colour", "advantage")
     assert colours(page, 2, 0)[0] == [42, 111, 191, 0.6] and colours(page, 2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
     assert colours(page, 3, 0) == [
@@ -705,7 +705,7 @@ def test_tokens_are_coloured_by_entropy_and_by_what_the_update_changed(tmp_path,
         '"w"\nlog-probability -0.25 nat\nchange by the update 0 nat\nentropy 0 nat\nadvantage +1',
         '"x"\nlog-probability -1 nat\nchange by the update +0.0002 nat\nentropy 0.000123 nat\nadvantage +1',
         '"y"\nlog-probability -2.5 nat\nchange by the update -0.123 nat\nentropy 0.693 nat\nadvantage +1',
-        '"z"\nnot the policy\'s',
+        '"z"\ntoken of the environment',
         '"<eos>"\nlog-probability -1 nat\nchange by the update +0.5 nat\nentropy 2.3 nat\nadvantage +1',
     ]
     title = card(page, 1, 2).locator(".text span").nth(1).get_attribute("title")
@@ -842,7 +842,7 @@ def test_without_a_tokenizer_completions_are_shown_as_text(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run", flags=flags)))
     text = page.locator("#list .completion").first.inner_text()
     assert "answer 00 of step 10\n" in text and "ended with a stop token" in text
-    assert "grey: the environment's" in page.inner_text("#legend")
+    assert "grey: tokens of the environment" in page.inner_text("#legend")
 
 
 def test_wrong_is_what_correctness_could_score_and_did_not_find_right(tmp_path, visit):
@@ -880,9 +880,9 @@ def test_steps_are_gone_through_one_by_one_and_not_beyond_the_ends(tmp_path, vis
     page.select_option("#step", "")
     page.click("#back")
     assert page.input_value("#step") == "18", "before all steps comes the last one"
-    assert page.inner_text("#count") == "4 of 12 groups; 1 of 2 saved steps is in this page, rollouts.jsonl has all"
+    assert page.inner_text("#count") == "4 of 12 groups; 1 of 2 saved steps is shown, rollouts.jsonl holds all"
     page.fill("#search", "prompt 3")
-    assert count_becomes(page, "1 of 12 groups; 1 of 2 saved steps is in this page, rollouts.jsonl has all")
+    assert count_becomes(page, "1 of 12 groups; 1 of 2 saved steps is shown, rollouts.jsonl holds all")
     assert not page.is_visible("#which") and not page.is_visible("#without")
 
 
