@@ -3,9 +3,9 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
 
     python infer.py --model_path outputs/demo/final --question "47+85=?"
     python infer.py --model_path outputs/demo/final --chat --environment calculator --max_turns 4
-    python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers answers.jsonl --samples 4
+    python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers out.jsonl --samples 4
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --limit 256
-    python infer.py --model_path outputs/demo/final --evaluate arithmetic --samples 16 --against_model outputs/sft/final
+    python infer.py --model_path outputs/demo/final --evaluate arithmetic --against_model outputs/sft/final
     python infer.py --model_path outputs/lora/final --merge_into merged
     python infer.py --report outputs/demo --against outputs/other
 """
@@ -33,11 +33,15 @@ from model import has_adapter, load_policy, merged_copy, move, save_policy
 from runs.startup_check import can_share_prompts
 
 
-def measure(source: ModelConfig, examples: list[dict], config: GRPOConfig, *, seed: int, samples: int, environment=None) -> dict:
+def measure(
+    source: ModelConfig, examples: list[dict], config: GRPOConfig, *, seed: int, samples: int,
+    environment=None,
+) -> dict:
     """Evaluate a model on problems with known answers.
 
-    returns  model_path, truncated (share of completions), estimates (see evaluation.summarise) and problems: the prompt,
-             answer, correctness of each sample ("right") and majority vote of each. --json writes the same
+    returns  model_path, truncated (share of completions), estimates (see evaluation.summarise) and problems:
+             the prompt, answer, correctness of each sample ("right") and majority vote of each. --json
+             writes the same
     """
     model, tokenizer = load_policy(source)
     tokenizer.tools = getattr(environment, "tools", None)
@@ -47,14 +51,15 @@ def measure(source: ModelConfig, examples: list[dict], config: GRPOConfig, *, se
         shared_prompt=can_share_prompts(model, tokenizer, examples[0]["prompt"]), environment=environment,
     )
     correct = points["correctness"].bool().tolist()                              # (P, n)
-    votes = [majority_vote(texts[i * samples : (i + 1) * samples], e["answer"]) for i, e in enumerate(examples)]
-    problems = [
-        {"prompt": example["prompt"], "answer": example["answer"], "right": right, "majority": vote}
-        for example, right, vote in zip(examples, correct, votes, strict=True)
-    ]
+    problems = []
+    for i, (example, right) in enumerate(zip(examples, correct, strict=True)):
+        vote = majority_vote(texts[i * samples : (i + 1) * samples], example["answer"])
+        problems.append(
+            {"prompt": example["prompt"], "answer": example["answer"], "right": right, "majority": vote}
+        )
     return {
-        "model_path": source.model_path, "truncated": num_truncated / len(texts), "estimates": summarise(problems),
-        "problems": problems,
+        "model_path": source.model_path, "truncated": num_truncated / len(texts),
+        "estimates": summarise(problems), "problems": problems,
     }
 
 
@@ -72,7 +77,7 @@ def main(argv: list[str]) -> None:
         merge_adapter(source, args.merge_into)
         return
     if not args.model_path:
-        print("no --model_path: this is the built-in model with random weights; it is untrained", file=sys.stderr)
+        print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
     keep_freed_memory()
     if args.evaluate:
         run_evaluation(args, source)
@@ -106,16 +111,18 @@ def answer_questions(args, source: ModelConfig) -> None:
 def run_evaluation(args, source: ModelConfig) -> None:
     """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
     environment = load_environment(args.environment)
-    examples = [e for e in load_dataset(args, args.evaluate, args.limit or 256) if e.get("answer") is not None]
+    examples = load_dataset(args, args.evaluate, args.limit or 256)
+    examples = [example for example in examples if example.get("answer") is not None]
     if not examples:
         raise ValueError(f"--evaluate={args.evaluate}: no example has an answer to compare with")
     refuse_missing_columns(args.environment, environment, examples)
     results = []
     for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
+        evaluated = replace(source, model_path=getattr(args, flag))
         try:
             results.append(measure(
-                replace(source, model_path=getattr(args, flag)), examples, sampling_config(args), seed=args.seed,
-                samples=args.samples, environment=environment,
+                evaluated, examples, sampling_config(args), seed=args.seed, samples=args.samples,
+                environment=environment,
             ))
         except ValueError as error:
             raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
@@ -126,7 +133,8 @@ def run_evaluation(args, source: ModelConfig) -> None:
     written = {
         "dataset": args.evaluate, "split": args.split, "samples": args.samples, "seed": args.seed,
         "environment": args.environment, "max_turns": args.max_turns,
-        **{name: value for name, value in vars(args).items() if name.startswith("generation_")}, "results": results,
+        **{name: value for name, value in vars(args).items() if name.startswith("generation_")},
+        "results": results,
     }
     if args.against_model:
         written["differences"] = compare(*(result["problems"] for result in results))

@@ -1,10 +1,11 @@
 """
 Answers of a model to one prompt, in a conversation, or to a file of prompts.
 
-Answers are printed word by word while they are sampled, with the reasoning on a line of its own. With an environment, such
-as one with tools, an answer is all messages of the model and the environment up to the user's next turn.
+Answers are printed word by word while they are sampled, with the reasoning on a line of its own. With an
+environment, such as one with tools, an answer is all messages of the model and the environment up to the
+user's next turn.
 
-Left out on purpose: serving, and keeping the cache between the user's turns: each turn forwards the whole conversation.
+Left out on purpose: serving, and a cache kept between the user's turns: each forwards the whole conversation.
 """
 
 import json
@@ -59,20 +60,21 @@ class ChatModel:
         return cls(model, tokenizer, config, seed, can_share_prompts(model, tokenizer, "1+1=?"))
 
     def sample(self, examples: list[dict], num_completions: int = 1, on_tokens=None) -> Rollout:
-        """Sample completions of the prompts of some examples. Raises ValueError if the model's context is too short."""
+        """Sample completions of the prompts. Raises ValueError if the model's context is too short."""
         environment = load_environment(self.config.environment)
         refuse_missing_columns(self.config.environment, environment, examples)
         longest = max(len(encode_prompt(self.tokenizer, example["prompt"])) for example in examples)
         refuse_too_long(self.model, longest, self.config.generation_max_length)
         return sample_completions_for_prompts(
-            self.model, self.tokenizer, [example["prompt"] for example in examples], self.config, seed=self.seed,
-            num_completions=num_completions, shared_prompt=self.shared_prompt,
+            self.model, self.tokenizer, [example["prompt"] for example in examples], self.config,
+            seed=self.seed, num_completions=num_completions, shared_prompt=self.shared_prompt,
             responders=responders(environment, examples), on_tokens=on_tokens,
         )
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
-        """Print and return the answer to one prompt: text word by word, a conversation when it is complete."""
-        streamer = None if self.config.environment else AnswerStreamer(self.tokenizer, skip_special_tokens=True)
+        """Print and return the answer to one prompt: text word by word, a conversation when it is over."""
+        in_turns = bool(self.config.environment)
+        streamer = None if in_turns else AnswerStreamer(self.tokenizer, skip_special_tokens=True)
         rollout = self.sample([{"prompt": prompt}], on_tokens=streamer and streamer.put)
         if streamer:
             streamer.end()
@@ -102,8 +104,8 @@ def chat(chat_model: ChatModel, instruction: str) -> None:
 def encode_conversation(chat_model: ChatModel, messages: list[dict]) -> list[dict] | str | list[int]:
     """Return a conversation as a prompt.
 
-    With a chat template these are the messages. Without one it is the first message as text, as with --question, or the
-    token ids of all messages, as in training on conversations.
+    With a chat template these are the messages. Without one it is the first message as text, as with
+    --question, or the token ids of all messages, as in training on conversations.
     """
     tokenizer = chat_model.tokenizer
     if tokenizer.chat_template:

@@ -1,11 +1,11 @@
 """
-Evaluate a model: sample completions, score them, and estimate accuracy, pass@k, majority@n and the difference between
-two models, each with a 95 % interval.
+Evaluate a model: sample completions, score them, and estimate accuracy, pass@k, majority@n and the
+difference between two models, each with a 95 % interval.
 
 The unit of every interval is the problem: the n completions of one problem are not independent.
 
-The functions from summarise on need no model. A problem is {"right": n bools, one per completion; "majority": its
-majority_vote}, and there are P of them.
+The functions from summarise on need no model. A problem is {"right": n bools, one per completion;
+"majority": its majority_vote}, and there are P of them.
 """
 
 import math
@@ -28,8 +28,9 @@ Z = 1.96                        # 95 % of a normal distribution lie within this 
 def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **options) -> dict:
     """Sample one completion of each problem and score it. Options: as for sample_and_score.
 
-    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson), eval_problems,
-             eval_reward/<function> (mean points) and eval_truncated (share). Without known answers: no eval_accuracy.
+    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson),
+             eval_problems, eval_reward/<function> (mean points) and eval_truncated (share). Without known
+             answers: no eval_accuracy.
     """
     _, points, num_truncated = sample_and_score(
         model, tokenizer, examples, config, seed=seed, num_completions=1, **options
@@ -37,17 +38,19 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
     columns = {name: values[:, 0] for name, values in points.items()}            # (P,)
     correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
-    result |= {"eval_problems": len(correct) or len(examples), "eval_truncated": num_truncated / len(examples)}
+    result["eval_problems"] = len(correct) or len(examples)
+    result["eval_truncated"] = num_truncated / len(examples)
     if len(correct):
         low, high = wilson_interval(float(correct.sum()), len(correct))
-        result |= {"eval_accuracy": float(correct.mean()), "eval_accuracy_low": low, "eval_accuracy_high": high}
+        result["eval_accuracy"] = float(correct.mean())
+        result |= {"eval_accuracy_low": low, "eval_accuracy_high": high}
     return result
 
 
 def sample_and_score(
     model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int,
-    reward_functions=(correctness,), on_error: str = "raise", reward_timeout: float = 0.0, batch_size: int = 64,
-    shared_prompt: bool = True, environment=None,
+    reward_functions=(correctness,), on_error: str = "raise", reward_timeout: float = 0.0,
+    batch_size: int = 64, shared_prompt: bool = True, environment=None,
 ) -> tuple[list, dict[str, torch.Tensor], int]:
     """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
 
@@ -55,8 +58,8 @@ def sample_and_score(
                  compute_rewards_for_completions
     batch_size   completions sampled at once; waiting ones are started when half of these are finished
     environment  replies to the policy; None: no conversation
-    returns      completions (P * n, those of a problem adjacent: texts, or conversations), points of each function
-                 (P, n), and the number of completions that were truncated at the length limit
+    returns      completions (P * n, those of a problem adjacent: texts, or conversations), points of each
+                 function (P, n), and the number of completions that were truncated at the length limit
     """
     functions = list(dict.fromkeys([correctness, *reward_functions]))
     local_examples = rank_slice([{"answer": None} | example for example in examples])
@@ -71,8 +74,8 @@ def sample_and_score(
             prompt_occurrences=earlier, responders=responders(environment, local_examples),
         )
         _, points = compute_rewards_for_completions(
-            functions, [1.0] * len(functions), rollout, local_examples, on_error=on_error, timeout=reward_timeout,
-            turn_points=rollout.turn_points,
+            functions, [1.0] * len(functions), rollout, local_examples, on_error=on_error,
+            timeout=reward_timeout, turn_points=rollout.turn_points,
         )
         return rollout.completions, points, int((~rollout.finished).sum())
 
@@ -82,7 +85,7 @@ def sample_and_score(
     return list(chain(*texts)), points, sum(truncated)
 
 
-# ---- estimates from samples ---------------------------------------------------------------------------------------
+# ---- estimates from samples --------------------------------------------------------------------------------
 
 
 def summarise(problems: list[dict]) -> dict[str, dict]:
@@ -115,19 +118,20 @@ def powers_of_two(n: int) -> list[int]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate the probability that at least one of k completions is correct, when `correct` of n were. Unbiased.
+    """Estimate the probability that at least one of k completions is correct, when `correct` of n were.
 
         1 - comb(n - correct, k) / comb(n, k)
 
-    arXiv:2107.03374 eq. 1, for n >= k. 1 - (1 - correct / n)**k would be too low on average.
+    Unbiased for n >= k: arXiv:2107.03374 eq. 1. 1 - (1 - correct / n)**k would be too low on average.
     """
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority_vote(completions: list, truth: str) -> float:
-    """Return 1 if the most frequent answer is correct, else 0; if several are, the share of them that is correct.
+    """Return 1 if the most frequent answer is correct, else 0; of several, the share that is correct.
 
-    Completions without a readable answer are ignored; without any readable answer the result is 0. arXiv:2203.11171.
+    Completions without a readable answer are ignored; without any readable answer the result is 0.
+    arXiv:2203.11171.
     """
     votes: list[tuple[str, int]] = []
     for answer in filter(None, (extract_answer(text_of(completion)) for completion in completions)):
@@ -141,16 +145,16 @@ def majority_vote(completions: list, truth: str) -> float:
     return sum(leading) / max(1, len(leading))
 
 
-# ---- intervals -------------------------------------------------------------------------------------------------------
+# ---- intervals ---------------------------------------------------------------------------------------------
 
 
 def estimate_mean(values: np.ndarray) -> dict:
-    """Return the mean of P values from 0 to 1 and its 95 % interval: {"mean", "low", "high", "interval": its name}.
+    """Return {"mean", "low", "high", "interval"} of P values from 0 to 1: a 95 % interval and its name.
 
-    The interval is Wilson's if every value is 0 or 1. Fractional values vary less, as if there were more problems: the
-    interval is then Wilson's for the number of 0/1 problems with the same variance (C. Franco et al., J. Survey Stat.
-    Methodol. 7, 2019). In simulations its coverage was that of the bootstrap over problems or better, and at least 90 %
-    even where few problems are ever solved.
+    The interval is Wilson's if every value is 0 or 1. Fractional values vary less, as if there were more
+    problems: the interval is then Wilson's for the number of 0/1 problems with the same variance (C. Franco
+    et al., J. Survey Stat. Methodol. 7, 2019). In simulations its coverage was that of the bootstrap over
+    problems or better, and at least 90 % even where few problems are ever solved.
     """
     mean, variance = float(values.mean()), float(values.var())
     binary = np.isin(values, (0, 1)).all()
@@ -169,15 +173,16 @@ def wilson_interval(successes: float, n: float, z: float = Z) -> tuple[float, fl
 
 
 def estimate_difference(left: np.ndarray, right: np.ndarray) -> dict:
-    """Return the mean of left - right over the same P problems and its 95 % interval, in the form of estimate_mean.
+    """Return the mean of left - right over the same P problems and its 95 % interval, as estimate_mean does.
 
-    Paired, so the difficulty of a problem cancels. The interval is the normal one after adding two problems: one that
-    only the left model solves, and one that only the right one does (D. G. Bonett and R. M. Price, J. Educ. Behav.
-    Stat. 37, 2012). Without them it would be too short where few problems differ, and empty where none does. Over few
-    problems with many completions each it is longer than necessary.
+    Paired, so the difficulty of a problem cancels. The interval is the normal one after adding two problems:
+    one that only the left model solves, and one that only the right one does (D. G. Bonett and R. M. Price,
+    J. Educ. Behav. Stat. 37, 2012). Without them it would be too short where few problems differ, and empty
+    where none does. Over few problems with many completions each it is longer than necessary.
     """
     difference = left - right                                                    # (P,), -1 to 1
     extended = np.append(difference, [1.0, -1.0])
-    half = Z * float(extended.std()) / math.sqrt(len(extended))
-    low, high = max(-1.0, float(extended.mean()) - half), min(1.0, float(extended.mean()) + half)
-    return {"mean": float(difference.mean()), "low": low, "high": high, "interval": "paired, Bonett and Price"}
+    centre, half = float(extended.mean()), Z * float(extended.std()) / math.sqrt(len(extended))
+    low, high = max(-1.0, centre - half), min(1.0, centre + half)
+    mean, name = float(difference.mean()), "paired, Bonett and Price"
+    return {"mean": mean, "low": low, "high": high, "interval": name}

@@ -1,5 +1,5 @@
 """
-The flags of infer.py, and which of them cannot be combined. Imports no torch, so mistakes are reported at once.
+The flags of infer.py, and which of them cannot be combined. Imports no torch: mistakes come at once.
 """
 
 import argparse
@@ -14,36 +14,39 @@ MODES = "question", "chat", "questions", "evaluate", "merge_into", "report"
 def build_parser() -> OneLineParser:
     """Return the parser with every flag."""
     parser = OneLineParser(
-        prog="infer.py", description="Sample from a model, evaluate it, or write the report of a run.", allow_abbrev=False
+        prog="infer.py", allow_abbrev=False,
+        description="Sample from a model, evaluate it, or write the report of a run.",
     )
     add = parser.add_argument
-    add("--model_path", default="", help="folder or hub id of a model, such as RUN/final; empty: the built-in tiny model")
+    add("--model_path", default="", help="folder or hub id, such as RUN/final; empty: a tiny built-in one")
     add("--question", help="print the model's answer to this prompt")
     add("--chat", action="store_true", help="hold a conversation with the model on the console")
-    add("--questions", metavar="DATASET", help="answer all prompts of a data set: a file, hub id or built-in task")
+    add("--questions", metavar="DATASET", help="answer the prompts of a file, hub id or built-in task")
     add("--answers", metavar="FILE", help="write the answers to --questions there, one line of JSON each")
-    add("--evaluate", metavar="DATASET", help="print the accuracy on a data set: a file, hub id or built-in task")
-    add("--merge_into", metavar="FOLDER", help="add the LoRA adapter to the weights and write the model to FOLDER")
+    add("--evaluate", metavar="DATASET", help="print the accuracy on a file, hub id or built-in task")
+    add("--merge_into", metavar="FOLDER", help="add the LoRA adapter to the weights and write them to FOLDER")
     add("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--against", metavar="RUN", default="", help="another run, shown beside the first one in the report")
-    add("--samples", type=int, default=1, help="completions per problem [%(default)s]; with several, --evaluate "
-        "prints pass@k too")
-    add("--against_model", metavar="MODEL", default="", help="evaluate this model too, and print the difference")
+    add("--samples", type=int, default=1,
+        help="completions per problem [%(default)s]; with several, --evaluate prints pass@k too")
+    add("--against_model", metavar="MODEL", default="", help="evaluate it too, and print the difference")
     add("--json", metavar="FILE", default="", help="write the results of --evaluate to FILE")
-    add("--split", default="test", help="train, test, or another split of a hub data set; a file has one [%(default)s]")
+    add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
     add("--limit", type=int, help="use the first n problems; default 256 for --evaluate, all for --questions")
-    add("--prompt_column", default="", help="column of the data set with the prompts; empty: one of the usual names")
+    add("--prompt_column", default="", help="column with the prompts; empty: one of the usual names")
     add("--answer_column", default="", help="column with the correct answers; empty: one of the usual names")
-    add("--environment", default="", help="environment that replies to the model: calculator, python, guess_letter, "
-        "or path/to/file.py:function")
+    add("--environment", default="", help="environment that replies to the model: calculator, python, "
+        "guess_letter, or path/to/file.py:function")
     add("--max_turns", type=int, default=1, help="most turns of the model in an environment [%(default)s]")
     add("--instruction", default="", help="text put before every prompt, such as how to format the answer")
     add("--generation_max_length", type=int, default=GRPOConfig.generation_max_length,
         help="most new tokens, of all turns together [%(default)s]")
-    add("--generation_temperature", type=float, default=1.0, help="divides the logits; 0: greedy [%(default)s]")
+    add("--generation_temperature", type=float, default=1.0,
+        help="divides the logits; 0: always the likeliest token [%(default)s]")
     add("--generation_top_p", type=float, default=1.0,
         help="sample from the likeliest tokens up to this probability; 1: all [%(default)s]")
-    add("--generation_top_k", type=int, default=0, help="sample from the k likeliest tokens; 0: all [%(default)s]")
+    add("--generation_top_k", type=int, default=0,
+        help="sample from the k likeliest tokens; 0: all [%(default)s]")
     add("--attn_implementation", default="sdpa", choices=["sdpa", "eager"],
         help="attention of transformers, where prompts are not shared [%(default)s]")
     add("--precision", default="float32", choices=["float32", "bfloat16", "float16"],
@@ -69,7 +72,8 @@ def sampling_config(args: argparse.Namespace) -> GRPOConfig:
 
 def reject_incompatible(args: argparse.Namespace) -> None:
     """Raise ValueError, one line, for what the user has to change."""
-    if sum(getattr(args, mode) not in (None, False, "") or mode == "question" and args.question == "" for mode in MODES) != 1:
+    modes = [args.question is not None, *(bool(getattr(args, mode)) for mode in MODES[1:])]
+    if sum(modes) != 1:
         raise ValueError(f"give one of {', '.join(f'--{mode}' for mode in MODES)}; see --help")
     if args.question is not None and not args.question.strip():
         raise ValueError("--question: is empty; give a prompt")
@@ -80,7 +84,7 @@ def reject_incompatible(args: argparse.Namespace) -> None:
     if args.samples < 1:
         raise ValueError(f"--samples={args.samples}: needs at least one completion per problem")
     if args.samples > 1 and args.generation_temperature == 0:
-        raise ValueError(f"--samples={args.samples}: greedy completions (--generation_temperature=0) are all equal; try 1")
+        raise ValueError(f"--samples={args.samples}: all equal with --generation_temperature=0; try 1")
     if args.samples > 1 and not args.evaluate and not args.questions:
         raise ValueError(f"--samples={args.samples}: needs --evaluate or --questions")
     for name, path in ("json", args.json), ("answers", args.answers):
@@ -90,4 +94,4 @@ def reject_incompatible(args: argparse.Namespace) -> None:
         if getattr(args, name) and not args.evaluate:
             raise ValueError(f"--{name}={getattr(args, name)}: needs --evaluate DATASET")
     if args.against and not args.report:
-        raise ValueError(f"--against={args.against}: needs --report RUN; to compare two models take --against_model")
+        raise ValueError(f"--against={args.against}: needs --report RUN; for two models see --against_model")

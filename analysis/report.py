@@ -3,11 +3,11 @@ Write the report of a run: one HTML page that holds all of its data and needs no
 
     python infer.py --report RUN [--against OTHER_RUN]          a run writes its own when it ends
 
-This module reads a run folder; report.html beside it is the page that draws the data. Text of models and data sets is not
-trusted: it is embedded as JSON in which no tag can begin, the page shows it as text and never as HTML, and the page's
-Content-Security-Policy forbids all other scripts and all connections.
+This module reads a run folder; report.html beside it is the page that draws the data. Text of models and
+data sets is not trusted: it is embedded as JSON in which no tag can begin, the page shows it as text and
+never as HTML, and the page's Content-Security-Policy forbids all other scripts and all connections.
 
-Left out on purpose, because rollouts.jsonl does not hold them: the probabilities of tokens that were not sampled.
+Left out on purpose: probabilities of tokens that were not sampled. rollouts.jsonl does not hold them.
 """
 
 import base64
@@ -29,7 +29,8 @@ from runs.command_line import SECTIONS
 from runs.records import or_none, read_jsonl
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-MAX_BYTES = 50_000_000          # of a longer rollouts.jsonl every second, third, ... step is shown. The page has half the size
+# Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
+MAX_BYTES = 50_000_000
 # Section, metric (or its prefix, up to a slash), title, unit. Other metrics are drawn under "More".
 CHARTS = [
     ("Reward", "mean_reward", "reward", "points"),
@@ -53,8 +54,8 @@ CHARTS = [
     ("Speed and memory", "training_seconds", "forward, backward and updates", "s"),
     ("Speed and memory", "peak_memory_gb", "peak memory", "GB"),
 ]
-NOT_DRAWN = {"step", "eval_accuracy_low", "eval_accuracy_high"}                  # the band around eval_accuracy
-DECIMALS = {"mean_advantage": 5}                # mostly 0: float32's rounding errors should not look like a curve
+NOT_DRAWN = {"step", "eval_accuracy_low", "eval_accuracy_high"}    # the latter are the band of eval_accuracy
+DECIMALS = {"mean_advantage": 5}                # mostly 0: float32's rounding should not look like a curve
 
 
 def write_report(folder: Path, against: Path | None = None) -> Path:
@@ -72,10 +73,10 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
         completions = [completion for step_tokens in tokens.values() for completion in step_tokens]
         blocks += [block(f"tokens-{number}-{step}", step_tokens) for step, step_tokens in tokens.items()]
         runs.append({
-            "name": str(path), "series": series, "phases": phase_starts(lines), "groups": groups, "pieces": pieces,
-            "every": every, "environment": config["grpo"].get("environment", ""),
+            "name": str(path), "series": series, "phases": phase_starts(lines), "groups": groups,
+            "pieces": pieces, "every": every, "environment": config["grpo"].get("environment", ""),
             "judged": target_metrics(config, series),
-            "offers": [name for name, at in (("entropy", 3), ("change", 4)) if any(c[at] for c in completions)],
+            "offers": [name for name, i in (("entropy", 3), ("change", 4)) if any(c[i] for c in completions)],
             "advice": [[line["step"], line["advice"]] for line in lines if line.get("advice")],
         })
     page = {"runs": runs, "charts": list_charts(runs), "settings": list_settings(configs)}
@@ -95,12 +96,12 @@ def fill(template: str, blocks: list[str]) -> str:
 
 
 def block(name: str, data) -> str:
-    """Return data for the page. In JSON a < only occurs in strings, where \\u003c is the same: no tag can begin or end."""
+    """Return data for the page as JSON. \\u003c stands for each <, so no tag can begin or end in it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-# ---- settings and metrics --------------------------------------------------------------------------------------------
+# ---- settings and metrics ----------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> dict[str, dict]:
@@ -117,18 +118,19 @@ def read_config(folder: Path) -> dict[str, dict]:
 
 
 def list_settings(configs: list[dict]) -> list[dict]:
-    """Return every setting: section, name, help, default, its value in each run, and whether its profile set that."""
+    """Return every setting: section, name, help, default, values, and whether the run's profile set them."""
     helps = {f.name: f.metadata["help"] for section in SECTIONS for f in fields(section)}
     defaults = Config().as_dict()
     profiles = [PROFILES.get(config.get("training", {}).get("profile", ""), {}) for config in configs]
     rows = []
     for section in defaults | configs[-1] | configs[0]:
-        for name in dict.fromkeys(name for config in (defaults, *configs) for name in config.get(section, {})):
+        names = dict.fromkeys(name for config in (defaults, *configs) for name in config.get(section, {}))
+        for name in names:
             values = [config.get(section, {}).get(name) for config in configs]
             rows.append({
                 "section": section, "name": name, "help": helps.get(name, ""), "values": values,
                 "default": defaults.get(section, {}).get(name),
-                "profile": [name in p and p[name] == value for p, value in zip(profiles, values, strict=True)],
+                "profile": [name in p and p[name] == v for p, v in zip(profiles, values, strict=True)],
             })
     return rows
 
@@ -138,12 +140,13 @@ def read_metrics(folder: Path, config: dict) -> list[dict]:
     path = folder / "metrics.jsonl"
     try:
         lines = read_jsonl(path)
-        completions = {"grpo": config["training"]["batch_size"] * config["grpo"]["num_completions_per_prompt"]}
+        prompts = config["training"]["batch_size"]
+        completions = {"grpo": prompts * config["grpo"]["num_completions_per_prompt"]}
         for line in lines:
             if not {"step", "phase"} <= line.keys():
                 raise KeyError
             if line.get("step_seconds") and line.get("completion_tokens"):
-                tokens = line["completion_tokens"] * completions.get(line["phase"], config["training"]["batch_size"])
+                tokens = line["completion_tokens"] * completions.get(line["phase"], prompts)
                 line["tokens_per_second"] = tokens / line["step_seconds"]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"--report: {path} is damaged: a line of it does not hold metrics") from None
@@ -164,10 +167,10 @@ def metric_series(lines: list[dict]) -> dict[str, list[list]]:
 
 
 def target_metrics(config: dict, series: dict) -> list[str]:
-    """Return the metrics of quality on held-out data: accuracy, or the points of other rewards that were trained on."""
+    """Return the metrics of quality on held-out data: accuracy, or the points of the rewards trained on."""
     trained_on = config.get("grpo", {}).get("reward_functions", ["correctness"])
     if config.get("training", {}).get("use_grpo") and "correctness" not in trained_on:
-        return [name for name in series if name.startswith("eval_reward/") and name != "eval_reward/correctness"]
+        return [m for m in series if m.startswith("eval_reward/") and m != "eval_reward/correctness"]
     return [name for name in series if name == "eval_accuracy"]
 
 
@@ -178,7 +181,7 @@ def round_digits(value: float | None, n: int) -> float | None:
 
 
 def phase_starts(lines: list[dict]) -> list[list]:
-    """Return [name, first step] of each phase. A line may cover several steps, and has the number of the last one."""
+    """Return [name, first step] of each phase. A line may cover several steps; it has the last number."""
     last_steps = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
     return [[name, before + 1] for name, before in zip(last_steps, [0, *last_steps.values()], strict=False)]
 
@@ -196,7 +199,7 @@ def list_charts(runs: list[dict]) -> list[dict]:
     return charts + [{"section": "More", "metric": name, "title": name, "unit": ""} for name in others]
 
 
-# ---- completions -----------------------------------------------------------------------------------------------------
+# ---- completions -------------------------------------------------------------------------------------------
 
 
 def read_groups(folder: Path, config: dict) -> tuple[list[dict], dict[int, list], dict[int, str], int]:
@@ -246,7 +249,8 @@ def summarise_groups(records: list[dict], tokenizer) -> list[dict]:
     size = len(groups[0])
     return [
         {
-            "step": group[0]["step"], "group": group[0]["group"], "prompt": prompt_text(group[0]["prompt"], tokenizer),
+            "step": group[0]["step"], "group": group[0]["group"],
+            "prompt": prompt_text(group[0]["prompt"], tokenizer),
             "tied": is_tied, "names": list(group[0]["rewards"]), "first": number * size,
             "completions": [summarise_completion(record) for record in group],
         }
@@ -259,18 +263,19 @@ def summarise_completion(record: dict) -> dict:
     return {
         "text": as_text(record["completion"]), "reward": round_digits(record["reward"], 6),
         "advantage": round_digits(record["advantage"], 4),
-        "points": [round_digits(points, 6) for points in record["rewards"].values()], "finished": record["finished"],
-        "tokens": record["tokens"],
+        "points": [round_digits(points, 6) for points in record["rewards"].values()],
+        "finished": record["finished"], "tokens": record["tokens"],
     }
 
 
 def completion_tokens(record: dict) -> list:
     """Return [ids, log-probabilities, advantages, entropies, changes] of a completion's tokens.
 
-    In nats, except advantages. Log-probabilities have three decimals, the others three significant digits, because changes
-    may be small. A change is the log-probability after the update minus that at sampling, so it includes the rounding
-    differences of sampler and trainer (bfloat16). A token of an environment has None in each list. Advantages are None
-    without a value head, and entropies and changes are None if the run did not save them.
+    In nats, except advantages. Log-probabilities have three decimals, the others three significant digits,
+    because changes may be small. A change is the log-probability after the update minus that at sampling, so
+    it includes the rounding differences of sampler and trainer (bfloat16). A token of an environment has
+    None in each list. Advantages are None without a value head, and entropies and changes are None if the
+    run did not save them.
     """
     sampled, after = record["sampling_logp"], record.get("logp_after")
     logp = [None if (finite := or_none(value)) is None else round(finite, 3) for value in sampled]
@@ -293,7 +298,7 @@ def prompt_text(prompt, tokenizer) -> str:
 
 
 def find_tokenizer(folder: Path, config: dict):
-    """Load the tokenizer of the final model, the newest checkpoint or the initial model; None if there is none."""
+    """Load the tokenizer of the final model, the newest checkpoint or the initial model, or return None."""
     source = config.get("model", {}).get("model_path", "")
     for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
         if path.is_dir() or source == "":
@@ -305,6 +310,6 @@ def find_tokenizer(folder: Path, config: dict):
 
 
 def token_text(tokenizer, token: int) -> str:
-    """Return the text of a token. Some tokenizers drop a leading space, so the token is decoded after itself."""
+    """Return the text of a token, decoded after itself because some tokenizers drop a leading space."""
     once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
     return twice[len(once) :]

@@ -1,5 +1,5 @@
 """
-A linter for reward functions: score correct, wrong, empty and cheating completions, and flag suspicious points.
+Lint reward functions: score correct, wrong, empty and cheating completions, and flag suspicious points.
 
     python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl --limit 20
 
@@ -23,7 +23,7 @@ from sources.tasks import demonstration
 KINDS = {
     "gold": "the completion of the data set, or its answer between the expected tags",
     "empty": "no text",
-    "wrong": "the column `wrong` if there is one; else gold with another answer, or the gold of another example",
+    "wrong": "the column `wrong` if there is one; else gold with another answer, or another example's gold",
     "confident": "wrong, with a claim to be certain",
     "form": "the tags around dots",
     "spam": "three answers, the correct one in the middle",
@@ -34,8 +34,9 @@ SLOW = 0.1                      # seconds per completion
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
-    """Return the text of each kind for one example; other: another example. Without a gold: empty, wrong and form only.
+    """Return the text of each kind for one example; without a gold: empty, wrong and form only.
 
+    other  another example, whose gold is wrong here
     For a conversation the texts are its last turn.
     """
     answer, gold = example.get("answer"), text_of(example.get("completion") or "")
@@ -65,7 +66,7 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
 
 
 def as_rollout(completions: list) -> SimpleNamespace:
-    """Return texts or conversations as a rollout, with one token per word of the last turn and a stop token."""
+    """Return texts or conversations as a rollout: one token per word of the last turn, and a stop token."""
     import torch  # slow to import
     from torch.nn.utils.rnn import pad_sequence
 
@@ -82,7 +83,8 @@ def measure(
 ) -> tuple[dict[str, float], float, list[dict]]:
     """Score all kinds of completions with a function, for the examples that have one of the columns it names.
 
-    returns  mean points by kind (without kinds that it never scored), seconds per completion, calls that failed
+    returns  mean points by kind (without kinds that it never scored), seconds per completion, calls that
+             failed
     """
     from rewards import compute_rewards_for_completions  # slow to import
 
@@ -116,7 +118,7 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
     if not points:
         return ["scores none of the examples: does the data have the columns it needs?"]
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
-        return [f"gives {points['empty']:g} to every completion, so nothing can be learned from it on this data"]
+        return [f"gives {points['empty']:g} to every completion, so nothing can be learned from it here"]
     flags = []
     for lower, kinds in ("gold", list(KINDS)), ("wrong", ["empty", "form", "spam"]):
         limit = points.get(lower, math.inf) + 1e-9
@@ -133,10 +135,13 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
 
 def table_row(name: str, points: dict[str, float]) -> str:
     """Return a line of the table."""
-    return f"| `{name}` | " + " | ".join(f"{points[kind]:.2f}" if kind in points else "" for kind in KINDS) + " |"
+    cells = [f"{points[kind]:.2f}" if kind in points else "" for kind in KINDS]
+    return f"| `{name}` | {' | '.join(cells)} |"
 
 
-def lint(functions: list[Callable], weights: list[float], examples: list[dict]) -> tuple[list[str], list[str]]:
+def lint(
+    functions: list[Callable], weights: list[float], examples: list[dict]
+) -> tuple[list[str], list[str]]:
     """Return the lines of the table, and the flags of all functions and of their weighted sum."""
     table, flags = [f"| points | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"], []
     total: dict[str, float] = {}
@@ -158,25 +163,25 @@ def lint(functions: list[Callable], weights: list[float], examples: list[dict]) 
 
 
 def applicable_functions(examples: list[dict]) -> list[Callable]:
-    """Return the built-in functions that score some of the examples, with their columns and packages at hand."""
+    """Return the built-in functions that have their columns and packages, and score some of the examples."""
     from rewards import BUILT_IN  # slow to import
 
     columns = {name for example in examples for name in example}
-    functions = [f for name, f in BUILT_IN.items() if name != "environment" and not missing_columns(f, columns)]
-    return [function for function in functions if measure(function, examples)[0]]
+    functions = [function for name, function in BUILT_IN.items() if name != "environment"]
+    return [f for f in functions if not missing_columns(f, columns) and measure(f, examples)[0]]
 
 
 def build_parser() -> OneLineParser:
     """Return the parser of the flags."""
-    parser = OneLineParser(prog="rewards.py", description="Find flaws of reward functions.", allow_abbrev=False)
+    parser = OneLineParser(prog="rewards.py", description="Lint reward functions.", allow_abbrev=False)
     add = parser.add_argument
-    add("--lint", action="store_true", required=True, help="score correct, wrong, empty and cheating completions")
+    add("--lint", action="store_true", required=True, help="score correct, wrong and cheating completions")
     add("--reward_functions", nargs="+", default=[],
         help="names from rewards.py, or path/to/file.py:function; empty: the built-in ones that fit the data")
     add("--reward_weights", nargs="+", type=float, default=[], help="one for each function; empty: 1 each")
     add("--dataset", default="arithmetic", help="a built-in task, file or hub id [%(default)s]")
     for name in COLUMNS:
-        add(f"--{name}_column", default="", help=f"column of the data set with the {name}; empty: a usual name")
+        add(f"--{name}_column", default="", help=f"column with the {name}; empty: a usual name")
     add("--bad_lines", default="error", choices=["error", "skip"],
         help="stop at lines of a .jsonl file that are not JSON, or skip them [%(default)s]")
     add("--limit", type=int, default=8, help="use the first n examples [%(default)s]")
@@ -189,11 +194,13 @@ def main(argv: list[str]) -> int:
     from rewards import load_reward_function  # slow to import
 
     columns = {name: getattr(args, f"{name}_column") for name in COLUMNS}
-    examples = load_examples(args.dataset, limit=max(1, args.limit), bad_lines=args.bad_lines, columns=columns)
-    functions = [load_reward_function(name) for name in args.reward_functions] or applicable_functions(examples)
+    limit = max(1, args.limit)
+    examples = load_examples(args.dataset, limit=limit, bad_lines=args.bad_lines, columns=columns)
+    functions = [load_reward_function(name) for name in args.reward_functions]
+    functions = functions or applicable_functions(examples)
     weights = args.reward_weights or [1.0] * len(functions)
     if len(weights) != len(functions):
-        raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions; give one for each")
+        raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions")
     table, flags = lint(functions, weights, examples)
     print("\n".join(table))
     print("".join(f"\n- {flag}" for flag in flags))

@@ -1,8 +1,8 @@
 """
-Command lines: the parser of train.py, infer.py and the reward linter, and everything else about the flags of train.py.
+The parser of train.py, infer.py and the reward linter; the flags, settings files and profiles of train.py.
 
-A mistake is a ValueError of one line. Neither torch nor transformers is imported here or in config.py, because they
-take seconds: help and mistakes are printed before they are loaded.
+A mistake is a ValueError of one line. Neither torch nor transformers is imported here or in config.py, as
+they take seconds to load: help and mistakes are printed before.
 """
 
 import argparse
@@ -26,19 +26,20 @@ Train a language model with GRPO or supervised fine-tuning.
 
     python train.py [settings.json] [--flag value ...]
 
-Later sources override earlier ones: defaults, profile, settings.json, flags. A settings.json holds flags by name; the
-config.json of a run is one. Mistakes in the flags are reported in one line before anything is loaded."""
+Later sources override earlier ones: defaults, profile, settings.json, flags. A settings.json holds flags by
+name; the config.json of a run is one. Mistakes are reported in one line before anything is loaded."""
 HEADINGS = {                    # of --help and docs/configuration.md: first flag under a heading -> heading
     "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling",
     "environment": "Conversations", "reward_functions": "Rewards", "normalize_advantages": "Advantages",
     "loss_type": "Loss", "use_value_head": "Value head", "ppo_epochs": "Updates on a rollout",
-    "use_kl_penalty": "KL to a reference", "use_grpo": "The run", "num_epochs": "Length", "learning_rate": "Optimiser",
-    "max_tokens_per_forward": "Memory and processes", "eval_steps": "Measured and written",
+    "use_kl_penalty": "KL to a reference", "use_grpo": "The run", "num_epochs": "Length",
+    "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes",
+    "eval_steps": "Measured and written",
 }
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
-# ---- shared by train.py, infer.py and the reward linter ----------------------------------------------------------------
+# ---- shared by train.py, infer.py and the reward linter ----------------------------------------------------
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -62,16 +63,16 @@ def exit_on_mistake(program: str):
     try:
         yield
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":            # torchrun starts several processes, and one line is enough
+        if os.environ.get("RANK", "0") == "0":            # of the processes of torchrun the first prints
             print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-# ---- train.py ----------------------------------------------------------------------------------------------------------
+# ---- train.py ----------------------------------------------------------------------------------------------
 
 
 def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield (heading, name, kind, default, help) of every flag, in order. The kind of a choice is its alternatives."""
+    """Yield (heading, name, kind, default, help) of every flag. The kind of a choice is its alternatives."""
     heading = ""
     for f in (f for section in SECTIONS for f in dataclasses.fields(section)):
         heading, choices = HEADINGS.get(f.name, heading), get_args(f.type)
@@ -104,7 +105,8 @@ class TrainParser(OneLineParser):
             elif f.default_factory is not dataclasses.MISSING:
                 self.add_argument(*names, type=choices[0], nargs="+", default=f.default_factory())
             else:
-                self.add_argument(*names, type=str if choices else f.type, choices=choices or None, default=f.default)
+                kind = str if choices else f.type
+                self.add_argument(*names, type=kind, choices=choices or None, default=f.default)
 
     def format_help(self) -> str:
         lines, last, width = [USAGE], "", min(128, shutil.get_terminal_size().columns)
@@ -126,11 +128,11 @@ def parse_config(argv: list[str]) -> Config:
     run = run or (Path(known.replay).parent if known.replay else None)
     if known.resume and run and not (run / "config.json").exists():
         raise ValueError(f"--output_dir={run}: there is no run in it to resume")
-    if run and (known.resume or (run / "config.json").exists()):                 # flags override the run's own settings
-        without = ["model_path", "output_dir"] if known.replay else []           # a replay has no use for the run's model
+    if run and (known.resume or (run / "config.json").exists()):     # flags override the run's settings
+        without = ["model_path", "output_dir"] if known.replay else []    # weights: a checkpoint's or a flag's
         return parse_flags(flags_from_file(str(run / "config.json"), without) + words)
     profile = known.profile
-    if profile not in PROFILES:                           # flags that are incompatible with a profile's need not be so here
+    if profile not in PROFILES:                           # these flags must be compatible without a profile's
         without_profile = parse_flags(words)
         if not without_profile.model.model_path:
             profile = "demo" if without_profile.training.use_grpo else "demo_supervised"
@@ -140,11 +142,12 @@ def parse_config(argv: list[str]) -> Config:
 def parse_flags(argv: list[str]) -> Config:
     """Return the configuration of flags alone, without a settings file, profile or run."""
     args = vars(TrainParser().parse_all(argv, hint="see --help; a file of settings comes before all flags"))
-    return Config(*(section(**{f.name: args[f.name] for f in dataclasses.fields(section)}) for section in SECTIONS))
+    names = {section: [f.name for f in dataclasses.fields(section)] for section in SECTIONS}
+    return Config(*(section(**{name: args[name] for name in names[section]}) for section in SECTIONS))
 
 
 def flags_from_file(path: str, without: Sequence[str] = ()) -> list[str]:
-    """Read a JSON file of settings as a list of flags. Settings may be in sections, as in config.json, or not."""
+    """Read a JSON file of settings as a list of flags. They may be in sections, as in config.json, or not."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -158,7 +161,7 @@ def flags_from_file(path: str, without: Sequence[str] = ()) -> list[str]:
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """Return {"batch_size": 4} as ["--batch_size", "4"]. Empty lists are left out, as they are the default."""
+    """Return {"batch_size": 4} as ["--batch_size", "4"]. Empty lists are left out: they are the default."""
     argv = []
     for name, value in settings.items():
         if value != []:

@@ -1,8 +1,9 @@
 """
-The training doctor: after a step, at most one sentence of advice on what the metrics mean and which flag to change.
+The training doctor: at most one sentence of advice after a step, on the metrics and the flag to change.
 
-A rule takes the metrics so far and returns a sentence or None. The first rule in RULES with a sentence gives the advice, and
-is then skipped for COOLDOWN rollouts. To add a rule, write a function and enter it into RULES, in order of priority.
+A rule takes the metrics so far and returns a sentence or None. The first rule in RULES with a sentence gives
+the advice, and is then skipped for COOLDOWN rollouts. To add a rule, write a function and enter it into
+RULES, in order of priority.
 """
 
 import math
@@ -14,7 +15,7 @@ COOLDOWN = 20                   # rollouts before the same rule gives advice aga
 
 
 def diagnose(history: list[dict], config) -> str | None:
-    """Return 'rule: sentence' or None. history: metrics of the GRPO rollouts so far, as in metrics.jsonl, newest last."""
+    """Return 'rule: sentence' or None. history: metrics of the GRPO rollouts so far, the newest last."""
     if len(history) < WINDOW:
         return None
     recent = {(line.get("advice") or "").partition(":")[0] for line in history[-COOLDOWN:]}
@@ -47,22 +48,23 @@ def expected_ties(success: float, group_size: int) -> float:
     return success**group_size + (1 - success) ** group_size
 
 
-# ---- rules: comparisons with NaN are False, so a missing metric gives no advice ---------------------------------------
+# ---- rules: comparisons with NaN are False, so a missing metric gives no advice ----------------------------
 
 
 def not_finite(history, config):
     """Report skipped updates."""
     skipped = sum(line.get("skipped") or 0 for line in history[-WINDOW:])
     if skipped:
-        return (f"{skipped} of the last updates had a loss or gradient that is not finite and were skipped: lower "
-                f"--learning_rate (now {config.training.learning_rate:g}), and inspect skipped.jsonl with --replay")
+        return (f"{skipped} of the last updates had a loss or gradient that is not finite and were skipped: "
+                f"lower --learning_rate (now {config.training.learning_rate:g}), and inspect skipped.jsonl "
+                "with --replay")
 
 
 def nothing_scored(history, config):
     """Report that reward functions scored no completion."""
     if recent_mean(history, "unscored") == 1:
-        return (f"none of the completions of {WINDOW} rollouts could be scored, so nothing is learned: stop, and look "
-                "for the reason in reward_errors.jsonl or with --check")
+        return (f"none of the completions of {WINDOW} rollouts could be scored, so nothing is learned: stop, "
+                "and look for the reason in reward_errors.jsonl or with --check")
 
 
 def unscored(history, config):
@@ -76,7 +78,7 @@ def saturated(history, config):
     """Report that almost all completions are correct."""
     success = recent_mean(history, "reward/correctness")
     if success > 0.98:
-        return f"{success:.0%} of the completions are correct: little is left to learn; take harder problems, or stop"
+        return f"{success:.0%} of the completions are correct, so little can be learned: take harder problems"
 
 
 def ties(history, config):
@@ -93,7 +95,7 @@ def ties(history, config):
     found += f"; with success {success:.2f} and {size} completions {expected:.0%} is expected"
     wanted = next((n for n in (2 * size, 4 * size, 8 * size) if expected_ties(success, n) < 0.5), None)
     if expected < tied - 0.2 and or_replace:
-        return f"{found}: some problems are always solved and others never; --dynamic_sampling 3 replaces them"
+        return f"{found}: some problems are always solved, others never; --dynamic_sampling 3 replaces them"
     if wanted is None:
         return f"{found}: take {'easier' if success < 0.5 else 'harder'} problems{or_replace}"
     return f"{found}: raise --num_completions_per_prompt to {wanted}"
@@ -103,8 +105,9 @@ def entropy_falls(history, config):
     """Report a loss of entropy: the policy explores less."""
     before, after = earlier_mean(history, "entropy"), recent_mean(history, "entropy")
     if after < 0.6 * before:
-        return (f"entropy fell from {before:.2f} to {after:.2f} nat/token in {DISTANCE} rollouts: if the reward does not rise "
-                f"meanwhile, lower --learning_rate (now {config.training.learning_rate:g}), or try --entropy_coef 0.01")
+        return (f"entropy fell from {before:.2f} to {after:.2f} nat/token in {DISTANCE} rollouts: if the "
+                f"reward does not rise meanwhile, lower --learning_rate (now {config.training.learning_rate:g}), "
+                "or try --entropy_coef 0.01")
 
 
 def lengths_explode(history, config):
@@ -112,7 +115,7 @@ def lengths_explode(history, config):
     before, after = earlier_mean(history, "completion_tokens"), recent_mean(history, "completion_tokens")
     if after > 2 * before:
         return (f"completions grew from {before:.0f} to {after:.0f} tokens in {DISTANCE} rollouts: check in "
-                "rollouts.jsonl that the text is useful; --overlong penalise takes points from those near the limit")
+                "rollouts.jsonl that the text is useful; --overlong penalise takes points off near the limit")
 
 
 def lengths_collapse(history, config):
@@ -120,14 +123,16 @@ def lengths_collapse(history, config):
     before, after = earlier_mean(history, "completion_tokens"), recent_mean(history, "completion_tokens")
     if after < 0.5 * before:
         return (f"completions shrank from {before:.0f} to {after:.0f} tokens in {DISTANCE} rollouts: see in "
-                "rollouts.jsonl which rewards they still get, and lower the --reward_weights of those that need no solution")
+                "rollouts.jsonl which rewards they still get, and lower the --reward_weights of those that "
+                "need no solution")
 
 
 def truncation(history, config):
     """Report completions that are truncated at the limit."""
     share, limit = recent_mean(history, "truncated"), config.grpo.generation_max_length
     if share > 0.3:
-        return f"{share:.0%} of the completions were truncated at {limit} tokens: raise --generation_max_length to {2 * limit}"
+        return (f"{share:.0%} of the completions were truncated at {limit} tokens: raise "
+                f"--generation_max_length to {2 * limit}")
 
 
 def kl_runs_away(history, config):
@@ -135,22 +140,22 @@ def kl_runs_away(history, config):
     before, after = earlier_mean(history, "kl"), recent_mean(history, "kl")
     coefficient = history[-1].get("kl_coef", config.grpo.kl_penalty_coef)
     if after > 0.1 and after > 3 * before:
-        return (f"KL to the reference rose from {before:.2f} to {after:.2f} nat/token in {DISTANCE} rollouts: raise "
-                f"--kl_penalty_coef (now {coefficient:g}), or lower --learning_rate")
+        return (f"KL to the reference rose from {before:.2f} to {after:.2f} nat/token in {DISTANCE} "
+                f"rollouts: raise --kl_penalty_coef (now {coefficient:g}), or lower --learning_rate")
 
 
 def clipping(history, config):
     """Report that the clip removes the gradient of many tokens."""
     share = recent_mean(history, "clip_fraction")
     if share > 0.3 and config.grpo.loss_type != "gspo":   # gspo's clip range is so narrow that this is usual
-        return (f"{share:.0%} of the tokens are clipped: the updates move too far from the rollout's policy; lower "
-                f"--ppo_epochs (now {config.grpo.ppo_epochs}) or --learning_rate")
+        return (f"{share:.0%} of the tokens are clipped: the updates move too far from the rollout's policy; "
+                f"lower --ppo_epochs (now {config.grpo.ppo_epochs}) or --learning_rate")
 
 
 RULES: dict[str, Callable] = {
     rule.__name__: rule
     for rule in (
-        not_finite, nothing_scored, unscored, saturated, lengths_collapse, kl_runs_away, entropy_falls, lengths_explode,
-        truncation, clipping, ties,
+        not_finite, nothing_scored, unscored, saturated, lengths_collapse, kl_runs_away, entropy_falls,
+        lengths_explode, truncation, clipping, ties,
     )
 }

@@ -1,8 +1,9 @@
 """
 Send metrics and saved completions to TensorBoard, wandb or trackio, under the names phase/metric.
 
-No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline; trackio writes into
-a folder of its own. Left out on purpose: several trackers at once. metrics.jsonl holds all metrics.
+No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline;
+trackio writes into a folder of its own. Left out on purpose: several trackers at once. metrics.jsonl holds
+all metrics.
 """
 
 import importlib.util
@@ -16,7 +17,7 @@ CELL_ESCAPES = str.maketrans({"|": "/", "\n": " ", "`": "'"})
 
 
 def open_tracker(report_to: str, folder: Path, settings: dict, last_step: int):
-    """Return the tracker of a run that continues after optimiser step last_step (0: a new run); None for "none"."""
+    """Return a tracker or None. last_step: the optimiser step that a run continues after; 0: a new run."""
     if report_to == "none":
         return None
     if report_to == "tensorboard":
@@ -33,7 +34,7 @@ def table_rows(completions: list[dict]) -> list[list]:
 def refuse_missing(report_to: str) -> None:
     """Raise ValueError, one line, if a tracker is not installed."""
     if report_to in ("wandb", "trackio") and not importlib.util.find_spec(report_to):
-        raise ValueError(f"--report_to={report_to}: is not installed; pip install {report_to}, or choose tensorboard")
+        raise ValueError(f"--report_to={report_to}: is not installed; pip install {report_to}")
 
 
 class TensorBoard:

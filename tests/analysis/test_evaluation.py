@@ -282,7 +282,7 @@ def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
 
 @pytest.mark.parametrize("flags,message", [
     ("--evaluate arithmetic --samples 0", "--samples=0: needs at least one"),
-    ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: greedy completions"),
+    ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
     ("--question q --samples 4", "--samples=4: needs --evaluate"),
     ("--question q --against_model m", "--against_model=m: needs --evaluate"),
     ("--question q --json out.json", "--json=out.json: needs --evaluate"),
