@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from config import PROFILES  # noqa: E402
-from runs.command_line import described_flags
+from runs.command_line import described_flags  # noqa: E402
 
 HEAD = """\
 # Every flag

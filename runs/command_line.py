@@ -129,7 +129,7 @@ def parse_config(argv: list[str]) -> Config:
     if known.resume and run and not (run / "config.json").exists():
         raise ValueError(f"--output_dir={run}: there is no run in it to resume")
     if run and (known.resume or (run / "config.json").exists()):     # flags override the run's settings
-        without = ["model_path", "output_dir"] if known.replay else []    # weights: a checkpoint's or a flag's
+        without = ["model_path", "output_dir"] if known.replay else []    # a checkpoint's or flag's
         return parse_flags(flags_from_file(str(run / "config.json"), without) + words)
     profile = known.profile
     if profile not in PROFILES:                           # these flags must be compatible without a profile's

@@ -106,7 +106,7 @@ def entropy_falls(history, config):
     before, after = earlier_mean(history, "entropy"), recent_mean(history, "entropy")
     if after < 0.6 * before:
         return (f"entropy fell from {before:.2f} to {after:.2f} nat/token in {DISTANCE} rollouts: if the "
-                f"reward does not rise meanwhile, lower --learning_rate (now {config.training.learning_rate:g}), "
+                f"reward does not rise, lower --learning_rate (now {config.training.learning_rate:g}), "
                 "or try --entropy_coef 0.01")
 
 

@@ -276,7 +276,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
 
 def test_of_very_many_completions_every_nth_saved_step_is_shown(tmp_path, monkeypatch):
     folder = fake_run(tmp_path / "run", steps=40)
-    monkeypatch.setattr(report, "BYTES_SHOWN", (folder / "rollouts.jsonl").stat().st_size // 3 + 1)
+    monkeypatch.setattr(report, "MAX_BYTES", (folder / "rollouts.jsonl").stat().st_size // 3 + 1)
     page = Page(write_report(folder))
     run = page.data["page"]["runs"][0]
     assert run["every"] == 3 and list(dict.fromkeys(group["step"] for group in run["groups"])) == [2, 14, 26, 38]
@@ -312,7 +312,7 @@ def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
 
 
 @pytest.mark.parametrize("break_it,message", [
-    (lambda folder: (folder / "config.json").unlink(), "is not the folder of a run: it has no config.json"),
+    (lambda folder: (folder / "config.json").unlink(), "is not a run folder: it has no config.json"),
     (lambda folder: (folder / "config.json").write_text("[1"), "config.json is not the config.json of a run"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json is not the config.json of a run"),
     (lambda folder: (folder / "config.json").write_text('{"model_path": "x"}'), "config.json is not the config.json of a run"),
@@ -674,7 +674,8 @@ def test_cards_by_hand(tmp_path, visit):
     assert "mean log-probability -0.750 nat" in card(page, 3, 0).inner_text(), "of the policy's tokens"
     titles = card(page, 3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
     assert titles[:3] == [
-        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\ntoken of the environment', '"c"\nlog-probability -0.5 nat\nadvantage -4']
+        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\ntoken of the environment',
+        '"c"\nlog-probability -0.5 nat\nadvantage -4']
     page.select_option("#colour", "advantage")
     assert colours(page, 2, 0)[0] == [42, 111, 191, 0.6] and colours(page, 2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
     assert colours(page, 3, 0) == [
@@ -870,7 +871,7 @@ def test_wrong_is_what_correctness_could_score_and_did_not_find_right(tmp_path, 
 
 def test_steps_are_gone_through_one_by_one_and_not_beyond_the_ends(tmp_path, visit, monkeypatch):
     folder = fake_run(tmp_path / "run", steps=24)
-    monkeypatch.setattr(report, "BYTES_SHOWN", (folder / "rollouts.jsonl").stat().st_size // 2 + 1)
+    monkeypatch.setattr(report, "MAX_BYTES", (folder / "rollouts.jsonl").stat().st_size // 2 + 1)
     page = visit(write_report(folder))
     seen = []
     for button in "#on", "#back", "#back", "#back", "#on":

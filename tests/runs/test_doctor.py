@@ -21,7 +21,8 @@ SICK = {
     "kl_runs_away": ({"kl": 0.3}, "rose from 0.02 to 0.30 nat/token in 10 rollouts: raise --kl_penalty_coef"),
     "entropy_falls": ({"entropy": 0.2}, "entropy fell from 0.50 to 0.20 nat/token in 10 rollouts"),
     "lengths_explode": ({"completion_tokens": 100.0}, "grew from 40 to 100 tokens"),
-    "truncation": ({"truncated": 0.4}, "40% of the completions were truncated at 256 tokens: raise --generation_max_length to 512"),
+    "truncation": (
+        {"truncated": 0.4}, "40% of the completions were truncated at 256 tokens: raise --generation_max_length to 512"),
     "clipping": ({"clip_fraction": 0.5}, "50% of the tokens are clipped"),
     "ties": (
         {"tied_groups": 0.62, "reward/correctness": 0.05},
