@@ -43,7 +43,7 @@ class AnswerStreamer(TextStreamer):
 
 @dataclass
 class ChatModel:
-    """A model with its tokenizer and settings of sampling."""
+    """Answer prompts with a model, its tokenizer and settings of sampling."""
 
     model: torch.nn.Module
     tokenizer: object

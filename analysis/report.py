@@ -95,9 +95,9 @@ def fill(template: str, blocks: list[str]) -> str:
     return head + "\n".join(blocks) + tail
 
 
-def block(name: str, data) -> str:
+def block(name: str, content) -> str:
     """Return data for the page as JSON. \\u003c stands for each <, so no tag can begin or end in it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 

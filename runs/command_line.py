@@ -91,22 +91,23 @@ def parse_bool(text: str) -> bool:
 
 
 class TrainParser(OneLineParser):
-    """A flag for each field of the configuration. Help is printed under headings."""
+    """Parse a flag for each field of the configuration, and print help under headings."""
 
     def __init__(self):
         super().__init__(prog="train.py", allow_abbrev=False)
         for f in (f for section in SECTIONS for f in dataclasses.fields(section)):
-            names, choices = [f"--{f.name}", f"--{f.name.replace('_', '-')}"], get_args(f.type)
+            names, choices = dict.fromkeys([f.name, f.name.replace("_", "-")]), get_args(f.type)
+            flags = [f"--{name}" for name in names]
             if f.type is bool:
-                self.add_argument(*names, type=parse_bool, nargs="?", const=True, default=f.default)
+                self.add_argument(*flags, type=parse_bool, nargs="?", const=True, default=f.default)
                 if f.default:                             # switched off by --no_use_kl_penalty as well
                     negated = [f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"]
                     self.add_argument(*negated, dest=f.name, action="store_false", default=True)
             elif f.default_factory is not dataclasses.MISSING:
-                self.add_argument(*names, type=choices[0], nargs="+", default=f.default_factory())
+                self.add_argument(*flags, type=choices[0], nargs="+", default=f.default_factory())
             else:
                 kind = str if choices else f.type
-                self.add_argument(*names, type=kind, choices=choices or None, default=f.default)
+                self.add_argument(*flags, type=kind, choices=choices or None, default=f.default)
 
     def format_help(self) -> str:
         lines, last, width = [USAGE], "", min(128, shutil.get_terminal_size().columns)
@@ -141,7 +142,9 @@ def parse_config(argv: list[str]) -> Config:
 
 def parse_flags(argv: list[str]) -> Config:
     """Return the configuration of flags alone, without a settings file, profile or run."""
-    args = vars(TrainParser().parse_all(argv, hint="see --help; a file of settings comes before all flags"))
+    is_file = any(word.endswith(".json") for word in argv)
+    hint = "a file of settings comes before all flags" if is_file else "see --help"
+    args = vars(TrainParser().parse_all(argv, hint))
     names = {section: [f.name for f in dataclasses.fields(section)] for section in SECTIONS}
     return Config(*(section(**{name: args[name] for name in names[section]}) for section in SECTIONS))
 

@@ -680,7 +680,7 @@ def test_cards_by_hand(tmp_path, visit):
     assert colours(page, 2, 0)[0] == [42, 111, 191, 0.6] and colours(page, 2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
     assert colours(page, 3, 0) == [
         pytest.approx(c) for c in ([42, 111, 191, 0.3], [0, 0, 0, 0], [201, 66, 48, 0.6], [0, 0, 0, 0])]
-    assert " ".join(page.inner_text("#legend").split()) == "negative positive, beside the group's largest"
+    assert " ".join(page.inner_text("#legend").split()) == "negative positive; full colour at the group's largest"
     page.select_option("#colour", "")
     assert {colour[3] for colour in colours(page, 2, 0)} == {0} and page.inner_text("#legend") == ""
 
