@@ -21,6 +21,7 @@ from typing import Any, get_args
 from config import PROFILES, Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 
 SECTIONS = (ModelConfig, DataConfig, GRPOConfig, TrainingConfig)
+FIELDS = [f for section in SECTIONS for f in dataclasses.fields(section)]
 USAGE = """\
 Train a language model with GRPO or supervised fine-tuning.
 
@@ -74,7 +75,7 @@ def exit_on_mistake(program: str):
 def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
     """Yield (heading, name, kind, default, help) of every flag. The kind of a choice is its alternatives."""
     heading = ""
-    for f in (f for section in SECTIONS for f in dataclasses.fields(section)):
+    for f in FIELDS:
         heading, choices = HEADINGS.get(f.name, heading), get_args(f.type)
         is_list = f.default_factory is not dataclasses.MISSING
         default = " ".join(f.default_factory()) if is_list else f.default
@@ -95,9 +96,8 @@ class TrainParser(OneLineParser):
 
     def __init__(self):
         super().__init__(prog="train.py", allow_abbrev=False)
-        for f in (f for section in SECTIONS for f in dataclasses.fields(section)):
-            names, choices = dict.fromkeys([f.name, f.name.replace("_", "-")]), get_args(f.type)
-            flags = [f"--{name}" for name in names]
+        for f in FIELDS:
+            flags, choices = dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"]), get_args(f.type)
             if f.type is bool:
                 self.add_argument(*flags, type=parse_bool, nargs="?", const=True, default=f.default)
                 if f.default:                             # switched off by --no_use_kl_penalty as well
@@ -145,8 +145,8 @@ def parse_flags(argv: list[str]) -> Config:
     is_file = any(word.endswith(".json") for word in argv)
     hint = "a file of settings comes before all flags" if is_file else "see --help"
     args = vars(TrainParser().parse_all(argv, hint))
-    names = {section: [f.name for f in dataclasses.fields(section)] for section in SECTIONS}
-    return Config(*(section(**{name: args[name] for name in names[section]}) for section in SECTIONS))
+    values = ({f.name: args[f.name] for f in dataclasses.fields(section)} for section in SECTIONS)
+    return Config(*(section(**fields) for section, fields in zip(SECTIONS, values, strict=True)))
 
 
 def flags_from_file(path: str, without: Sequence[str] = ()) -> list[str]:

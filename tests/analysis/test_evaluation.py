@@ -65,7 +65,7 @@ def test_the_summary_by_hand():
 
 # ---- intervals: how often they hold the truth -----------------------------------------------------------------------
 
-TIMES = 500                     # 95 % of so many is found to within 2 % by two standard deviations
+TIMES = 500                     # 95 % of them is found to within 2 % by two standard deviations
 
 
 def measured(generator, size, n, difficulty=None):
@@ -151,7 +151,7 @@ def test_completions_of_one_problem_are_no_more_problems():
     assert held / TIMES < 0.7
 
 
-def test_which_interval_is_taken_is_said():
+def test_the_result_names_its_interval():
     assert estimate_mean(np.array([0.0, 1.0, 1.0]))["interval"] == "Wilson"
     assert estimate_mean(np.array([0.0, 0.5, 1.0]))["interval"] == "Wilson, effective number of problems"
     nothing_right = estimate_mean(np.zeros(50))

@@ -139,8 +139,8 @@ def test_what_only_the_other_run_has_is_drawn_and_what_is_no_number_is_not(tmp_p
 
 
 def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_the_one_it_began_with(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(report, "load_tokenizer", lambda config: asked.append(config.model_path) or byte_tokenizer())
+    loaded = []
+    monkeypatch.setattr(report, "load_tokenizer", lambda config: loaded.append(config.model_path) or byte_tokenizer())
     begun = tmp_path / "begun"
     begun.mkdir()
     folder = fake_run(tmp_path / "run", flags=["--model_path", str(begun)])
@@ -150,7 +150,7 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
     write_report(folder)
     (folder / "final").mkdir()
     write_report(folder)
-    assert asked == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
+    assert loaded == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
 
 
 def test_every_metric_is_drawn_and_known_ones_come_first_with_a_unit(tmp_path):
@@ -321,7 +321,7 @@ def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
     (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1}\n'), "rollouts.jsonl is damaged"),
     (lambda folder: (folder / "rollouts.jsonl").write_text("no\n"), "rollouts.jsonl is damaged"),
 ])
-def test_what_is_no_run_is_said_in_one_line(tmp_path, break_it, message):
+def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):
     folder = fake_run(tmp_path / "run")
     break_it(folder)
     for flags in ["--report", str(folder)], ["--report", str(fake_run(tmp_path / "fine")), "--against", str(folder)]:
@@ -625,15 +625,15 @@ def test_numbers_and_ranges_by_hand(tmp_path, visit):
         assert page.evaluate(f"shown({value})") == text
 
 
-def test_the_pointer_reads_the_nearest_step_and_hears_the_doctor_and_a_click_goes_there(tmp_path, visit):
+def test_the_pointer_reads_the_nearest_step_shows_the_advice_and_a_click_opens_that_step(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
     chart = Chart(page, "reward")
-    for pointed, said in {
+    for pointed, shown in {
         7.8: "step 8\n0.6667 points", 4.4: "step 4\n0.3333 points",
         5: "step 5\n0.4167 points\nstep 5: ties: <b>most</b> groups",
     }.items():
         page.mouse.move(*chart.place(page, pointed))
-        assert chart.card.locator(".tip").inner_text() == said
+        assert chart.card.locator(".tip").inner_text() == shown
     page.mouse.click(*chart.place(page, 6.4))
     assert groups_shown(page)[1] == "step 6, group 1"
 
@@ -772,7 +772,7 @@ def test_it_opens_where_there_is_something_to_learn(tmp_path, visit):
     assert groups_shown(visit(write_report(folder)))[1] == "step 10, group 1tied"
 
 
-def test_it_says_so_when_another_step_is_shown_than_was_asked_for(tmp_path, visit):
+def test_the_page_names_the_step_shown_instead_of_an_unsaved_one(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run"), fake_run(tmp_path / "other")))
     assert not page.is_visible("#nearest")
     page.locator(".advice button").first.click()
@@ -792,9 +792,9 @@ def test_it_says_so_when_another_step_is_shown_than_was_asked_for(tmp_path, visi
 @pytest.mark.parametrize("width", [390, 1500])
 def test_no_flag_and_no_number_is_broken(tmp_path, visit, width):
     folder = fake_run(tmp_path / "run", flags=["--learning_rate", "5e-7"])
-    said = "ties: most groups of the last 12345678 rollouts: raise --num_completions_per_prompt to 16 or --dynamic_sampling"
+    shown = "ties: most groups of the last 12345678 rollouts: raise --num_completions_per_prompt to 16 or --dynamic_sampling"
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 13, "phase": "grpo", "advice": f"{said}; {said}"}) + "\n")
+        file.write(json.dumps({"step": 13, "phase": "grpo", "advice": f"{shown}; {shown}"}) + "\n")
     page = visit(write_report(folder, fake_run(tmp_path / ("a_long_name" * 5))), width=width)
     page.locator("summary", has_text="All settings").click()
     cells = page.locator("td, .advice li > span:last-child").evaluate_all("""cells => cells.flatMap(cell => {
@@ -862,7 +862,7 @@ def test_wrong_is_what_correctness_could_score_and_did_not_find_right(tmp_path, 
         record["rewards"] = {"length": 0.5}
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = visit(write_report(folder, fake_run(tmp_path / "third")))
-    assert page.is_disabled("#wrong"), "nobody knows"
+    assert page.is_disabled("#wrong"), "it cannot be known"
     page.select_option("#run", "1")
     page.check("#wrong")
     page.select_option("#run", "0")
@@ -909,10 +909,10 @@ def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
     assert chart.card.locator("line[stroke-dasharray]").count() == 2
     page.mouse.move(*chart.place(page, 30))
     assert chart.card.locator(".tip").inner_text() == "step 12\n1 points\n0.75 points at 30"
-    said = page.locator(".advice li")
-    sentences = [" ".join(text.split()) for text in said.all_inner_texts()]
+    shown = page.locator(".advice li")
+    sentences = [" ".join(text.split()) for text in shown.all_inner_texts()]
     assert sentences == ["step 5 ties: <b>most</b> groups", "step 19 kl: far away"]
-    said.nth(1).get_by_role("button").click()
+    shown.nth(1).get_by_role("button").click()
     assert page.input_value("#run") == "1" and groups_shown(page)[1] == "step 18, group 1"
     assert "other<eos>" in page.locator("#list .completion").first.inner_text()
     page.select_option("#step", "2")

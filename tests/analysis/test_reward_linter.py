@@ -101,7 +101,7 @@ def test_without_names_the_functions_are_those_that_score_something(capsys, monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)           # no math-verify
     reward_linter.main(["--lint", "--limit", "2"])
     printed = capsys.readouterr().out
-    assert "| `correctness` |" in printed and "environment" not in printed, "nobody gives its points here"
+    assert "| `correctness` |" in printed and "environment" not in printed, "it needs an environment"
     assert "multiple_choice" not in printed and "math_equality" not in printed and "failed" not in printed
 
 
