@@ -7,12 +7,12 @@ Later wins: defaults, profile, settings.json, flags. A settings.json holds flags
 a run is one. User mistakes end here, in one line, before anything is loaded.
 """
 
+import ast
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
-
-from grpo import AGGREGATIONS, BASELINES, LOSS_TYPES, SCALES
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}
 # What a run starts from; any flag overrides it. `demo` is taken when no --model_path is given, `demo_supervised` when
@@ -44,6 +44,14 @@ PROFILES: dict[str, dict[str, Any]] = {
         num_completions_per_prompt=8, batch_size=2, learning_rate=1e-5, max_grad_norm=2.0, warmup_ratio=0.05, eval_steps=100,
     ),
 }
+
+
+def table_keys(name: str) -> tuple[str, ...]:
+    """Return the keys of a table in grpo.py. Reads its source: importing torch takes seconds, and --help should not."""
+    tree = ast.parse((Path(__file__).parent / "grpo.py").read_text(encoding="utf-8"))
+    assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    table = next(node.value for node in assignments if ast.unparse(node.targets[0]) == name)
+    return tuple(key.value for key in table.keys)
 
 
 def flag(default, help: str):
@@ -135,13 +143,15 @@ class GRPOConfig(Section):
     overlong_buffer: int = flag(0, "tokens before the limit in which that penalty rises; 0: a fifth of generation_max_length")
 
     normalize_advantages: bool = flag(True, "divide by the standard deviation; without it, Dr. GRPO")
-    advantage_scale: Literal[*(name for name in SCALES if name != "none")] = flag(
+    advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
         "group", "divide by the standard deviation of each group, or of the batch")
     advantage_epsilon: float = flag(1e-8, "added to that standard deviation")
-    baseline: Literal[*BASELINES] = flag("group_mean", "what a reward is compared with; global_mean: of the whole run so far")
+    baseline: Literal[table_keys("baselines")] = flag(
+        "group_mean", "what rewards are compared with; global_mean: the mean of all rewards of the run so far")
 
-    loss_type: Literal[LOSS_TYPES] = flag("dapo", "how tokens are clipped and averaged, see grpo.py")
-    loss_aggregation: Literal["", *AGGREGATIONS] = flag("", "how tokens are averaged; empty: as the loss type does")
+    loss_type: Literal[table_keys("LOSSES")] = flag("dapo", "how tokens are clipped and averaged, see grpo.py")
+    loss_aggregation: Literal["", *table_keys("aggregations")] = flag(
+        "", "how tokens are averaged; empty: as the loss type does")
     clip_low: float = flag(0.2, "a token's probability ratio may fall to 1 - clip_low before its gradient ends")
     clip_high: float = flag(0.2, "and rise to 1 + clip_high; inert with one update per rollout")
     dual_clip: float = flag(0.0, "where the advantage is negative, end the gradient above this ratio too, such as 3; 0: never")

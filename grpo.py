@@ -1,14 +1,13 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
 policy_loss works alone, copied below `import torch` and `from torch import Tensor` without the rest of this
-file; policy_loss needs aggregate and LOSSES as well. The tables of compute_group_advantages are default
-arguments, so that a copy of the function has them; BASELINES and SCALES are the same tables.
+file; policy_loss needs aggregate and LOSSES as well.
 
 Reading order: compute_group_advantages (compare each completion with its group), policy_loss (raise the
 probability of the better ones, within limits) with a function for each per-token loss, kl_penalty (stay near
 the reference); value_loss and generalized_advantage_estimation, for training with a critic; then corrections
-of rewards, weights and coefficients. A new baseline or scale is an entry of its table, a new loss a function
-and an entry of LOSSES: the flags' choices come from the tables.
+of rewards, weights and coefficients. A new baseline, scale or aggregation is an entry of its table, a new loss
+a function and an entry of LOSSES: the flags' choices are read from the tables (config.py).
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, and denominators are arguments, so that micro-batches add up to one
@@ -29,19 +28,6 @@ from torch import Tensor
 def compute_group_advantages(
     rewards: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = 1e-8,
     global_mean: float | None = None,
-    baselines: dict = {  # noqa: B006      name -> function that returns b, and whether rows of r - b sum to 0
-        "group_mean": (lambda r, n, m: r.nanmean(dim=1, keepdim=True), True),
-        "group_median": (lambda r, n, m: r.nanquantile(0.5, dim=1, keepdim=True), False),
-        "global_mean": (lambda r, n, m: r.nanmean() if m is None else m, False),
-        "leave_one_out": (lambda r, n, m: (r.nanmean(dim=1, keepdim=True) * n - r) / (n - 1), True),
-    },
-    scales: dict = {  # noqa: B006         name -> function that returns s
-        "group": lambda r, n, e: (
-            (r - r.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (n - 1)
-        ).sqrt() + e,
-        "batch": lambda r, n, e: ((r - r.nanmean()).square().nansum() / (n.sum() - 1)).sqrt() + e,
-        "none": lambda r, n, e: 1.0,
-    },
 ) -> Tensor:
     """Compare each completion with the others of its group.
 
@@ -59,7 +45,6 @@ def compute_group_advantages(
 
     rewards  (P, G) points; NaN where a completion could not be scored: it takes no part in b or s and gets 0
     global_mean  points: the baseline of that name, such as the mean over a run; None: over these rewards
-    baselines, scales  formulas; r = rewards, n (P, 1) scored completions, m = global_mean, e = epsilon
     returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or points if scale="none".
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
              fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
@@ -73,31 +58,32 @@ def compute_group_advantages(
             f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}: "
             "a lone completion has no siblings. For a flat list: rewards.view(-1, group_size)."
         )
-    if baseline not in baselines or scale not in scales:
-        choices = f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}"
-        raise ValueError(choices)
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     scored = ~rewards.isnan()                                                    # (P, G)
-    n = scored.sum(dim=1, keepdim=True)                                          # (P, 1)
-    b, s = baselines[baseline][0](rewards, n, global_mean), scales[scale](rewards, n, epsilon)
+    count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
+    mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)
+    baselines = {               # the keys are the choices of --baseline
+        "group_mean": lambda: mean,
+        "group_median": lambda: rewards.nanquantile(0.5, dim=1, keepdim=True),   # interpolates between two middle ones
+        "global_mean": lambda: rewards.nanmean() if global_mean is None else global_mean,
+        "leave_one_out": lambda: (mean * count - rewards) / (count - 1),         # (P, G)
+    }
+    scales = {                  # the keys are the choices of --advantage_scale
+        "group": lambda: ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
+        "batch": lambda: ((rewards - rewards.nanmean()).square().nansum() / (count.sum() - 1)).sqrt() + epsilon,
+        "none": lambda: 1.0,
+    }
+    if baseline not in baselines or scale not in scales:
+        raise ValueError(f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}")
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 0.8.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
     lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
-    tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also if n < 2
-    return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
+    tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also if count < 2
+    return torch.where(scored & ~tied, (rewards - baselines[baseline]()) / scales[scale](), 0.0)
 
 
-class Baseline(NamedTuple):
-    """An entry of BASELINES."""
-
-    function: Callable          # of r, n, m -> b
-    centered: bool              # whether rows of advantages sum to 0
-
-
-BASELINES: dict[str, Baseline] = compute_group_advantages.__kwdefaults__["baselines"]
-BASELINES.update((name, Baseline(*entry)) for name, entry in BASELINES.items())
-SCALES: dict[str, Callable] = compute_group_advantages.__kwdefaults__["scales"]
+CENTERED_BASELINES = ("group_mean", "leave_one_out")      # under these the advantages of a group sum to 0
 
 
 def policy_loss(
@@ -163,21 +149,19 @@ def aggregate(
 
     summed over tokens where mask (B, T) is True; length counts those of a row, num_sequences rows with any.
     """
-    if aggregation not in ("token_mean", "sequence_mean", "constant"):
-        raise ValueError(f"{aggregation=} must be one of token_mean, sequence_mean, constant")
+    x, lengths = torch.where(mask, x, 0.0), mask.sum(dim=1, keepdim=True).clamp(min=1)
+    aggregations = {            # the keys are the choices of --loss_aggregation
+        "token_mean": lambda: x.sum() / num_tokens,
+        "sequence_mean": lambda: (x / lengths).sum() / num_sequences,
+        "constant": lambda: x.sum() / (num_sequences * max_tokens),
+    }
+    if aggregation not in aggregations:
+        raise ValueError(f"{aggregation=} must be one of {', '.join(aggregations)}")
     if aggregation != "token_mean" and num_sequences is None:
         raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences of the whole step")
     if aggregation == "constant" and max_tokens is None:
         raise ValueError("aggregation='constant' divides by the generation limit: pass max_tokens")
-    x = torch.where(mask, x, 0.0)
-    if aggregation == "token_mean":
-        return x.sum() / num_tokens
-    if aggregation == "constant":
-        return x.sum() / (num_sequences * max_tokens)
-    return (x / mask.sum(dim=1, keepdim=True).clamp(min=1)).sum() / num_sequences
-
-
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+    return aggregations[aggregation]()
 
 
 # ---- per-token losses: each takes those keywords of policy_loss's call that it needs; logp and log_ratio are
@@ -248,7 +232,7 @@ class Loss(NamedTuple):
     aggregation: str            # see aggregate
 
 
-LOSSES: dict[str, Loss] = {
+LOSSES = {                      # the keys are the choices of --loss_type
     "dapo": Loss(clipped_ratio, "token_mean"),
     "grpo": Loss(clipped_ratio, "sequence_mean"),
     "dr_grpo": Loss(clipped_ratio, "constant"),
@@ -256,7 +240,6 @@ LOSSES: dict[str, Loss] = {
     "cispo": Loss(cispo, "token_mean"),
     "reinforce": Loss(reinforce, "token_mean"),
 }
-LOSS_TYPES = tuple(LOSSES)
 
 
 def kl_penalty(

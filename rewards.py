@@ -21,6 +21,11 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 
+if __name__ == "__main__":                                # before the slow imports below: --help answers at once
+    from analysis.reward_linter import run_command_line
+
+    run_command_line(sys.argv[1:])
+
 import torch
 from torch import Tensor
 
@@ -158,9 +163,3 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float], clips: S
     skipped = points.isnan().all(dim=2, keepdim=True)                            # this function does not apply to this group
     weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
-
-
-if __name__ == "__main__":
-    from analysis.reward_linter import main
-
-    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import grpo
 from formula_language import Dual, dual, evaluate, exp, formulas
 from grpo import (
-    AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES, SCALES, adapt_kl_coefficient, aggregate, clipped_ratio,
+    AGGREGATIONS, BASELINES, LOSSES, LOSSES, SCALES, adapt_kl_coefficient, aggregate, clipped_ratio,
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
     overlong_penalty, policy_loss, value_loss,
 )
@@ -231,7 +231,7 @@ def assert_equal_by_hand(loss, batch, **settings):
 
 @pytest.mark.parametrize("kl", KL_TERMS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_aggregation_and_kl_term_equals_a_loop_over_its_formulas(loss_type, aggregation, kl):
     logp, old_logp, advantages, mask = toy_batch(token_level=kl == "k2")
     ref_logp = toy_batch(seed=7)[0].detach()
@@ -262,7 +262,7 @@ def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_thr
 
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weight(loss_type, dual_clip):
     logp, old_logp, advantages, mask = toy_batch(seed=8, token_level=True)
     options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip)
@@ -310,7 +310,7 @@ def test_a_call_without_options_takes_their_usual_values():
         assert torch.equal(by_default, expected)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_importance_weights_multiply_a_tokens_loss(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=5)
     sampling_logp = toy_batch(seed=6)[0].detach()
@@ -326,7 +326,7 @@ def test_importance_weights_multiply_a_tokens_loss(loss_type):
     assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=LOSSES[loss_type].aggregation, weights=weights)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
     logp, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2, dtype=torch.bool)
     for gap, advantage in itertools.product([1e4, -1e4], [1.0, -1.0, 0.0]):
@@ -335,7 +335,7 @@ def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
         assert loss.isfinite() and gradient.isfinite().all(), f"{gap} {advantage}"
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=1)
     counts = dict(num_tokens=int(mask.sum()), num_sequences=4, max_tokens=MAX_TOKENS)
@@ -347,7 +347,7 @@ def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
     close(logp.grad, whole, 1e-12)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_stands_in_the_padding_changes_nothing(loss_type, garbage):
     logp, old_logp, advantages, mask = toy_batch(seed=2, masked_value=0.0)
@@ -384,7 +384,7 @@ def test_the_clip_stops_tokens_that_left_the_trust_region_in_the_direction_of_th
 
 def test_a_fully_masked_micro_batch_has_a_loss_of_zero_that_can_be_differentiated():
     logp, old_logp, advantages, mask = toy_batch()
-    for loss_type in LOSS_TYPES:
+    for loss_type in LOSSES:
         loss, _ = policy_loss(logp, old_logp, advantages, torch.zeros_like(mask), loss_type=loss_type,
                               num_tokens=5, num_sequences=2, max_tokens=3)
         loss.backward()
@@ -588,7 +588,7 @@ def test_an_entry_of_a_table_is_all_that_a_new_baseline_or_scale_takes(monkeypat
 # ---- and it learns -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_bandit_with_one_right_token_is_solved_in_fifty_steps(loss_type):
     torch.manual_seed(0)
     logits = torch.zeros(10, requires_grad=True)

@@ -27,7 +27,7 @@ from experience import (
     Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, rank_micro_batches,
     replace_tied_groups, sample_on_all_ranks, shape_rewards,
 )
-from grpo import BASELINES, LOSSES, adapt_kl_coefficient, aggregate, compute_group_advantages, policy_loss, value_loss
+from grpo import CENTERED_BASELINES, LOSSES, adapt_kl_coefficient, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy, precision_of
 from rewards import compute_rewards_for_completions
@@ -85,7 +85,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     progress.add_rewards(groups.rewards)
     advantages = compute_group_advantages(groups.rewards, **config.advantage_options, global_mean=progress.mean_reward)
     off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
-    centered = off_center <= 1e-3 * max(1.0, largest) or not BASELINES[config.baseline].centered
+    centered = off_center <= 1e-3 * max(1.0, largest) or config.baseline not in CENTERED_BASELINES
     assert centered, f"advantages of a group must sum to 0: {off_center=} {largest=}"
 
     # 3. Compute once what stays the same during the updates: reference log-probabilities, values, importance weights.

@@ -1,14 +1,13 @@
 """
-The report of a run: one HTML page that holds everything it shows, to open, keep or send. It needs no network.
+Write the report of a run: one HTML page that holds all of its data and needs no network.
 
     python infer.py --report RUN [--against OTHER_RUN]          a run writes its own when it ends
 
-Here a run folder becomes data; report.html beside this file is the page that draws it. What a model or a data set wrote is
-not to be trusted: it travels as JSON in which no tag can begin, the page shows it as text and never as HTML, and the page's
-own policy forbids every script but its own and every connection.
+This module reads a run folder; report.html beside it is the page that draws the data. Text of models and
+data sets is not trusted: it is embedded as JSON in which no tag can begin, the page shows it as text and
+never as HTML, and the page's Content-Security-Policy forbids all other scripts and all connections.
 
-Left out on purpose, because rollouts.jsonl does not hold it: what else the policy might have said at a token. Runs that were
-made before entropies and log-probabilities after the update were saved are not coloured by them.
+Left out on purpose: probabilities of tokens that were not sampled. rollouts.jsonl does not hold them.
 """
 
 import base64
@@ -30,17 +29,18 @@ from runs.command_line import SECTIONS
 from runs.records import or_none, read_jsonl
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-BYTES_SHOWN = 50_000_000        # of rollouts.jsonl; of a longer one every second, third, ... saved step. Pages are half as long
-# Section, metric (or its beginning, up to a slash), title, unit. A metric that is not here is drawn under "More".
+# Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
+MAX_BYTES = 50_000_000
+# Section, metric (or its prefix, up to a slash), title, unit. Other metrics are drawn under "More".
 CHARTS = [
     ("Reward", "mean_reward", "reward", "points"),
     ("Reward", "reward/", "{}", "points"),
     ("Held out", "eval_accuracy", "accuracy, 95 % interval", "share"),
     ("Held out", "eval_reward/", "{}, held out", "points"),
-    ("Held out", "eval_truncated", "cut at the limit, held out", "share"),
+    ("Held out", "eval_truncated", "truncated, held out", "share"),
     ("Groups", "tied_groups", "tied groups", "share"),
     ("Groups", "completion_tokens", "completion length", "tokens"),
-    ("Groups", "truncated", "cut at the limit", "share"),
+    ("Groups", "truncated", "truncated completions", "share"),
     ("Policy", "entropy", "entropy", "nat/token"),
     ("Policy", "kl", "KL to the reference", "nat/token"),
     ("Policy", "policy_kl", "KL to the rollout", "nat/token"),
@@ -49,36 +49,37 @@ CHARTS = [
     ("Policy", "loss", "supervised loss", "nat/token"),
     ("Policy", "policy_loss", "policy loss", ""),
     ("Speed and memory", "tokens_per_second", "completion tokens per second", "1/s"),
-    ("Speed and memory", "step_seconds", "a step", "s"),
+    ("Speed and memory", "step_seconds", "step", "s"),
     ("Speed and memory", "sampling_seconds", "sampling and rewards", "s"),
-    ("Speed and memory", "training_seconds", "passes and updates", "s"),
+    ("Speed and memory", "training_seconds", "forward, backward and updates", "s"),
     ("Speed and memory", "peak_memory_gb", "peak memory", "GB"),
 ]
-NOT_DRAWN = {"step", "eval_accuracy_low", "eval_accuracy_high"}                  # the band around eval_accuracy
-DECIMALS = {"mean_advantage": 5}                # in most variants 0 but for float32's rounding, which looks like a curve
+NOT_DRAWN = {"step", "eval_accuracy_low", "eval_accuracy_high"}    # the latter are the band of eval_accuracy
+DECIMALS = {"mean_advantage": 5}                # mostly 0: float32's rounding should not look like a curve
 
 
 def write_report(folder: Path, against: Path | None = None) -> Path:
-    """Write folder/report.html about the run in it, with the curves and groups of another run beside its own.
+    """Write folder/report.html on the run in it, with the curves and groups of another run beside it.
 
-    raises  ValueError in one line, if a folder is no run or a file in it is damaged
+    raises  ValueError in one line, if a folder is not a run or a file in it is damaged
     """
     folders = [folder] if against is None else [folder, against]
     configs = [read_config(path) for path in folders]
     blocks, runs = [], []
     for number, (path, config) in enumerate(zip(folders, configs, strict=True)):
-        lines = metrics_of(path, config)
-        series = series_of(lines)
-        groups, tokens, pieces, every = groups_of(path, config)
-        completions = [completion for of_step in tokens.values() for completion in of_step]
-        blocks += [block(f"tokens-{number}-{step}", of_step) for step, of_step in tokens.items()]
+        lines = read_metrics(path, config)
+        series = metric_series(lines)
+        groups, tokens, pieces, every = read_groups(path, config)
+        completions = [completion for step_tokens in tokens.values() for completion in step_tokens]
+        blocks += [block(f"tokens-{number}-{step}", step_tokens) for step, step_tokens in tokens.items()]
         runs.append({
-            "name": str(path), "series": series, "phases": phases_of(lines), "groups": groups, "pieces": pieces,
-            "every": every, "environment": config["grpo"].get("environment", ""), "judged": judged_by(config, series),
-            "offers": [name for name, at in (("entropy", 3), ("change", 4)) if any(c[at] for c in completions)],
+            "name": str(path), "series": series, "phases": phase_starts(lines), "groups": groups,
+            "pieces": pieces, "every": every, "environment": config["grpo"].get("environment", ""),
+            "judged": target_metrics(config, series),
+            "offers": [name for name, i in (("entropy", 3), ("change", 4)) if any(c[i] for c in completions)],
             "advice": [[line["step"], line["advice"]] for line in lines if line.get("advice")],
         })
-    page = {"runs": runs, "charts": charts_of(runs), "settings": settings_of(configs)}
+    page = {"runs": runs, "charts": list_charts(runs), "settings": list_settings(configs)}
     blocks.append(block("page", page))
     target = folder / "report.html"
     target.write_text(fill(TEMPLATE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
@@ -86,28 +87,28 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
 
 
 def fill(template: str, blocks: list[str]) -> str:
-    """The page, with its data and the fingerprint of its script: no other script may run in it."""
+    """Insert the data and the hash of the page's script, so that no other script may run in it."""
     script = template.partition("<script>")[2].partition("</script>")[0]
-    fingerprint = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    head, marker, tail = template.replace("{{script}}", f"sha256-{fingerprint}").partition("{{data}}")
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    head, marker, tail = template.replace("{{script}}", f"sha256-{script_hash}").partition("{{data}}")
     assert marker, "report.html has no {{data}}"
     return head + "\n".join(blocks) + tail
 
 
-def block(name: str, data) -> str:
-    """Data for the page. In JSON a < can only stand in a string, and there \\u003c is the same: no tag can begin or end."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+def block(name: str, content) -> str:
+    """Return data for the page as JSON. \\u003c stands for each <, so no tag can begin or end in it."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-# ---- settings and metrics --------------------------------------------------------------------------------------------
+# ---- settings and metrics ----------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> dict[str, dict]:
-    """config.json of a run."""
+    """Read config.json of a run."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"--report: {folder} is not the folder of a run: it has no config.json")
+        raise ValueError(f"--report: {folder} is not a run folder: it has no config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         assert all(isinstance(section, dict) for section in config.values())
@@ -116,112 +117,117 @@ def read_config(folder: Path) -> dict[str, dict]:
         raise ValueError(f"--report: {path} is not the config.json of a run") from None
 
 
-def settings_of(configs: list[dict]) -> list[dict]:
-    """Every setting: its section, name, help and default, its value in each run, and which profile set it so, if one did."""
-    defaults, helps = Config().as_dict(), {f.name: f.metadata["help"] for section in SECTIONS for f in fields(section)}
+def list_settings(configs: list[dict]) -> list[dict]:
+    """Return every setting: section, name, help, default, values, and whether the run's profile set them."""
+    helps = {f.name: f.metadata["help"] for section in SECTIONS for f in fields(section)}
+    defaults = Config().as_dict()
     profiles = [PROFILES.get(config.get("training", {}).get("profile", ""), {}) for config in configs]
     rows = []
     for section in defaults | configs[-1] | configs[0]:
-        for name in dict.fromkeys(name for of in (defaults, *configs) for name in of.get(section, {})):
+        names = dict.fromkeys(name for config in (defaults, *configs) for name in config.get(section, {}))
+        for name in names:
             values = [config.get(section, {}).get(name) for config in configs]
             rows.append({
                 "section": section, "name": name, "help": helps.get(name, ""), "values": values,
                 "default": defaults.get(section, {}).get(name),
-                "profile": [name in profile and profile[name] == v for profile, v in zip(profiles, values, strict=True)],
+                "profile": [name in p and p[name] == v for p, v in zip(profiles, values, strict=True)],
             })
     return rows
 
 
-def metrics_of(folder: Path, config: dict) -> list[dict]:
-    """Lines of metrics.jsonl, with tokens_per_second: of completions that a step learns from, over the whole step."""
+def read_metrics(folder: Path, config: dict) -> list[dict]:
+    """Read metrics.jsonl and add tokens_per_second: completion tokens of a step by its duration."""
     path = folder / "metrics.jsonl"
     try:
         lines = read_jsonl(path)
-        completions = {"grpo": config["training"]["batch_size"] * config["grpo"]["num_completions_per_prompt"]}
+        prompts = config["training"]["batch_size"]
+        completions = {"grpo": prompts * config["grpo"]["num_completions_per_prompt"]}
         for line in lines:
             if not {"step", "phase"} <= line.keys():
                 raise KeyError
             if line.get("step_seconds") and line.get("completion_tokens"):
-                tokens = line["completion_tokens"] * completions.get(line["phase"], config["training"]["batch_size"])
+                tokens = line["completion_tokens"] * completions.get(line["phase"], prompts)
                 line["tokens_per_second"] = tokens / line["step_seconds"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"--report: {path} is damaged: a line of it is no metrics") from None
+        raise ValueError(f"--report: {path} is damaged: a line of it does not hold metrics") from None
     return lines
 
 
-def series_of(lines: list[dict]) -> dict[str, list[list]]:
-    """{metric: [steps, values]}; six digits of each value, None where it does not exist."""
+def metric_series(lines: list[dict]) -> dict[str, list[list]]:
+    """Return {metric: [steps, values]}. Values have six significant digits; missing ones are None."""
     series: dict[str, list[list]] = {}
     for line in lines:
         for name, value in line.items():
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
                 steps, values = series.setdefault(name, [[], []])
                 steps.append(line["step"])
-                values.append(digits(round(value, DECIMALS[name]) if value is not None and name in DECIMALS else value, 6))
+                rounded = value is not None and name in DECIMALS
+                values.append(round_digits(round(value, DECIMALS[name]) if rounded else value, 6))
     return {name: columns for name, columns in series.items() if set(columns[1]) - {None}}
 
 
-def judged_by(config: dict, series: dict) -> list[str]:
-    """Metrics that say how good the run is on held-out data: accuracy, or the points of what is trained on instead of it."""
+def target_metrics(config: dict, series: dict) -> list[str]:
+    """Return the metrics of quality on held-out data: accuracy, or the points of the rewards trained on."""
     trained_on = config.get("grpo", {}).get("reward_functions", ["correctness"])
     if config.get("training", {}).get("use_grpo") and "correctness" not in trained_on:
-        return [name for name in series if name.startswith("eval_reward/") and name != "eval_reward/correctness"]
+        return [m for m in series if m.startswith("eval_reward/") and m != "eval_reward/correctness"]
     return [name for name in series if name == "eval_accuracy"]
 
 
-def digits(value: float | None, count: int) -> float | None:
-    """A number as JSON may hold it, to so many significant digits."""
+def round_digits(value: float | None, n: int) -> float | None:
+    """Round to n significant digits. Numbers that JSON cannot hold become None."""
     value = or_none(value)
-    return None if value is None else float(f"{value:.{count}g}")
+    return None if value is None else float(f"{value:.{n}g}")
 
 
-def phases_of(lines: list[dict]) -> list[list]:
-    """[name, first step] of each phase. A line may stand for several steps, and has the number of the last one."""
+def phase_starts(lines: list[dict]) -> list[list]:
+    """Return [name, first step] of each phase. A line may cover several steps; it has the last number."""
     last_steps = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
     return [[name, before + 1] for name, before in zip(last_steps, [0, *last_steps.values()], strict=False)]
 
 
-def charts_of(runs: list[dict]) -> list[dict]:
-    """What to draw, in order: {"section", "metric", "title", "unit"} for every metric that a run has."""
+def list_charts(runs: list[dict]) -> list[dict]:
+    """Return {"section", "metric", "title", "unit"} for every metric of a run, in the order of the page."""
     known = dict.fromkeys(name for run in runs for name in run["series"] if name not in NOT_DRAWN)
     charts = []
     for section, pattern, title, unit in CHARTS:
         for name in known:
             if name == pattern or (pattern.endswith("/") and name.startswith(pattern)):
-                title_here = title.format(name.removeprefix(pattern))
-                charts.append({"section": section, "metric": name, "title": title_here, "unit": unit})
-    drawn = {chart["metric"] for chart in charts}
-    return charts + [{"section": "More", "metric": name, "title": name, "unit": ""} for name in known if name not in drawn]
+                full_title = title.format(name.removeprefix(pattern))
+                charts.append({"section": section, "metric": name, "title": full_title, "unit": unit})
+    others = [name for name in known if name not in {chart["metric"] for chart in charts}]
+    return charts + [{"section": "More", "metric": name, "title": name, "unit": ""} for name in others]
 
 
-# ---- completions -----------------------------------------------------------------------------------------------------
+# ---- completions -------------------------------------------------------------------------------------------
 
 
-def groups_of(folder: Path, config: dict) -> tuple[list[dict], dict[int, list], dict[int, str], int]:
-    """What the page shows of rollouts.jsonl.
+def read_groups(folder: Path, config: dict) -> tuple[list[dict], dict[int, list], dict[int, str], int]:
+    """Read rollouts.jsonl.
 
     returns  groups, each {"step", "group", "prompt", "tied", "names" of the reward functions, "completions"};
-             {step: [tokens_of each of its completions]}, which the page reads when it comes to that step;
-             the text of every token id, {} without a tokenizer; and n, if it is every n-th saved step
+             {step: [completion_tokens of each completion]}, which the page parses when it shows that step;
+             the text of every token id, {} without a tokenizer; and n, if every n-th saved step was read
     """
     path, groups, tokens = folder / "rollouts.jsonl", [], {}
-    every = max(1, -(-path.stat().st_size // BYTES_SHOWN)) if path.is_file() else 1
-    tokenizer = tokenizer_of(folder, config)
+    every = max(1, -(-path.stat().st_size // MAX_BYTES)) if path.is_file() else 1
+    tokenizer = find_tokenizer(folder, config)
     try:
-        for step, of_step in groupby(saved_completions(path, every), key=lambda record: record["step"]):
-            records = list(of_step)
-            tokens[step] = [tokens_of(record) for record in records]
-            groups += groups_of_step(records, tokenizer)
+        for step, step_records in groupby(read_completions(path, every), key=lambda record: record["step"]):
+            records = list(step_records)
+            tokens[step] = [completion_tokens(record) for record in records]
+            groups += summarise_groups(records, tokenizer)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--report: {path} is damaged: {type(error).__name__}: {error}") from None
-    ids = {token for of_step in tokens.values() for completion in of_step for token in completion[0]}
-    return groups, tokens, {token: piece(tokenizer, token) for token in sorted(ids)} if tokenizer else {}, every
+    ids = {token for step_tokens in tokens.values() for completion in step_tokens for token in completion[0]}
+    texts = {token: token_text(tokenizer, token) for token in sorted(ids)} if tokenizer else {}
+    return groups, tokens, texts, every
 
 
-def saved_completions(path: Path, every: int) -> Iterator[dict]:
-    """Records of rollouts.jsonl, of every n-th saved step. A last line cut off by a crash is left out.
+def read_completions(path: Path, every: int) -> Iterator[dict]:
+    """Yield the records of every n-th saved step of rollouts.jsonl. An incomplete last line is skipped.
 
-    Lines of steps that are left out are not parsed: the step is the first thing in a line.
+    Lines of other steps are not parsed: the step is the first field of a line.
     """
     if not path.is_file():
         return
@@ -235,58 +241,64 @@ def saved_completions(path: Path, every: int) -> Iterator[dict]:
                 yield json.loads(line)
 
 
-def groups_of_step(records: list[dict], tokenizer) -> list[dict]:
-    """A step's completions by prompt; "first": how many come before the group's own."""
-    by_group = [list(of_group) for _, of_group in groupby(records, key=lambda record: record["group"])]
-    rewards = [[torch.nan if r["reward"] is None else r["reward"] for r in of_group] for of_group in by_group]
+def summarise_groups(records: list[dict], tokenizer) -> list[dict]:
+    """Return the groups of a step. "first" is the index of the group's first completion within the step."""
+    groups = [list(group) for _, group in groupby(records, key=lambda record: record["group"])]
+    rewards = [[torch.nan if r["reward"] is None else r["reward"] for r in group] for group in groups]
     tied = (compute_group_advantages(torch.tensor(rewards)) == 0).all(dim=1).tolist()
-    size = len(by_group[0])
+    size = len(groups[0])
     return [
         {
-            "step": group[0]["step"], "group": group[0]["group"], "prompt": prompt_text(group[0]["prompt"], tokenizer),
+            "step": group[0]["step"], "group": group[0]["group"],
+            "prompt": prompt_text(group[0]["prompt"], tokenizer),
             "tied": is_tied, "names": list(group[0]["rewards"]), "first": number * size,
-            "completions": [completion_of(record) for record in group],
+            "completions": [summarise_completion(record) for record in group],
         }
-        for number, (group, is_tied) in enumerate(zip(by_group, tied, strict=True))
+        for number, (group, is_tied) in enumerate(zip(groups, tied, strict=True))
     ]
 
 
-def completion_of(record: dict) -> dict:
-    """What the page shows of a completion besides its tokens."""
+def summarise_completion(record: dict) -> dict:
+    """Return the fields of a completion on the page, without its tokens."""
     return {
-        "text": as_text(record["completion"]), "reward": digits(record["reward"], 6),
-        "advantage": digits(record["advantage"], 4),
-        "points": [digits(points, 6) for points in record["rewards"].values()], "finished": record["finished"],
-        "tokens": record["tokens"],
+        "text": as_text(record["completion"]), "reward": round_digits(record["reward"], 6),
+        "advantage": round_digits(record["advantage"], 4),
+        "points": [round_digits(points, 6) for points in record["rewards"].values()],
+        "finished": record["finished"], "tokens": record["tokens"],
     }
 
 
-def tokens_of(record: dict) -> list:
-    """[ids, log-probabilities, advantages, entropies, changes] of a completion's tokens.
+def completion_tokens(record: dict) -> list:
+    """Return [ids, log-probabilities, advantages, entropies, changes] of a completion's tokens.
 
-    Log-probabilities have three decimals, the others three digits, because changes may be small. In nats, but for advantages.
-    A change is the log-probability after the update, less that at sampling: where the sampler rounds otherwise than the
-    trainer (bfloat16), that is in it too. A token that the policy did not choose, which an environment said, has None in each.
-    Advantages are None as a whole without a value head; entropies and changes, where the run did not save them.
+    In nats, except advantages. Log-probabilities have three decimals, the others three significant digits,
+    because changes may be small. A change is the log-probability after the update minus that at sampling, so
+    it includes the rounding differences of sampler and trainer (bfloat16). A token of an environment has
+    None in each list. Advantages are None without a value head, and entropies and changes are None if the
+    run did not save them.
     """
     sampled, after = record["sampling_logp"], record.get("logp_after")
-    logp = [None if (known := or_none(value)) is None else round(known, 3) for value in sampled]
+    logp = [None if (finite := or_none(value)) is None else round(finite, 3) for value in sampled]
     advantages, entropies = (
-        values and [digits(value, 3) for value in values] for values in map(record.get, ("token_advantages", "entropies")))
+        values and [round_digits(value, 3) for value in values]
+        for values in (record.get("token_advantages"), record.get("entropies"))
+    )
     changes = after and [
-        None if new is None or old is None else digits(new - old, 3) for new, old in zip(after, sampled, strict=True)]
+        None if new is None or old is None else round_digits(new - old, 3)
+        for new, old in zip(after, sampled, strict=True)
+    ]
     return [record["completion_ids"], logp, advantages, entropies, changes]
 
 
 def prompt_text(prompt, tokenizer) -> str:
-    """A prompt as people read it: text, chat messages, or token ids of one that was cut."""
+    """Return a prompt as text. It may be text, chat messages, or the token ids of a truncated one."""
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
         return as_text(prompt)
     return f"... {tokenizer.decode(prompt)}" if tokenizer else f"... {len(prompt)} tokens"
 
 
-def tokenizer_of(folder: Path, config: dict):
-    """What the run's tokens mean: from its final model, its newest checkpoint, or the model's folder; None if none is there."""
+def find_tokenizer(folder: Path, config: dict):
+    """Load the tokenizer of the final model, the newest checkpoint or the initial model, or return None."""
     source = config.get("model", {}).get("model_path", "")
     for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
         if path.is_dir() or source == "":
@@ -297,7 +309,7 @@ def tokenizer_of(folder: Path, config: dict):
     return None
 
 
-def piece(tokenizer, token: int) -> str:
-    """The text of a token. What it looks like behind itself: alone, some tokenizers drop the space that it begins with."""
+def token_text(tokenizer, token: int) -> str:
+    """Return the text of a token, decoded after itself because some tokenizers drop a leading space."""
     once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
     return twice[len(once) :]

@@ -1,37 +1,32 @@
 """
-The linter of reward functions: what each of them gives to gold, wrong, empty and cheating completions, and what is odd in it.
+Lint reward functions: score correct, wrong, empty and cheating completions, and flag suspicious points.
 
     python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl --limit 20
 
-prints a table of mean points, then a line for everything to flag. Exit code 1 if there is any, 0 if not.
+prints a table of mean points, then one line per flag. The exit code is 1 if there are flags, 0 if not.
 """
 
-import argparse
 import inspect
 import itertools
 import math
 import re
-import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
 from data import COLUMNS, load_examples
 from reward_functions.answers import extract_answer, text_of
 from reward_functions.loading import RESERVED, missing_columns, name_of
-from rewards import BUILT_IN, compute_rewards_for_completions, load_reward_function
+from runs.command_line import OneLineParser, exit_on_mistake
 from sources.tasks import demonstration
 
 KINDS = {
-    "gold": "the completion of the data set, or its answer in the expected form",
-    "empty": "no text at all",
-    "wrong": "the column `wrong`, where the data has it; else gold with another answer, or what is gold elsewhere",
-    "confident": "wrong, and certain of it",
+    "gold": "the completion of the data set, or its answer between the expected tags",
+    "empty": "no text",
+    "wrong": "the column `wrong` if there is one; else gold with another answer, or another example's gold",
+    "confident": "wrong, with a claim to be certain",
     "form": "the tags around dots",
-    "spam": "three answers, the right one in the middle",
+    "spam": "three answers, the correct one in the middle",
     "repeated": "gold three times",
     "truncated": "the first half of gold",
 }
@@ -39,22 +34,23 @@ SLOW = 0.1                      # seconds per completion
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
-    """Kind -> text, for one example; other: another one. Without anything to call gold: empty, wrong and form alone.
+    """Return the text of each kind for one example; without a gold: empty, wrong and form only.
 
-    Of a conversation it is the last turn that differs.
+    other  another example, whose gold is wrong here
+    For a conversation the texts are its last turn.
     """
     answer, gold = example.get("answer"), text_of(example.get("completion") or "")
     gold = gold or (demonstration("because", answer) if answer else None)
     form = demonstration("...", "...")
     if not gold:
         return {"empty": "", "wrong": "I do not know.", "form": form}
-    right = extract_answer(gold) or answer
-    if answer and right:
+    correct = extract_answer(gold) or answer
+    if answer and correct:
         changed = re.sub(r"\d{1,9}", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)
         wrong_answer = changed if changed != answer else f"not {answer}"
-        head, found, tail = gold.rpartition(right)
+        head, found, tail = gold.rpartition(correct)
         wrong = head + wrong_answer + tail if found else wrong_answer
-        answers = (f"<answer>{text}</answer>" for text in (wrong_answer, right, f"{wrong_answer}1"))
+        answers = (f"<answer>{text}</answer>" for text in (wrong_answer, correct, f"{wrong_answer}1"))
         spam = "<reasoning>One of these.</reasoning>" + "".join(answers)
     else:
         wrong = text_of((other or {}).get("completion") or "I do not know.")
@@ -62,40 +58,49 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     wrong = example.get("wrong") or wrong
     spam = spam or f"{wrong}\n{gold}\n{wrong}"
     start = "<reasoning>" if "<reasoning>" in wrong else ""
-    certain = "I am absolutely certain of this and have checked it twice. "
+    confident = wrong.replace(start, start + "I am absolutely certain of this and have checked it twice. ", 1)
     return {
-        "gold": gold, "empty": "", "wrong": wrong, "confident": wrong.replace(start, start + certain, 1), "form": form,
-        "spam": spam, "repeated": "\n".join([gold] * 3), "truncated": gold[: len(gold) // 2],
+        "gold": gold, "empty": "", "wrong": wrong, "confident": confident, "form": form, "spam": spam,
+        "repeated": "\n".join([gold] * 3), "truncated": gold[: len(gold) // 2],
     }
 
 
 def as_rollout(completions: list) -> SimpleNamespace:
-    """Texts, or conversations, as if they had been sampled: a token for each word of the last turn, and one to stop."""
+    """Return texts or conversations as a rollout: one token per word of the last turn, and a stop token."""
+    import torch  # slow to import
+    from torch.nn.utils.rnn import pad_sequence
+
     words = [text_of(completion).split() for completion in completions]
-    numbers = {word: number for number, word in enumerate(itertools.chain(*words), start=1)}
-    ids = [torch.tensor([*map(numbers.get, text), 0]) for text in words]
-    mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in ids], batch_first=True)
-    return SimpleNamespace(completions=completions, completion_ids=pad_sequence(ids, batch_first=True), completion_mask=mask)
+    vocabulary = {word: token for token, word in enumerate(itertools.chain(*words), start=1)}
+    rows = [torch.tensor([*map(vocabulary.get, text), 0]) for text in words]
+    ids = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
+    return SimpleNamespace(completions=completions, completion_ids=ids, completion_mask=mask)
 
 
-def measure(function: Callable, examples: list[dict], timeout: float = 0.0) -> tuple[dict[str, float], float, list[dict]]:
-    """What a function gives, over the examples that have one of the columns it asks for by name.
+def measure(
+    function: Callable, examples: list[dict], timeout: float = 0.0
+) -> tuple[dict[str, float], float, list[dict]]:
+    """Score all kinds of completions with a function, for the examples that have one of the columns it names.
 
-    returns  mean points by kind (kinds that it never scored are left out), seconds per completion, calls that failed
+    returns  mean points by kind (without kinds that it never scored), seconds per completion, calls that
+             failed
     """
+    from rewards import compute_rewards_for_completions  # slow to import
+
     columns = dict.fromkeys(name for example in examples for name in example)
-    own = set(columns) & set(inspect.signature(function).parameters) - set(RESERVED)
+    used = set(columns) & set(inspect.signature(function).parameters) - set(RESERVED)
     points: dict[str, list[float]] = {}
     failures: list[dict] = []
     started, count = time.perf_counter(), 0
-    for number, example in enumerate(examples):
-        if own and all(example.get(name) is None for name in own):
+    for i, example in enumerate(examples):
+        if used and all(example.get(name) is None for name in used):
             continue
-        other = next((e for e in examples[number + 1 :] + examples[:number] if own <= e.keys()), None)
+        other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
         texts = completions_of(example, other)
         total, _ = compute_rewards_for_completions(
-            [function], [1.0], as_rollout(list(texts.values())), [columns | example], on_error="none", timeout=timeout,
-            failures=failures,
+            [function], [1.0], as_rollout(list(texts.values())), [columns | example], on_error="none",
+            timeout=timeout, failures=failures,
         )
         for kind, value in zip(texts, total[0].tolist(), strict=True):
             if not math.isnan(value):
@@ -106,11 +111,14 @@ def measure(function: Callable, examples: list[dict], timeout: float = 0.0) -> t
 
 
 def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
-    """What is odd about mean points by kind, a phrase each. A total must tell right from wrong; of its parts some need not."""
+    """Return a phrase for each suspicious order of mean points by kind.
+
+    is_total  equal points for gold and wrong are flagged too; a single function of several may give them
+    """
     if not points:
-        return ["scores nothing in this data: does it have the columns?"]
+        return ["scores none of the examples: does the data have the columns it needs?"]
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
-        return [f"gives {points['empty']:g} to everything: nothing can be learned from it here"]
+        return [f"gives {points['empty']:g} to every completion, so nothing can be learned from it here"]
     flags = []
     for lower, kinds in ("gold", list(KINDS)), ("wrong", ["empty", "form", "spam"]):
         limit = points.get(lower, math.inf) + 1e-9
@@ -118,25 +126,29 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
         if above:
             flags.append(f"gives more to {', '.join(above)} than to {lower} ({points[lower]:.2f})")
     gold = points.get("gold", math.inf)
-    equal = [kind for kind in ("empty", "wrong", "confident", "form", "spam") if abs(points.get(kind, -math.inf) - gold) < 1e-9]
+    bad_kinds = "empty", "wrong", "confident", "form", "spam"
+    equal = [kind for kind in bad_kinds if abs(points.get(kind, -math.inf) - gold) < 1e-9]
     if is_total and equal:
         flags.append(f"gives as much to {', '.join(equal)} as to gold ({gold:.2f})")
     return flags
 
 
-def row_of(name: str, points: dict[str, float]) -> str:
-    """A line of the table."""
-    return f"| `{name}` | " + " | ".join(f"{points[kind]:.2f}" if kind in points else "" for kind in KINDS) + " |"
+def table_row(name: str, points: dict[str, float]) -> str:
+    """Return a line of the table."""
+    cells = [f"{points[kind]:.2f}" if kind in points else "" for kind in KINDS]
+    return f"| `{name}` | {' | '.join(cells)} |"
 
 
-def lint(functions: list[Callable], weights: list[float], examples: list[dict]) -> tuple[list[str], list[str]]:
-    """(lines of the table, flags)"""
+def lint(
+    functions: list[Callable], weights: list[float], examples: list[dict]
+) -> tuple[list[str], list[str]]:
+    """Return the lines of the table, and the flags of all functions and of their weighted sum."""
     table, flags = [f"| points | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"], []
     total: dict[str, float] = {}
     for function, weight in zip(functions, weights, strict=True):
         name = name_of(function)
         points, seconds, failures = measure(function, examples)
-        table.append(row_of(name, points))
+        table.append(table_row(name, points))
         found = [f"failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]]
         found = found or flags_of(points, is_total=len(functions) == 1)
         flags += [f"{name} {flag}" for flag in found]
@@ -145,41 +157,57 @@ def lint(functions: list[Callable], weights: list[float], examples: list[dict]) 
         for kind, value in points.items():
             total[kind] = total.get(kind, 0.0) + weight * value
     if len(functions) > 1:
-        table.append(row_of("total", total))
+        table.append(table_row("total", total))
         flags += [f"the total {flag}" for flag in flags_of(total, is_total=True)]
     return table, flags
 
 
-def suitable(examples: list[dict]) -> list[Callable]:
-    """The built-in functions that score something here: their columns are there, and so is what they need to be installed."""
+def applicable_functions(examples: list[dict]) -> list[Callable]:
+    """Return the built-in functions that have their columns and packages, and score some of the examples."""
+    from rewards import BUILT_IN  # slow to import
+
     columns = {name for example in examples for name in example}
-    functions = [f for name, f in BUILT_IN.items() if name != "environment" and not missing_columns(f, columns)]
-    return [function for function in functions if measure(function, examples)[0]]
+    functions = [function for name, function in BUILT_IN.items() if name != "environment"]
+    return [f for f in functions if not missing_columns(f, columns) and measure(f, examples)[0]]
+
+
+def build_parser() -> OneLineParser:
+    """Return the parser of the flags."""
+    parser = OneLineParser(prog="rewards.py", description="Lint reward functions.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--lint", action="store_true", required=True, help="score correct, wrong and cheating completions")
+    add("--reward_functions", nargs="+", default=[],
+        help="names from rewards.py, or path/to/file.py:function; empty: the built-in ones that fit the data")
+    add("--reward_weights", nargs="+", type=float, default=[], help="one for each function; empty: 1 each")
+    add("--dataset", default="arithmetic", help="a built-in task, file or hub id [%(default)s]")
+    for name in COLUMNS:
+        add(f"--{name}_column", default="", help=f"column with the {name}; empty: a usual name")
+    add("--bad_lines", default="error", choices=["error", "skip"],
+        help="stop at lines of a .jsonl file that are not JSON, or skip them [%(default)s]")
+    add("--limit", type=int, default=8, help="use the first n examples [%(default)s]")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    """The command line. Returns the exit code: 0 nothing to flag, 1 something, 2 a mistake in the command."""
-    parser = argparse.ArgumentParser(prog="rewards.py", description="What do reward functions reward?", allow_abbrev=False)
-    parser.add_argument("--lint", action="store_true", required=True)
-    parser.add_argument("--reward_functions", nargs="+", default=[], help="as in train.py; empty: built-in ones that score it")
-    parser.add_argument("--reward_weights", nargs="+", type=float, default=[], help="one for each; empty: 1 each")
-    parser.add_argument("--dataset", default="arithmetic", help="as in train.py")
-    for name in COLUMNS:
-        parser.add_argument(f"--{name}_column", default="", help="as in train.py")
-    parser.add_argument("--bad_lines", default="error", choices=["error", "skip"], help="as in train.py")
-    parser.add_argument("--limit", type=int, default=8, help="examples (default %(default)s)")
-    args = parser.parse_args(argv)
-    try:
-        asked = {name: getattr(args, f"{name}_column") for name in COLUMNS}
-        examples = load_examples(args.dataset, limit=max(1, args.limit), bad_lines=args.bad_lines, columns=asked)
-        functions = [load_reward_function(name) for name in args.reward_functions] or suitable(examples)
-        weights = args.reward_weights or [1.0] * len(functions)
-        if len(weights) != len(functions):
-            raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions; one for each")
-    except ValueError as error:
-        print(f"rewards.py: error: {error}", file=sys.stderr)
-        return 2
+    """Run the command line. Returns the exit code: 1 if there are flags, else 0."""
+    args = build_parser().parse_all(argv)
+    from rewards import load_reward_function  # slow to import
+
+    columns = {name: getattr(args, f"{name}_column") for name in COLUMNS}
+    limit = max(1, args.limit)
+    examples = load_examples(args.dataset, limit=limit, bad_lines=args.bad_lines, columns=columns)
+    functions = [load_reward_function(name) for name in args.reward_functions]
+    functions = functions or applicable_functions(examples)
+    weights = args.reward_weights or [1.0] * len(functions)
+    if len(weights) != len(functions):
+        raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions")
     table, flags = lint(functions, weights, examples)
     print("\n".join(table))
     print("".join(f"\n- {flag}" for flag in flags))
     return int(bool(flags))
+
+
+def run_command_line(argv: list[str]) -> None:
+    """Run the command line and end the program: with exit code 2 for a mistake, else with main's."""
+    with exit_on_mistake("rewards.py"):
+        raise SystemExit(main(argv))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from config import GRPOConfig  # noqa: E402
 from data import load_examples  # noqa: E402
-from grpo import LOSS_TYPES  # noqa: E402
+from grpo import LOSSES  # noqa: E402
 from logprobs import completion_log_probs  # noqa: E402
 from model import load_policy  # noqa: E402
 from runs.records import read_jsonl  # noqa: E402
@@ -93,7 +93,7 @@ def main() -> None:
         write_task(folder)
         print("| loss | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " |")
         print("|---|" + "---|" * len(args.seeds))
-        for loss_type in LOSS_TYPES:
+        for loss_type in LOSSES:
             cells = []
             for seed in args.seeds:
                 before, after = learn(folder, seed, loss_type, f"--use_kl_penalty false --loss_type {loss_type}")

@@ -1,52 +1,116 @@
 """
-The command line of train.py.
+The parser of train.py, infer.py and the reward linter; the flags, settings files and profiles of train.py.
 
-    python train.py [settings.json] [--flag value ...]
-
-Later wins: defaults, profile, settings.json, flags. A settings.json holds flags under the same names; the config.json of
-a run is one. User mistakes end here, in one line, before anything is loaded.
+A mistake is a ValueError of one line. Neither torch nor transformers is imported here or in config.py, as
+they take seconds to load: help and mistakes are printed before.
 """
 
 import argparse
 import dataclasses
 import difflib
 import json
+import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
-
-from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
 
 from config import PROFILES, Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 
 SECTIONS = (ModelConfig, DataConfig, GRPOConfig, TrainingConfig)
-HEADINGS = {                    # of --help and docs/configuration.md, each from this flag to the next one that has one
-    "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling", "environment": "Conversations",
-    "reward_functions": "Rewards", "normalize_advantages": "Advantages", "loss_type": "Loss", "use_value_head": "Value head",
-    "ppo_epochs": "Updates on a rollout", "use_kl_penalty": "KL to a reference", "use_grpo": "The run", "num_epochs": "Length",
-    "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes", "eval_steps": "Measured and written",
+FIELDS = [f for section in SECTIONS for f in dataclasses.fields(section)]
+USAGE = """\
+Train a language model with GRPO or supervised fine-tuning.
+
+    python train.py [settings.json] [--flag value ...]
+
+Later sources override earlier ones: defaults, profile, settings.json, flags. A settings.json holds flags by
+name; the config.json of a run is one. Mistakes are reported in one line before anything is loaded."""
+HEADINGS = {                    # of --help and docs/configuration.md: first flag under a heading -> heading
+    "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling",
+    "environment": "Conversations", "reward_functions": "Rewards", "normalize_advantages": "Advantages",
+    "loss_type": "Loss", "use_value_head": "Value head", "ppo_epochs": "Updates on a rollout",
+    "use_kl_penalty": "KL to a reference", "use_grpo": "The run", "num_epochs": "Length",
+    "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes",
+    "eval_steps": "Measured and written",
 }
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+
+
+# ---- shared by train.py, infer.py and the reward linter ----------------------------------------------------
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Raise ValueError with one line for a mistake, and suggest the nearest flag for an unknown one."""
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+    def parse_all(self, argv: list[str], hint: str = "see --help") -> argparse.Namespace:
+        """Parse the flags and reject unknown words. hint: what to do about a word that resembles no flag."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], [f"--{name}" for name in vars(args)], n=1)
+            raise ValueError(f"{unknown[0]}: unknown flag; " + (f"did you mean {near[0]}?" if near else hint))
+        return args
+
+
+@contextmanager
+def exit_on_mistake(program: str):
+    """Turn a ValueError into one line on stderr and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":            # of the processes of torchrun the first prints
+            print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# ---- train.py ----------------------------------------------------------------------------------------------
 
 
 def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
-    """(heading, name, kind, default, help) of every flag, in order; of a choice, the kind is what can be chosen."""
+    """Yield (heading, name, kind, default, help) of every flag. The kind of a choice is its alternatives."""
     heading = ""
-    for f in (f for section in SECTIONS for f in dataclasses.fields(section)):
-        heading, chosen = HEADINGS.get(f.name, heading), get_args(f.type)
-        several = f.default_factory is not dataclasses.MISSING
-        default = " ".join(f.default_factory()) if several else f.default
-        kind = f"{chosen[0].__name__} ..." if several else "|".join(filter(None, chosen)) or f.type.__name__
-        yield heading, f.name, kind, str(default).lower() if isinstance(default, bool) else str(default), f.metadata["help"]
+    for f in FIELDS:
+        heading, choices = HEADINGS.get(f.name, heading), get_args(f.type)
+        is_list = f.default_factory is not dataclasses.MISSING
+        default = " ".join(f.default_factory()) if is_list else f.default
+        kind = f"{choices[0].__name__} ..." if is_list else "|".join(filter(None, choices)) or f.type.__name__
+        default = str(default).lower() if isinstance(default, bool) else str(default)
+        yield heading, f.name, kind, default, f.metadata["help"]
 
 
-class OneLineParser(HfArgumentParser):
-    """transformers' parser of dataclasses, with help under headings and errors of one line."""
+def parse_bool(text: str) -> bool:
+    """Return the value of a word such as true or no."""
+    if text.lower() not in TRUE + FALSE:
+        raise argparse.ArgumentTypeError(f"invalid bool value: {text!r} (choose from true, false)")
+    return text.lower() in TRUE
+
+
+class TrainParser(OneLineParser):
+    """Parse a flag for each field of the configuration, and print help under headings."""
+
+    def __init__(self):
+        super().__init__(prog="train.py", allow_abbrev=False)
+        for f in FIELDS:
+            flags, choices = dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"]), get_args(f.type)
+            if f.type is bool:
+                self.add_argument(*flags, type=parse_bool, nargs="?", const=True, default=f.default)
+                if f.default:                             # switched off by --no_use_kl_penalty as well
+                    negated = [f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"]
+                    self.add_argument(*negated, dest=f.name, action="store_false", default=True)
+            elif f.default_factory is not dataclasses.MISSING:
+                self.add_argument(*flags, type=choices[0], nargs="+", default=f.default_factory())
+            else:
+                kind = str if choices else f.type
+                self.add_argument(*flags, type=kind, choices=choices or None, default=f.default)
 
     def format_help(self) -> str:
-        lines, last, width = [__doc__.strip()], "", min(128, shutil.get_terminal_size().columns)
+        lines, last, width = [USAGE], "", min(128, shutil.get_terminal_size().columns)
         for heading, name, kind, default, help in described_flags():
             lines += ["", heading] if heading != last else []
             flag, last = f"  --{name} {kind}", heading
@@ -56,47 +120,37 @@ class OneLineParser(HfArgumentParser):
             lines += textwrap.wrap(text, width, initial_indent=first.ljust(40), subsequent_indent=" " * 40)
         return "\n".join(lines) + "\n"
 
-    def error(self, message: str):
-        raise ValueError(message)
-
 
 def parse_config(argv: list[str]) -> Config:
-    """Command line -> Config. Raises ValueError, one line."""
-    given = flags_of_file(argv[0]) + argv[1:] if argv and not argv[0].startswith("-") else list(argv)
-    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    where.add_argument("--resume", nargs="?", const="true", default="false", type=string_to_bool)
-    where.add_argument("--output_dir", default="")
-    where.add_argument("--replay", default="")
-    where.add_argument("--profile", default="")
-    known = where.parse_known_args(given)[0]
-    run = Path(known.output_dir) if known.resume and known.output_dir else Path(known.replay).parent if known.replay else None
+    """Return the configuration of a command line. Raises ValueError, one line."""
+    words = flags_from_file(argv[0]) + argv[1:] if argv and not argv[0].startswith("-") else list(argv)
+    known = TrainParser().parse_known_args(words)[0]
+    run = Path(known.output_dir) if known.resume and known.output_dir else None
+    run = run or (Path(known.replay).parent if known.replay else None)
     if known.resume and run and not (run / "config.json").exists():
         raise ValueError(f"--output_dir={run}: there is no run in it to resume")
-    if run and (known.resume or (run / "config.json").exists()):                 # a run's own settings lie below the flags
-        without = ["model_path", "output_dir"] if known.replay else []           # its weights are a checkpoint's, or a flag's
-        return parse_flags(flags_of_file(str(run / "config.json"), without) + given)
+    if run and (known.resume or (run / "config.json").exists()):     # flags override the run's settings
+        without = ["model_path", "output_dir"] if known.replay else []    # a checkpoint's or flag's
+        return parse_flags(flags_from_file(str(run / "config.json"), without) + words)
     profile = known.profile
-    if profile not in PROFILES:                           # settings that go with a profile need not make sense without it
-        first = parse_flags(given)
-        if not first.model.model_path:
-            profile = "demo" if first.training.use_grpo else "demo_supervised"
-    return parse_flags(as_flags(PROFILES.get(profile, {}) | {"profile": profile}) + given)
+    if profile not in PROFILES:                           # these flags must be compatible without a profile's
+        without_profile = parse_flags(words)
+        if not without_profile.model.model_path:
+            profile = "demo" if without_profile.training.use_grpo else "demo_supervised"
+    return parse_flags(as_flags(PROFILES.get(profile, {}) | {"profile": profile}) + words)
 
 
 def parse_flags(argv: list[str]) -> Config:
-    """Flags alone -> Config."""
-    parser = OneLineParser(SECTIONS, prog="train.py", allow_abbrev=False)
-    *sections, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
-    if unknown:
-        names = [f"--{f.name}" for section in SECTIONS for f in dataclasses.fields(section)]
-        near = difflib.get_close_matches(unknown[0], names, n=1)
-        fix = "a file of settings comes before all flags" if unknown[0].endswith(".json") else "see --help"
-        raise ValueError(f"{unknown[0]}: unknown flag; " + (f"did you mean {near[0]}?" if near else fix))
-    return Config(*sections)
+    """Return the configuration of flags alone, without a settings file, profile or run."""
+    is_file = any(word.endswith(".json") for word in argv)
+    hint = "a file of settings comes before all flags" if is_file else "see --help"
+    args = vars(TrainParser().parse_all(argv, hint))
+    values = ({f.name: args[f.name] for f in dataclasses.fields(section)} for section in SECTIONS)
+    return Config(*(section(**fields) for section, fields in zip(SECTIONS, values, strict=True)))
 
 
-def flags_of_file(path: str, without: Sequence[str] = ()) -> list[str]:
-    """A JSON file of settings as if they had been typed; sections as in config.json may be there or not."""
+def flags_from_file(path: str, without: Sequence[str] = ()) -> list[str]:
+    """Read a JSON file of settings as a list of flags. They may be in sections, as in config.json, or not."""
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -110,7 +164,7 @@ def flags_of_file(path: str, without: Sequence[str] = ()) -> list[str]:
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """{"batch_size": 4} -> ["--batch_size", "4"]. Empty lists stand for the default."""
+    """Return {"batch_size": 4} as ["--batch_size", "4"]. Empty lists are left out: they are the default."""
     argv = []
     for name, value in settings.items():
         if value != []:

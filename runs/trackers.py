@@ -1,9 +1,9 @@
 """
-Where metrics go besides metrics.jsonl: TensorBoard, wandb or trackio, under the same names, phase/metric, and now and then a
-rollout. Everything works without a network: TensorBoard writes into the run folder, trackio into its own, and wandb there as
-well with WANDB_MODE=offline.
+Send metrics and saved completions to TensorBoard, wandb or trackio, under the names phase/metric.
 
-Left out on purpose: several trackers at once. metrics.jsonl has it all, for whatever comes later.
+No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline;
+trackio writes into a folder of its own. Left out on purpose: several trackers at once. metrics.jsonl holds
+all metrics.
 """
 
 import importlib.util
@@ -12,30 +12,33 @@ from pathlib import Path
 
 from engine.chat_template import as_text
 
-COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # of rollouts.jsonl, that a table shows
-NOT_IN_A_CELL = str.maketrans({"|": "/", "\n": " ", "`": "'"})
+COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # fields of rollouts.jsonl in a table
+CELL_ESCAPES = str.maketrans({"|": "/", "\n": " ", "`": "'"})
 
 
 def open_tracker(report_to: str, folder: Path, settings: dict, last_step: int):
-    """The tracker of a run that goes on after last_step (optimiser steps; 0: a new run); None for "none"."""
+    """Return a tracker or None. last_step: the optimiser step that a run continues after; 0: a new run."""
     if report_to == "none":
         return None
-    return TensorBoard(folder, last_step) if report_to == "tensorboard" else Service(report_to, folder, settings, last_step)
+    if report_to == "tensorboard":
+        return TensorBoard(folder, last_step)
+    return Service(report_to, folder, settings, last_step)
 
 
-def rows_of(completions: list[dict]) -> list[list]:
-    """Cells of a table; conversations as one text."""
-    return [[as_text(r[name]) if name in ("prompt", "completion") else r.get(name) for name in COLUMNS] for r in completions]
+def table_rows(completions: list[dict]) -> list[list]:
+    """Return the cells of a table, with each conversation as one text."""
+    texts = "prompt", "completion"
+    return [[as_text(r[name]) if name in texts else r.get(name) for name in COLUMNS] for r in completions]
 
 
 def refuse_missing(report_to: str) -> None:
     """Raise ValueError, one line, if a tracker is not installed."""
     if report_to in ("wandb", "trackio") and not importlib.util.find_spec(report_to):
-        raise ValueError(f"--report_to={report_to}: is not installed; pip install {report_to}, or take tensorboard")
+        raise ValueError(f"--report_to={report_to}: is not installed; pip install {report_to}")
 
 
 class TensorBoard:
-    """Event files in the run folder. Steps after last_step that a run had before it was stopped are dropped."""
+    """Write event files into the run folder. Of a resumed run, earlier events after last_step are dropped."""
 
     def __init__(self, folder: Path, last_step: int):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -47,8 +50,8 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
 
     def show(self, step: int, completions: list[dict]) -> None:
-        """Completions as a table of Markdown; what a model wrote is code in it."""
-        rows = [[f"`{str(cell).translate(NOT_IN_A_CELL)}`" for cell in row] for row in rows_of(completions)]
+        """Write completions as a Markdown table, with the text of models as code."""
+        rows = [[f"`{str(cell).translate(CELL_ESCAPES)}`" for cell in row] for row in table_rows(completions)]
         lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
         self.writer.add_text("completions", "\n".join(" | ".join(line) for line in lines), step)
 
@@ -57,7 +60,7 @@ class TensorBoard:
 
 
 class Service:
-    """wandb, and trackio, which has the same interface. A run that is resumed goes on in the same place."""
+    """Log to wandb, or to trackio, which has the same interface. A resumed run continues its entry there."""
 
     def __init__(self, report_to: str, folder: Path, settings: dict, last_step: int):
         self.service, name = importlib.import_module(report_to), folder / "tracker_name"
@@ -72,10 +75,10 @@ class Service:
         self.service.log(values, step=step)
 
     def show(self, step: int, completions: list[dict]) -> None:
-        """Completions as a table."""
+        """Log completions as a table."""
         from pandas import DataFrame  # comes with datasets
 
-        table = DataFrame(rows_of(completions), columns=list(COLUMNS))
+        table = DataFrame(table_rows(completions), columns=list(COLUMNS))
         self.service.log({"completions": self.service.Table(dataframe=table)}, step=step)
 
     def close(self) -> None:

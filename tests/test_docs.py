@@ -15,7 +15,7 @@ import grpo
 from config import GRPOConfig, ModelConfig
 from data import load_examples
 from runs.command_line import HEADINGS, SECTIONS, parse_config
-from grpo import AGGREGATIONS, BASELINES, LOSSES, LOSS_TYPES, SCALES
+from grpo import AGGREGATIONS, BASELINES, LOSSES, SCALES
 from model import load_policy
 from runs.records import read_jsonl
 from formula_language import formulas
@@ -56,7 +56,7 @@ def test_every_flag_exists(page):
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"requirement"}                                                     # of pip
     names |= {"train", "only"}                                                   # of docs/figures.py and docs/left_out.py
-    names |= {"no_use_kl_penalty"}                                               # made by transformers' parser
+    names |= {"no_use_kl_penalty"}                                               # of a flag that is true by default
     for flag in re.findall(r"--([a-z_0-9]+)", page.read_text()):
         assert flag in names or flag == "help", flag
 
@@ -173,7 +173,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     page = (ROOT / "docs/algorithm.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")]
     first_cells = {row[0].strip("| `") for row in rows}
-    variants = {*LOSS_TYPES, *AGGREGATIONS, *BASELINES, *SCALES, *get_args(GRPOConfig.__annotations__["kl_estimator"])} - {""}
+    variants = {*LOSSES, *AGGREGATIONS, *BASELINES, *SCALES, *get_args(GRPOConfig.__annotations__["kl_estimator"])} - {""}
     assert variants <= first_cells, variants - first_cells
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
     functions = [

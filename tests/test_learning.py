@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo import LOSS_TYPES
+from grpo import LOSSES
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from losses import WEAK_REWARD, distance, learn, write_task
@@ -23,7 +23,7 @@ def task(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_raises_held_out_accuracy_beyond_its_interval(task, loss_type, seed):
     before, after = learn(task, seed, loss_type, f"--use_kl_penalty false --loss_type {loss_type} --max_steps 60")
     assert 0.1 < before["eval_accuracy"] < 0.4, "the cold start leaves something to learn"

@@ -18,7 +18,7 @@ from runs.run import Run
 from runs import phases
 import train
 from conftest import QUICK, start_run
-from grpo import LOSS_TYPES
+from grpo import LOSSES
 from rewards import load_reward_function
 from runs.records import read_jsonl
 
@@ -481,7 +481,7 @@ def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     """A random policy finds the one byte in 263 that is rewarded more than others, and sticks to it."""
     file = tmp_path / "seven.py"

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 import train
 from data import ShuffledBatches
 from experience import minibatches, shape_rewards
-from grpo import LOSSES, LOSS_TYPES, compute_group_advantages, policy_loss
+from grpo import LOSSES, compute_group_advantages, policy_loss
 from engine.logits import restrict_logits
 from logprobs import completion_log_probs
 from model import ValueHead, frozen_copy
@@ -134,7 +134,7 @@ def padded(experience, left, right):
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=["float32", "float64"])
 @pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_ordered(base, loss_type, terms, dtype, tolerance):
     architecture = "gemma3" if dtype == torch.float32 else "gpt2"                # Gemma's norms are always in float32
     run = with_settings(base, architecture, loss_type=loss_type, **TERMS[terms])
@@ -171,10 +171,10 @@ torch.set_num_threads(1)
 from dataclasses import replace
 from pathlib import Path
 from conftest import start_run
-from grpo import LOSS_TYPES
+from grpo import LOSSES
 from test_updates import TERMS, gradient, off_policy, with_settings
 base = start_run(Path(folder), "--use_grpo", "--cold_start_steps", "0")
-jobs = [(loss_type, terms) for loss_type in LOSS_TYPES for terms in list(TERMS)[:3]]
+jobs = [(loss_type, terms) for loss_type in LOSSES for terms in list(TERMS)[:3]]
 made = []
 for loss_type, terms in jobs:
     run = with_settings(base, loss_type=loss_type, **TERMS[terms])
@@ -202,8 +202,8 @@ def test_two_processes_that_share_the_packs_have_the_gradient_and_the_losses_of_
     ]
     outputs = [worker.communicate(timeout=300)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
-    results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 3 and line.split(",")[0] in LOSS_TYPES]
-    assert len(results) == 9 * len(LOSS_TYPES)
+    results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 3 and line.split(",")[0] in LOSSES]
+    assert len(results) == 9 * len(LOSSES)
     for loss_type, terms, difference, off in results:
         assert float(difference) < 2e-6 and float(off) < 1e-5, f"{loss_type} {terms}: {difference} {off}"
 
@@ -211,7 +211,7 @@ def test_two_processes_that_share_the_packs_have_the_gradient_and_the_losses_of_
 # ---- on policy, and after an update --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "reinforce"])
+@pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "reinforce"])
 def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, loss_type):
     sampled = dict(generation_temperature=0.8, generation_top_p=0.9, generation_top_k=50)
     run = with_settings(base, loss_type=loss_type, **sampled)

@@ -61,7 +61,7 @@ def test_every_command_of_the_page_runs(ran):
 
 
 def test_the_answer_is_shown_as_the_page_says(capsys):
-    chat.Words(byte_tokenizer()).on_finalized_text("<answer>aklnp</answer>", stream_end=True)
+    chat.AnswerStreamer(byte_tokenizer()).on_finalized_text("<answer>aklnp</answer>", stream_end=True)
     assert f"The last command prints `{capsys.readouterr().out.strip()}`" in PAGE
 
 

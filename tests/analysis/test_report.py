@@ -139,8 +139,8 @@ def test_what_only_the_other_run_has_is_drawn_and_what_is_no_number_is_not(tmp_p
 
 
 def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_the_one_it_began_with(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(report, "load_tokenizer", lambda config: asked.append(config.model_path) or byte_tokenizer())
+    loaded = []
+    monkeypatch.setattr(report, "load_tokenizer", lambda config: loaded.append(config.model_path) or byte_tokenizer())
     begun = tmp_path / "begun"
     begun.mkdir()
     folder = fake_run(tmp_path / "run", flags=["--model_path", str(begun)])
@@ -150,7 +150,7 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
     write_report(folder)
     (folder / "final").mkdir()
     write_report(folder)
-    assert asked == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
+    assert loaded == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
 
 
 def test_every_metric_is_drawn_and_known_ones_come_first_with_a_unit(tmp_path):
@@ -276,7 +276,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
 
 def test_of_very_many_completions_every_nth_saved_step_is_shown(tmp_path, monkeypatch):
     folder = fake_run(tmp_path / "run", steps=40)
-    monkeypatch.setattr(report, "BYTES_SHOWN", (folder / "rollouts.jsonl").stat().st_size // 3 + 1)
+    monkeypatch.setattr(report, "MAX_BYTES", (folder / "rollouts.jsonl").stat().st_size // 3 + 1)
     page = Page(write_report(folder))
     run = page.data["page"]["runs"][0]
     assert run["every"] == 3 and list(dict.fromkeys(group["step"] for group in run["groups"])) == [2, 14, 26, 38]
@@ -292,7 +292,7 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()      # as SentencePiece's
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
-    assert "".join(report.piece(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
+    assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
 def test_without_a_tokenizer_the_page_has_texts_and_no_pieces(tmp_path):
@@ -312,7 +312,7 @@ def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
 
 
 @pytest.mark.parametrize("break_it,message", [
-    (lambda folder: (folder / "config.json").unlink(), "is not the folder of a run: it has no config.json"),
+    (lambda folder: (folder / "config.json").unlink(), "is not a run folder: it has no config.json"),
     (lambda folder: (folder / "config.json").write_text("[1"), "config.json is not the config.json of a run"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json is not the config.json of a run"),
     (lambda folder: (folder / "config.json").write_text('{"model_path": "x"}'), "config.json is not the config.json of a run"),
@@ -321,7 +321,7 @@ def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
     (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1}\n'), "rollouts.jsonl is damaged"),
     (lambda folder: (folder / "rollouts.jsonl").write_text("no\n"), "rollouts.jsonl is damaged"),
 ])
-def test_what_is_no_run_is_said_in_one_line(tmp_path, break_it, message):
+def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):
     folder = fake_run(tmp_path / "run")
     break_it(folder)
     for flags in ["--report", str(folder)], ["--report", str(fake_run(tmp_path / "fine")), "--against", str(folder)]:
@@ -443,7 +443,7 @@ def test_completions_show_tokens_points_and_why_they_ended(tmp_path, visit):
     first, second = (page.locator("#list .group").nth(1).locator(".completion").nth(g) for g in (0, 1))
     for words in "reward +0.5", "advantage +1", "ended with <eos>":
         assert words in first.inner_text()
-    assert "cut at the length limit" in second.inner_text() and "length none" in second.inner_text()
+    assert "truncated at the length limit" in second.inner_text() and "length none" in second.inner_text()
     colours = first.locator(".text span").evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
     assert len(colours) == 21 and len(set(colours)) > 15, "the less likely, the stronger"
     page.select_option("#colour", "advantage")
@@ -620,20 +620,20 @@ def test_numbers_and_ranges_by_hand(tmp_path, visit):
     for wanted, at in (1, 0), (3.9, 0), (4.1, 1), (8.1, 2), (99, 2):
         assert page.evaluate(f"nearest([2, 6, 10], {wanted})") == at
     for value, text in {
-        "[]": "[]", '""': '""', '["a", "b"]': "a b", "[1, 0.2]": "1 0.2", "null": "not there", "false": "false",
+        "[]": "[]", '""': '""', '["a", "b"]': "a b", "[1, 0.2]": "1 0.2", "null": "missing", "false": "false",
     }.items():
         assert page.evaluate(f"shown({value})") == text
 
 
-def test_the_pointer_reads_the_nearest_step_and_hears_the_doctor_and_a_click_goes_there(tmp_path, visit):
+def test_the_pointer_reads_the_nearest_step_shows_the_advice_and_a_click_opens_that_step(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
     chart = Chart(page, "reward")
-    for pointed, said in {
+    for pointed, shown in {
         7.8: "step 8\n0.6667 points", 4.4: "step 4\n0.3333 points",
         5: "step 5\n0.4167 points\nstep 5: ties: <b>most</b> groups",
     }.items():
         page.mouse.move(*chart.place(page, pointed))
-        assert chart.card.locator(".tip").inner_text() == said
+        assert chart.card.locator(".tip").inner_text() == shown
     page.mouse.click(*chart.place(page, 6.4))
     assert groups_shown(page)[1] == "step 6, group 1"
 
@@ -665,7 +665,7 @@ def test_cards_by_hand(tmp_path, visit):
         "21 tokens, ended with <eos>", f"mean log-probability {mean:.3f} nat"]
     assert card(page, 2, 1).inner_text().split("\n")[:6] == [
         "reward 0", "advantage -0.5", "wrong", "correctness 0", "length none", "answer 21 of step 10<eos>"]
-    assert "cut at the length limit" in card(page, 2, 1).inner_text()
+    assert "truncated at the length limit" in card(page, 2, 1).inner_text()
     titles = card(page, 2, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
     assert titles[:2] == ['"a"\nlog-probability 0 nat\nadvantage +1', '"n"\nlog-probability -0.1 nat\nadvantage +1']
     for t, colour in enumerate(colours(page, 2, 0)):
@@ -674,12 +674,13 @@ def test_cards_by_hand(tmp_path, visit):
     assert "mean log-probability -0.750 nat" in card(page, 3, 0).inner_text(), "of the policy's tokens"
     titles = card(page, 3, 0).locator(".text span").evaluate_all("spans => spans.map(span => span.title)")
     assert titles[:3] == [
-        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\nnot the policy\'s', '"c"\nlog-probability -0.5 nat\nadvantage -4']
+        '"a"\nlog-probability -1 nat\nadvantage +2', '"b"\ntoken of the environment',
+        '"c"\nlog-probability -0.5 nat\nadvantage -4']
     page.select_option("#colour", "advantage")
     assert colours(page, 2, 0)[0] == [42, 111, 191, 0.6] and colours(page, 2, 1)[20] == pytest.approx([201, 66, 48, 0.3])
     assert colours(page, 3, 0) == [
         pytest.approx(c) for c in ([42, 111, 191, 0.3], [0, 0, 0, 0], [201, 66, 48, 0.6], [0, 0, 0, 0])]
-    assert " ".join(page.inner_text("#legend").split()) == "negative positive, beside the group's largest"
+    assert " ".join(page.inner_text("#legend").split()) == "negative positive; full colour at the group's largest"
     page.select_option("#colour", "")
     assert {colour[3] for colour in colours(page, 2, 0)} == {0} and page.inner_text("#legend") == ""
 
@@ -705,7 +706,7 @@ def test_tokens_are_coloured_by_entropy_and_by_what_the_update_changed(tmp_path,
         '"w"\nlog-probability -0.25 nat\nchange by the update 0 nat\nentropy 0 nat\nadvantage +1',
         '"x"\nlog-probability -1 nat\nchange by the update +0.0002 nat\nentropy 0.000123 nat\nadvantage +1',
         '"y"\nlog-probability -2.5 nat\nchange by the update -0.123 nat\nentropy 0.693 nat\nadvantage +1',
-        '"z"\nnot the policy\'s',
+        '"z"\ntoken of the environment',
         '"<eos>"\nlog-probability -1 nat\nchange by the update +0.5 nat\nentropy 2.3 nat\nadvantage +1',
     ]
     title = card(page, 1, 2).locator(".text span").nth(1).get_attribute("title")
@@ -771,7 +772,7 @@ def test_it_opens_where_there_is_something_to_learn(tmp_path, visit):
     assert groups_shown(visit(write_report(folder)))[1] == "step 10, group 1tied"
 
 
-def test_it_says_so_when_another_step_is_shown_than_was_asked_for(tmp_path, visit):
+def test_the_page_names_the_step_shown_instead_of_an_unsaved_one(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run"), fake_run(tmp_path / "other")))
     assert not page.is_visible("#nearest")
     page.locator(".advice button").first.click()
@@ -791,9 +792,9 @@ def test_it_says_so_when_another_step_is_shown_than_was_asked_for(tmp_path, visi
 @pytest.mark.parametrize("width", [390, 1500])
 def test_no_flag_and_no_number_is_broken(tmp_path, visit, width):
     folder = fake_run(tmp_path / "run", flags=["--learning_rate", "5e-7"])
-    said = "ties: most groups of the last 12345678 rollouts: raise --num_completions_per_prompt to 16 or --dynamic_sampling"
+    shown = "ties: most groups of the last 12345678 rollouts: raise --num_completions_per_prompt to 16 or --dynamic_sampling"
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 13, "phase": "grpo", "advice": f"{said}; {said}"}) + "\n")
+        file.write(json.dumps({"step": 13, "phase": "grpo", "advice": f"{shown}; {shown}"}) + "\n")
     page = visit(write_report(folder, fake_run(tmp_path / ("a_long_name" * 5))), width=width)
     page.locator("summary", has_text="All settings").click()
     cells = page.locator("td, .advice li > span:last-child").evaluate_all("""cells => cells.flatMap(cell => {
@@ -842,7 +843,7 @@ def test_without_a_tokenizer_completions_are_shown_as_text(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run", flags=flags)))
     text = page.locator("#list .completion").first.inner_text()
     assert "answer 00 of step 10\n" in text and "ended with a stop token" in text
-    assert "grey: the environment's" in page.inner_text("#legend")
+    assert "grey: tokens of the environment" in page.inner_text("#legend")
 
 
 def test_wrong_is_what_correctness_could_score_and_did_not_find_right(tmp_path, visit):
@@ -861,7 +862,7 @@ def test_wrong_is_what_correctness_could_score_and_did_not_find_right(tmp_path, 
         record["rewards"] = {"length": 0.5}
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = visit(write_report(folder, fake_run(tmp_path / "third")))
-    assert page.is_disabled("#wrong"), "nobody knows"
+    assert page.is_disabled("#wrong"), "it cannot be known"
     page.select_option("#run", "1")
     page.check("#wrong")
     page.select_option("#run", "0")
@@ -870,7 +871,7 @@ def test_wrong_is_what_correctness_could_score_and_did_not_find_right(tmp_path, 
 
 def test_steps_are_gone_through_one_by_one_and_not_beyond_the_ends(tmp_path, visit, monkeypatch):
     folder = fake_run(tmp_path / "run", steps=24)
-    monkeypatch.setattr(report, "BYTES_SHOWN", (folder / "rollouts.jsonl").stat().st_size // 2 + 1)
+    monkeypatch.setattr(report, "MAX_BYTES", (folder / "rollouts.jsonl").stat().st_size // 2 + 1)
     page = visit(write_report(folder))
     seen = []
     for button in "#on", "#back", "#back", "#back", "#on":
@@ -880,9 +881,9 @@ def test_steps_are_gone_through_one_by_one_and_not_beyond_the_ends(tmp_path, vis
     page.select_option("#step", "")
     page.click("#back")
     assert page.input_value("#step") == "18", "before all steps comes the last one"
-    assert page.inner_text("#count") == "4 of 12 groups; 1 of 2 saved steps is in this page, rollouts.jsonl has all"
+    assert page.inner_text("#count") == "4 of 12 groups; 1 of 2 saved steps is shown, rollouts.jsonl holds all"
     page.fill("#search", "prompt 3")
-    assert count_becomes(page, "1 of 12 groups; 1 of 2 saved steps is in this page, rollouts.jsonl has all")
+    assert count_becomes(page, "1 of 12 groups; 1 of 2 saved steps is shown, rollouts.jsonl holds all")
     assert not page.is_visible("#which") and not page.is_visible("#without")
 
 
@@ -908,10 +909,10 @@ def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
     assert chart.card.locator("line[stroke-dasharray]").count() == 2
     page.mouse.move(*chart.place(page, 30))
     assert chart.card.locator(".tip").inner_text() == "step 12\n1 points\n0.75 points at 30"
-    said = page.locator(".advice li")
-    sentences = [" ".join(text.split()) for text in said.all_inner_texts()]
+    shown = page.locator(".advice li")
+    sentences = [" ".join(text.split()) for text in shown.all_inner_texts()]
     assert sentences == ["step 5 ties: <b>most</b> groups", "step 19 kl: far away"]
-    said.nth(1).get_by_role("button").click()
+    shown.nth(1).get_by_role("button").click()
     assert page.input_value("#run") == "1" and groups_shown(page)[1] == "step 18, group 1"
     assert "other<eos>" in page.locator("#list .completion").first.inner_text()
     page.select_option("#step", "2")

@@ -1,4 +1,4 @@
-"""The training doctor: each rule speaks when its figures are there, with the numbers, and not on a healthy run."""
+"""The training doctor: each rule gives advice with the numbers when its metrics call for it, and none on a healthy run."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from config import Config, GRPOConfig
-from runs.doctor import RULES, SILENCE, diagnose
+from runs.doctor import RULES, COOLDOWN, diagnose
 
 HEALTHY = {
     "tied_groups": 0.2, "reward/correctness": 0.5, "entropy": 0.5, "completion_tokens": 40.0, "truncated": 0.02, "kl": 0.02,
@@ -21,11 +21,12 @@ SICK = {
     "kl_runs_away": ({"kl": 0.3}, "rose from 0.02 to 0.30 nat/token in 10 rollouts: raise --kl_penalty_coef"),
     "entropy_falls": ({"entropy": 0.2}, "entropy fell from 0.50 to 0.20 nat/token in 10 rollouts"),
     "lengths_explode": ({"completion_tokens": 100.0}, "grew from 40 to 100 tokens"),
-    "truncation": ({"truncated": 0.4}, "40% of the completions were cut at 256 tokens: raise --generation_max_length to 512"),
-    "clipping": ({"clip_fraction": 0.5}, "50% of the tokens are held back by the clip"),
+    "truncation": (
+        {"truncated": 0.4}, "40% of the completions were truncated at 256 tokens: raise --generation_max_length to 512"),
+    "clipping": ({"clip_fraction": 0.5}, "50% of the tokens are clipped"),
     "ties": (
         {"tied_groups": 0.62, "reward/correctness": 0.05},
-        "62% of groups have equal rewards and teach nothing; with success 0.05 and 4 completions 81% is expected: raise "
+        "62% of groups have equal rewards and give no gradient; with success 0.05 and 4 completions 81% is expected: raise "
         "--num_completions_per_prompt to 16",
     ),
 }
@@ -40,26 +41,26 @@ def test_every_rule_is_tested_here():
 
 
 @pytest.mark.parametrize("rule", SICK)
-def test_a_rule_speaks_with_the_numbers_and_then_stays_silent(rule):
-    change, words = SICK[rule]
+def test_a_rule_gives_advice_with_the_numbers_and_then_pauses(rule):
+    change, text = SICK[rule]
     lines = history(change)
     advice = diagnose(lines, Config())
-    assert advice.startswith(f"{rule}: ") and words in advice and "\n" not in advice
-    heard = []
-    for _ in range(2 * SILENCE):
+    assert advice.startswith(f"{rule}: ") and text in advice and "\n" not in advice
+    rules = []
+    for _ in range(2 * COOLDOWN):
         lines.append(HEALTHY | change | ({"advice": advice} if advice else {}))
         advice = diagnose(lines, Config())
-        heard.append((advice or "").partition(":")[0])
-    assert heard[: SILENCE - 1].count(rule) == 0
+        rules.append((advice or "").partition(":")[0])
+    assert rules[: COOLDOWN - 1].count(rule) == 0
 
 
-def test_where_nothing_is_scored_it_is_said_once():
+def test_unscored_rollouts_are_reported_once():
     lines = history({"unscored": 1.0})
     lines.append(lines[-1] | {"advice": diagnose(lines, Config())})
     assert lines[-1]["advice"].startswith("nothing_scored") and diagnose(lines, Config()) is None
 
 
-def test_a_healthy_run_hears_nothing_and_numbers_that_are_not_there_are_no_illness():
+def test_a_healthy_run_and_missing_metrics_give_no_advice():
     assert diagnose(history({}), Config()) is None
     assert diagnose([{}] * 20, Config()) is None
     assert diagnose([{name: None for name in HEALTHY}] * 20, Config()) is None

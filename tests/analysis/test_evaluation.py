@@ -11,7 +11,7 @@ from analysis import evaluation
 import infer
 from config import Config, ModelConfig
 from analysis.evaluation import (
-    compare, estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, summarise, tries,
+    compare, estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, powers_of_two, summarise,
     values_by_problem, wilson_interval,
 )
 from model import load_policy, save_policy
@@ -33,9 +33,14 @@ def test_pass_at_k_is_right_on_average_and_the_obvious_estimate_is_not():
     assert sum(chance * (1 - (1 - c / n) ** k) for c, chance in enumerate(chances)) < truth - 0.02
 
 
+@pytest.mark.parametrize("successes,n,low,high", [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0)])
+def test_wilson_intervals_of_the_literature(successes, n, low, high):
+    assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-4)
+
+
 @pytest.mark.parametrize("n,ks", [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
 def test_k_doubles_up_to_n(n, ks):
-    assert tries(n) == ks
+    assert powers_of_two(n) == ks
 
 
 @pytest.mark.parametrize("answers,vote", [
@@ -60,7 +65,7 @@ def test_the_summary_by_hand():
 
 # ---- intervals: how often they hold the truth -----------------------------------------------------------------------
 
-TIMES = 500                     # 95 % of so many is found to within 2 % by two standard deviations
+TIMES = 500                     # 95 % of them is found to within 2 % by two standard deviations
 
 
 def measured(generator, size, n, difficulty=None):
@@ -146,7 +151,7 @@ def test_completions_of_one_problem_are_no_more_problems():
     assert held / TIMES < 0.7
 
 
-def test_which_interval_is_taken_is_said():
+def test_the_result_names_its_interval():
     assert estimate_mean(np.array([0.0, 1.0, 1.0]))["interval"] == "Wilson"
     assert estimate_mean(np.array([0.0, 0.5, 1.0]))["interval"] == "Wilson, effective number of problems"
     nothing_right = estimate_mean(np.zeros(50))
@@ -256,14 +261,33 @@ def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
     assert capsys.readouterr().out == held_out_text(result, Config()) + "\n"
 
 
+def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
+    model, tokenizer = load_policy(ModelConfig(model_path=folder))
+    real = evaluation.sample_completions_for_prompts
+
+    def scripted(model, tokenizer, prompts, *args, **kwargs):
+        rollout = real(model, tokenizer, prompts, *args, **kwargs)
+        rollout.completions = [f"<answer>{'1' if p == 'easy' else '0'}</answer>" for p in prompts]
+        return rollout
+
+    monkeypatch.setattr(evaluation, "sample_completions_for_prompts", scripted)
+    examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
+    result = evaluate(model, tokenizer, examples, settings, seed=0, batch_size=2)
+    assert result["eval_accuracy"] == 0.75 and result["eval_problems"] == 4
+    assert (result["eval_accuracy_low"], result["eval_accuracy_high"]) == wilson_interval(3, 4)
+    assert "eval_accuracy" not in evaluate(model, tokenizer, examples[-1:], settings, seed=0)
+    infer.main(["--model_path", folder, "--evaluate", "arithmetic", "--limit", "4", "--generation_max_length", "4"])
+    assert "accuracy 0.000 [0.000, 0.490] of 4" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags,message", [
-    ("--evaluate arithmetic --samples 0", "--samples=0: at least one"),
-    ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: at --generation_temperature=0"),
-    ("--question q --samples 4", "--samples=4: belongs to --evaluate"),
-    ("--question q --against_model m", "--against_model=m: belongs to --evaluate"),
-    ("--question q --json out.json", "--json=out.json: belongs to --evaluate"),
-    ("--evaluate arithmetic --json {tmp}/no/out.json", "there is no folder"),
-    ("--evaluate arithmetic --against run", "--against=run: belongs to --report"),
+    ("--evaluate arithmetic --samples 0", "--samples=0: needs at least one"),
+    ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
+    ("--question q --samples 4", "--samples=4: needs --evaluate"),
+    ("--question q --against_model m", "--against_model=m: needs --evaluate"),
+    ("--question q --json out.json", "--json=out.json: needs --evaluate"),
+    ("--evaluate arithmetic --json {tmp}/no/out.json", "does not exist"),
+    ("--evaluate arithmetic --against run", "--against=run: needs --report"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):

@@ -1,4 +1,4 @@
-"""The linter must find what it looks for, and docs/rewards.md must show what it finds."""
+"""The linter finds the flaws it looks for, and docs/rewards.md shows its output."""
 
 import json
 import time
@@ -11,7 +11,7 @@ from data import load_examples
 from rewards import BUILT_IN, check_answer, correctness, load_reward_function
 from test_rewards import needs_math_verify
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = load_examples("arithmetic", limit=4)
 
 
@@ -39,8 +39,8 @@ def test_correctness_has_no_flags():
         (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "spam (1.00) than to"),
         (lambda completions, **columns: [float("..." in c) for c in completions], "form (1.00) than to wrong"),
         (lambda completions, answer, **columns: [float(f">{a}<" in c) for c, a in zip(completions, answer)], "as much to spam"),
-        (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to everything"),
-        (lambda completions, **columns: [None for c in completions], "scores nothing"),
+        (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to every completion"),
+        (lambda completions, **columns: [None for c in completions], "scores none of the examples"),
         (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),
         (lambda completions, **columns: [time.sleep(0.12) or float("7" in c) for c in completions], "s a completion"),
     ],
@@ -78,29 +78,37 @@ def test_functions_of_tokens_see_one_for_each_word():
     assert empty == [first[3]] == [last[2]] and len(last) == 3
 
 
-def test_the_exit_code_says_whether_there_are_flags(capsys, tmp_path):
-    assert reward_linter.main(["--lint", "--reward_functions", "correctness", "--limit", "2"]) == 0
-    assert reward_linter.main(["--lint", "--reward_functions", "check_answer", "--limit", "2"]) == 1
+def exit_code(argv):
+    with pytest.raises(SystemExit) as stop:
+        reward_linter.run_command_line(argv)
+    return stop.value.code
+
+
+def test_the_exit_code_tells_flags_from_mistakes(capsys, tmp_path):
+    assert exit_code(["--lint", "--reward_functions", "correctness", "--limit", "2"]) == 0
+    assert exit_code(["--lint", "--reward_functions", "check_answer", "--limit", "2"]) == 1
     assert "| `check_answer` | 3.00 | 0.00 | -1.00 |" in capsys.readouterr().out
-    assert reward_linter.main(["--lint", "--reward_functions", "no_such"]) == 2
-    assert reward_linter.main(["--lint", "--dataset", str(tmp_path / "none.jsonl")]) == 2
-    assert reward_linter.main(["--lint", "--reward_functions", "correctness", "--reward_weights", "1", "2"]) == 2
+    assert exit_code(["--lint", "--reward_functions", "no_such"]) == 2
+    assert exit_code(["--lint", "--dataset", str(tmp_path / "none.jsonl")]) == 2
+    assert exit_code(["--lint", "--reward_functions", "correctness", "--reward_weights", "1", "2"]) == 2
+    assert exit_code(["--lint", "--datset", "arithmetic"]) == 2
     printed = capsys.readouterr()
     assert "error: --reward_functions no_such" in printed.err and printed.out == ""
+    assert "--datset: unknown flag; did you mean --dataset?" in printed.err and len(printed.err.splitlines()) == 4
 
 
 def test_without_names_the_functions_are_those_that_score_something(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)           # no math-verify
     reward_linter.main(["--lint", "--limit", "2"])
     printed = capsys.readouterr().out
-    assert "| `correctness` |" in printed and "environment" not in printed, "nobody gives its points here"
+    assert "| `correctness` |" in printed and "environment" not in printed, "it needs an environment"
     assert "multiple_choice" not in printed and "math_equality" not in printed and "failed" not in printed
 
 
 def test_data_is_read_as_training_reads_it(capsys, tmp_path):
     (tmp_path / "own.jsonl").write_text('nonsense\n{"q": "1+1=?", "a": "2", "c": "<answer>2</answer>"}\n')
     command = ["--lint", "--dataset", str(tmp_path / "own.jsonl"), "--reward_functions", "correctness"]
-    assert reward_linter.main(command) == 2 and reward_linter.main([*command, "--bad_lines", "skip"]) == 2
+    assert exit_code(command) == 2 and exit_code([*command, "--bad_lines", "skip"]) == 2
     errors = capsys.readouterr().err
     assert "--bad_lines skip" in errors and "--prompt_column" in errors
     columns = ["--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]

@@ -1,0 +1,126 @@
+"""Answers to one prompt, in conversations and to files of prompts."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import infer
+from analysis import chat
+from config import GRPOConfig, ModelConfig
+from data import encode_demonstration, encode_prompt
+from engine import sampling_state
+from engine.chat_template import encode_reply
+from model import load_policy, save_policy
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_policy(*load_policy(ModelConfig()), tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def scripted(monkeypatch, tokenizer, *turns):
+    """Sample those texts instead of the model's, token by token. Return the prompts and seeds of the calls.
+
+    turns  of each completion; a number n stands for n tokens of an environment
+    """
+    calls, stop, tokens = [], [tokenizer.eos_token_id], []
+    for turn in turns:
+        tokens += [0] * turn if isinstance(turn, int) else tokenizer.encode(turn, add_special_tokens=False) + stop
+    real = chat.sample_completions_for_prompts
+
+    def sample_completions(model, tokenizer, prompts, *args, **kwargs):
+        calls.append((copy.deepcopy(prompts), kwargs["seed"]))
+        return real(model, tokenizer, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(sampling_state, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
+    monkeypatch.setattr(chat, "sample_completions_for_prompts", sample_completions)
+    monkeypatch.setattr(chat, "can_share_prompts", lambda *_: False)             # so that tokens come in one order
+    return calls
+
+
+def test_a_question_is_answered_word_by_word_with_reasoning_set_apart(folder, tokenizer, capsys, monkeypatch):
+    scripted(monkeypatch, tokenizer, "<reasoning>1 and 1</reasoning><answer>2</answer>")
+    pieces, real = [], chat.AnswerStreamer.on_finalized_text
+
+    def note(self, text, stream_end=False):
+        pieces.append(text)
+        real(self, text, stream_end)
+
+    monkeypatch.setattr(chat.AnswerStreamer, "on_finalized_text", note)
+    infer.main(["--model_path", folder, "--question", "1+1=?"])
+    assert capsys.readouterr().out == "reasoning: 1 and 1\nanswer: 2\n"
+    assert [piece for piece in pieces if piece] == ["<reasoning>1 ", "and ", "1</reasoning><answer>2</answer>"]
+
+
+def test_a_truncated_answer_is_marked(folder, capsys):
+    infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
+    assert "(truncated at --generation_max_length=5)" in capsys.readouterr().out
+
+
+def test_a_chat_keeps_its_history_and_ends_at_an_empty_line(folder, tokenizer, capsys, monkeypatch):
+    calls, typed = scripted(monkeypatch, tokenizer, "two", "four"), iter(["1+1?", "2+2?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    infer.main(["--model_path", folder, "--chat", "--instruction", "Be brief."])
+    printed = capsys.readouterr()
+    assert printed.out == "two\nfour\n" and printed.err == "An empty line ends the conversation.\n"
+    first = "Be brief.\n1+1?"                             # as --question would send it, and as training did
+    (_, seed), ((then,), next_seed) = calls
+    assert calls[0][0] == [first] and (seed, next_seed) == (0, 1), "another seed each time"
+    assert tokenizer.decode(then) == f"<bos>{first}two<eos>\n2+2?\n"
+    demonstration = [{"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]
+    trained = encode_demonstration(tokenizer, first, demonstration, [tokenizer.eos_token_id])[0]
+    assert then == encode_prompt(tokenizer, first) + trained
+
+
+def test_with_a_chat_template_a_chat_is_messages(folder, tokenizer, capsys, monkeypatch):
+    calls, typed = scripted(monkeypatch, tokenizer, "two", "four"), iter(["1+1?", "2+2?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    load = chat.load_policy
+
+    def with_template(source):
+        model, tokenizer = load(source)
+        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+        return model, tokenizer
+
+    monkeypatch.setattr(chat, "load_policy", with_template)
+    infer.main(["--model_path", folder, "--chat"])
+    first = {"role": "user", "content": "1+1?"}
+    then = [first, {"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]
+    assert [prompts for prompts, _ in calls] == [[[first]], [then]]
+
+
+@pytest.mark.parametrize("pressed", [EOFError, KeyboardInterrupt])
+def test_a_chat_ends_quietly_at_ctrl_d_and_ctrl_c(folder, capsys, monkeypatch, pressed):
+    def press(prompt):
+        raise pressed
+
+    monkeypatch.setattr("builtins.input", press)
+    infer.main(["--model_path", folder, "--chat"])
+    assert capsys.readouterr().out == "\n"
+
+
+def test_a_chat_with_tools_shows_their_results(folder, tokenizer, capsys, monkeypatch):
+    reply = encode_reply(tokenizer, "2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
+    scripted(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
+    typed = iter(["2+2?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    infer.main(["--model_path", folder, "--chat", "--environment", "calculator", "--max_turns", "3"])
+    assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
+
+
+def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(chat, "PROMPTS_PER_BATCH", 2)
+    rows = [{"prompt": f"{n}+1=?", "answer": str(n + 1), "level": n} for n in range(3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--questions", str(tmp_path / "in.jsonl"), "--answers", str(tmp_path / "out.jsonl")]
+    infer.main(["--model_path", folder, *files, "--generation_max_length", "6", "--samples", "2"])
+    assert capsys.readouterr().out == f"{tmp_path}/out.jsonl: 6 answers to 3 prompts\n"
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [{name: line[name] for name in rows[0]} for line in written] == [row for row in rows for _ in range(2)]
+    config = GRPOConfig(generation_max_length=6, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+    alone = chat.ChatModel.load(ModelConfig(model_path=folder), config, 0).sample([rows[2]], 2)
+    assert [line["completion"] for line in written[4:]] == alone.completions
+    assert [line["finished"] for line in written[4:]] == alone.finished.tolist()

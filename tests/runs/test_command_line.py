@@ -1,0 +1,169 @@
+"""Command lines: which source wins, mistakes in one line with exit code 2 before a model is loaded, and fast answers."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from config import PROFILES, GRPOConfig
+from runs import setup
+from runs.command_line import exit_on_mistake, parse_config
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {"infer.py": ["--evaluat", "x"], "rewards.py": ["--lint", "--datset", "x"]}         # with a mistyped flag
+SLOW = ["torch", "transformers", "peft", "datasets"]      # None in sys.modules: importing them raises an error
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_and_a_mistyped_flag_are_answered_without_importing_torch_or_transformers(program):
+    def call(*argv):
+        code = (f"import runpy, sys; sys.modules.update(dict.fromkeys({SLOW})); sys.argv = {[program, *argv]}; "
+                f"runpy.run_path({program!r}, run_name='__main__')")
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert call("--help").returncode == 0, call("--help").stderr
+    answer = call(*PROGRAMS[program])
+    assert answer.returncode == 2 and "unknown flag; did you mean --" in answer.stderr
+    assert answer.stderr.startswith(f"{program}: error: ") and len(answer.stderr.splitlines()) == 1
+
+
+def test_one_line_is_printed_for_all_processes_of_torchrun(monkeypatch, capsys):
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop, exit_on_mistake("train.py"):
+            parse_config(["--seed", "x"])
+        assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_flags_may_be_written_with_hyphens_and_booleans_as_words():
+    training = parse_config(["--use-grpo", "--batch-size", "7", "--gradient_checkpointing", "yes", "--check", "FALSE"]).training
+    assert training.use_grpo and training.batch_size == 7 and training.gradient_checkpointing and not training.check
+    assert not parse_config(["--no-use-kl-penalty"]).grpo.use_kl_penalty
+    with pytest.raises(ValueError, match="--use_grpo/--use-grpo: invalid bool value: 'maybe'"):
+        parse_config(["--use_grpo", "maybe"])
+
+
+def test_profile_then_file_then_flags(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"use_grpo": True, "batch_size": 7, "seed": 5, "reward_functions": ["correctness"]}))
+    config = parse_config([str(file), "--seed", "6"])
+    assert config.training.profile == "demo" and config.grpo.generation_max_length == PROFILES["demo"]["generation_max_length"]
+    assert (config.training.batch_size, config.training.seed) == (7, 6) and config.grpo.reward_functions == ["correctness"]
+    assert parse_config(["--use_grpo", "--profile", "balanced"]).grpo.num_completions_per_prompt == 16
+    assert parse_config(["--use_grpo", "--model_path", "some/model"]).grpo == GRPOConfig(), "no profile for a real model"
+
+
+def test_a_run_can_be_repeated_from_its_config_json(tmp_path):
+    config = parse_config(["--use_grpo", "--reward_functions", "correctness", "check_numbers", "--no_use_kl_penalty"])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.as_dict()))
+    assert parse_config([str(file)]) == config
+
+
+def data_file(folder, name, text):
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+MISTAKES = {
+    "group of one": (["--num_completions_per_prompt", "1"], "--num_completions_per_prompt=1: .*at least 2"),
+    "unknown flag": (["--learning_rat", "1"], "--learning_rat: unknown flag; did you mean --learning_rate"),
+    "stray word": (["--seed", "1", "2"], "2: unknown flag"),
+    "not a number": (["--seed", "x"], "--seed.*'x'"),
+    "unknown profile": (["--profile", "dmeo"], "--profile=dmeo: choose one of demo"),
+    "unknown loss": (["--loss_type", "ppo"], "--loss_type.*'ppo'.*dapo"),
+    "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: siblings would all be equal"),
+    "top-p": (["--generation_top_p", "1.5"], "--generation_top_p=1.5"),
+    "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
+    "exact offloaded": (
+        ["--use_kl_penalty", "--kl_estimator", "exact", "--reference_offload"], "--reference_offload: .*ratio_k3"),
+    "k3 in the reward": (
+        ["--use_kl_penalty", "--kl_in", "reward", "--kl_estimator", "k3"], "--kl_estimator=k3: in a reward only k1"),
+    "two updates": (["--loss_type", "reinforce", "--minibatch_size", "64"], "--loss_type=reinforce: .*of 4 updates"),
+    "short horizon": (["--use_kl_penalty", "--kl_target", "1", "--kl_horizon", "9"], "--kl_horizon=9: .*choose at least"),
+    "low cap": (["--importance_cap", "0.5"], "--importance_cap=0.5: .*choose from 1 up"),
+    "idle value head": (["--use_value_head", "--value_coef", "0"], "--value_coef=0.0: .*would never learn"),
+    "dual clip alone": (["--loss_type", "cispo", "--dual_clip", "3"], "--dual_clip=3.0: --loss_type=cispo clips no ratio"),
+    "dual clip too low": (["--dual_clip", "1.1"], "--dual_clip=1.1: .*choose above 1.2"),
+    "reinforce twice": (["--loss_type", "reinforce", "--ppo_epochs", "2"], "--loss_type=reinforce: has no ratio: of 2"),
+    "target without KL": (["--use_kl_penalty", "false", "--kl_target", "0.1"], "--kl_target=0.1: .*--use_kl_penalty true"),
+    "two baselines": (["--use_value_head", "--baseline", "group_median"], "--baseline=group_median: .*takes the value"),
+    "value head and ties": (["--use_value_head", "--dynamic_sampling", "2"], "--dynamic_sampling=2: .*equal rewards too"),
+    "buffer of nothing": (["--overlong_buffer", "5"], "--overlong_buffer=5: --overlong=keep has no penalty"),
+    "buffer too long": (["--overlong", "penalise", "--overlong_buffer", "40"], "--overlong_buffer=40: must be below .*=40"),
+    "no epochs": (["--ppo_epochs", "0"], "--ppo_epochs=0: must be above 0"),
+    "alpha": (["--ema_alpha", "1.5"], "--ema_alpha=1.5: choose from 0 to 1"),
+    "unknown estimator": (["--kl_estimator", "k4"], "--kl_estimator.*'k4'.*ratio_k3"),
+    "negative clip": (["--reward_clip", "-1"], "--reward_clip=-1.0: cannot be negative"),
+    "replay of nothing": (["--replay", "{tmp}/no.jsonl"], "--replay=.*no.jsonl: no such file"),
+    "weights": (["--reward_weights", "1", "2"], "--reward_weights.*2 weights for 3 reward functions"),
+    "unknown reward": (["--reward_functions", "corectness"], "corectness: unknown; did you mean correctness\\?"),
+    "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
+    "missing column": (["--reward_functions", "{tmp}/needs.py:f"], "needs the column tests"),
+    "narrow reward": (["--reward_functions", "{tmp}/narrow.py:f"], "add \\*\\*columns"),
+    "taken name": (["--reward_functions", "{tmp}/needs.py:correctness"], "a built-in reward function correctness"),
+    "demonstration wanted": (["--reward_functions", "{tmp}/needs.py:g"], "needs the column completion"),
+    "missing data": (["--dataset", "{tmp}/none.jsonl"], "none.jsonl: no such file"),
+    "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
+    "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*--bad_lines skip"),
+    "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
+    "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*has columns prompt"),
+    "kaggle's form": (["--dataset", "kaggle:a/b"], "kaggle:a/b: write kaggle:owner/name/file"),
+    "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
+                          "=5 needs demonstrations, .*for 2 of 2 examples.*--completion_column.*or pass --cold_start_steps 0"),
+    "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
+    "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* are longer.*raise it to 8.*--long_prompts"),
+    "no such model": (["--model_path", "{tmp}/none"], "--model_path=.*none: no such folder"),
+    "no weights": (["--model_path", "{tmp}/no_weights"], "no_weights: the folder has no weights"),
+    "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: the folder has no a? ?tokenizer"),
+    "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
+    "nothing to resume": (["--output_dir", "{tmp}/empty", "--resume"], "--output_dir=.*empty: there is no run in it"),
+    "resume what": (["--resume"], "--resume: needs --output_dir"),
+    "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is no folder that can be written to"),
+    "settings behind flags": (["--seed", "1", "settings.json"], "settings.json: .*comes before all flags"),
+    "negative": (["--max_steps", "-1"], "--max_steps=-1: cannot be negative"),
+    "settings file": (["{tmp}/no.json"], "no.json: not a readable JSON file"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_nothing(mistake, tmp_path, capsys, monkeypatch):
+    data_file(tmp_path, "broken.py", "def f(:\n")
+    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns): ...\ndef g(completion, **columns): ...\n"
+              "def correctness(completions, **columns): ...\n")
+    data_file(tmp_path, "narrow.py", "def f(completions): ...\n")
+    data_file(tmp_path, "empty.jsonl", "")
+    data_file(tmp_path, "bad.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
+    data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
+    data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
+    for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        data_file(tmp_path, name, '{"model_type": "llama"}')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(setup, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+
+    flags, message = MISTAKES[mistake]
+    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
+    output = [] if "--output_dir" in flags or mistake == "resume what" else ["--output_dir", str(tmp_path / "out")]
+    argv = [*flags, "--use_grpo", *output]
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert len(printed.err.strip().splitlines()) == 1, printed.err
+    assert re.search(message, printed.err), printed.err
+    assert printed.err.startswith("train.py: error: ")
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "__pycache__" not in str(path)}
+    assert after == before
+
+
+def test_a_replay_takes_the_settings_of_its_run_but_not_its_weights(tmp_path):
+    run = parse_config(["--use_grpo", "--loss_type", "gspo", "--seed", "7", "--model_path", "some/model"])
+    (tmp_path / "config.json").write_text(json.dumps(run.as_dict()))
+    config = parse_config(["--replay", str(tmp_path / "rollouts.jsonl"), "--seed", "8"])
+    assert (config.grpo.loss_type, config.training.seed, config.model.model_path) == ("gspo", 8, "")
