@@ -6,8 +6,8 @@ import pytest
 
 import train
 from config import Config, GRPOConfig, ModelConfig, TrainingConfig
-from grpo import AGGREGATIONS, BASELINES, LOSSES
-from runs import phases, setup
+from grpo import CENTERED_BASELINES, LOSSES
+from runs import phases
 from runs.command_line import parse_config
 
 
@@ -20,10 +20,11 @@ def test_the_defaults_that_others_rely_on():
     assert {name: getattr(grpo, name) for name in expected} == expected
 
 
-def test_the_choices_are_those_of_the_formulas():
+def test_the_choices_are_the_keys_of_the_tables_of_the_formulas():
     types = GRPOConfig.__annotations__
-    assert get_args(types["baseline"]) == BASELINES and get_args(types["loss_type"]) == LOSSES
-    assert get_args(types["loss_aggregation"]) == ("", *AGGREGATIONS)
+    assert get_args(types["loss_type"]) == tuple(LOSSES) and set(CENTERED_BASELINES) < set(get_args(types["baseline"]))
+    assert get_args(types["loss_aggregation"]) == ("", "token_mean", "sequence_mean", "constant")
+    assert get_args(types["advantage_scale"]) == ("group", "batch")
 
 
 def test_weights_go_with_functions():

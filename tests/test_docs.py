@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 import grpo
-from config import GRPOConfig, ModelConfig
+from config import GRPOConfig, ModelConfig, table_keys
 from data import load_examples
 from runs.command_line import HEADINGS, SECTIONS, parse_config
-from grpo import AGGREGATIONS, BASELINES, LOSSES, SCALES
+from grpo import LOSSES
 from model import load_policy
 from runs.records import read_jsonl
 from formula_language import formulas
@@ -173,7 +174,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     page = (ROOT / "docs/algorithm.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")]
     first_cells = {row[0].strip("| `") for row in rows}
-    variants = {*LOSSES, *AGGREGATIONS, *BASELINES, *SCALES, *get_args(GRPOConfig.__annotations__["kl_estimator"])} - {""}
+    variants = {*LOSSES, *(key for table in ("aggregations", "baselines", "scales") for key in table_keys(table)), *get_args(GRPOConfig.__annotations__["kl_estimator"])} - {""}
     assert variants <= first_cells, variants - first_cells
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
     functions = [
@@ -192,3 +193,22 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     assert len(named) > 20
     for test in named:
         assert f"def {test}(" in tests, test
+
+
+def test_the_normalisation_of_the_contributing_page_is_one_line_of_one_file(tmp_path, monkeypatch):
+    """The entry that the page shows, put into a copy of grpo.py: it computes, and the flag offers it."""
+    block = (ROOT / "CONTRIBUTING.md").read_text().partition("## A normalisation")[2].partition("```python\n")[2].partition("```")[0]
+    entry = block.splitlines()[1]
+    source = (ROOT / "grpo.py").read_text()
+    assert source.count("    scales = {") == 1
+    changed = re.sub(r"(    scales = \{.*\n)", lambda found: f"{found[1]}    {entry}\n", source)
+    (tmp_path / "grpo.py").write_text(changed)
+    (tmp_path / "config.py").write_text((ROOT / "config.py").read_text())
+    program = (
+        "import torch; from config import GRPOConfig; from grpo import compute_group_advantages\n"
+        "rewards = torch.tensor([[0.0, 0.0, 4.0, 4.0], [7.0, 8.0, float('nan'), 9.0]])\n"
+        "options = GRPOConfig(advantage_scale='mean_distance').advantage_options\n"
+        "print(compute_group_advantages(rewards, **options).tolist(), GRPOConfig.__annotations__['advantage_scale'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""})
+    assert "[[-1.0, -1.0, 1.0, 1.0], [-1.5, 0.0, 0.0, 1.5]]" in done.stdout and "'mean_distance'" in done.stdout, done.stderr
