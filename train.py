@@ -4,16 +4,23 @@ GRPO and supervised training of a language model.
     python train.py --use_grpo --num_completions_per_prompt 4      a demonstration that needs nothing else
     python train.py --help                                         every flag
 
-Reading order: grpo_training_step, with sample_groups before it and accumulate_gradients after it; then learn, the loop
-around the steps. A run goes through phases: cold_start and grpo with --use_grpo, else supervised.
+Reading order: grpo_training_step, with sample_groups above it and accumulate_gradients below it; then learn,
+the loop around the steps. A run goes through phases: cold_start and grpo with --use_grpo, else supervised.
 
-Shapes: P prompts, G completions of each, B = P*G rows, T completion tokens. Units: rewards in points, logp and KL in nats.
-A rollout holds the completions; an experience is a rollout with everything that its updates need (experience.py).
+Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens. Units:
+rewards in points, log-probabilities (logp) and KL in nats. A rollout holds the completions (sample.py); an
+experience is a rollout with everything that its updates need (experience.py).
 """
 
 import math
 import sys
 from functools import partial
+
+from runs.command_line import exit_on_mistake, parse_config
+
+if __name__ == "__main__":
+    with exit_on_mistake("train.py"):                     # --help and mistakes: before the slow imports below
+        parse_config(sys.argv[1:])
 
 import torch
 
@@ -27,12 +34,13 @@ from experience import (
     Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, rank_micro_batches,
     replace_tied_groups, sample_on_all_ranks, shape_rewards,
 )
-from grpo import CENTERED_BASELINES, LOSSES, adapt_kl_coefficient, aggregate, compute_group_advantages, policy_loss, value_loss
+from grpo import (
+    CENTERED_BASELINES, LOSSES, adapt_kl_coefficient, aggregate, compute_group_advantages, policy_loss,
+    value_loss,
+)
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy, precision_of
 from rewards import compute_rewards_for_completions
-from runs.checkpoint import NotSaved
-from runs.command_line import parse_config
 from runs.exit import Diverged, StopOnSignal, exit_on_failures, exit_on_mistakes
 from runs.metrics import summarize_groups, summarize_updates, timed
 from runs.phases import is_due
@@ -43,26 +51,26 @@ from sample import demonstrations_as_rollout, sample_completions_for_prompts
 
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
-    """Sample a group of completions for each prompt and score them. With --dynamic_sampling, tied groups are replaced."""
+    """Sample and score a group of completions for each prompt. --dynamic_sampling replaces tied groups."""
     config = run.config.grpo
 
     def sample_and_score(examples: list[dict], prompt_occurrences: list[int], attempt: int) -> Groups:
         rollout = sample_completions_for_prompts(
             run.model, run.tokenizer, [example["prompt"] for example in examples], config,
-            seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt, prompt_occurrences=prompt_occurrences,
-            responders=responders(run.environment, examples),
+            seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt,
+            prompt_occurrences=prompt_occurrences, responders=responders(run.environment, examples),
         )
         failures: list[dict] = []
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
             run.reward_functions, config.weights, rollout, examples, on_error=config.reward_errors,
-            clips=config.reward_clips, timeout=config.reward_timeout, failures=failures, turn_points=rollout.turn_points,
+            clips=config.reward_clips, timeout=config.reward_timeout, failures=failures,
+            turn_points=rollout.turn_points,
         )
         rewards = shape_rewards(config, rollout, scores, per_function)
         return Groups(examples, rollout, scores, per_function, rewards, failures=failures)
 
-    groups, sampled = replace_tied_groups(
-        partial(sample_on_all_ranks, run.model, sample_and_score), examples, run.batches.take, config.dynamic_sampling
-    )
+    sample_all = partial(sample_on_all_ranks, run.model, sample_and_score)
+    groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
     run.progress.record_scores(sampled)
     return groups
 
@@ -71,7 +79,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Sample a group for each prompt, score it, make completions that beat their group's mean more likely.
 
-    Returns metrics, and what was learned from.
+    Returns metrics, and the experience that was learned from.
     """
     config, progress = run.config.grpo, run.progress
     P, G = len(examples), config.num_completions_per_prompt
@@ -81,26 +89,28 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     assert groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}"
     assert len(groups.rollout.completion_ids) == P * G, f"{groups.rollout.completion_ids.shape=} {P=} {G=}"
 
-    # 2. Compare each completion with the others of its group: advantages (P, G), centred on 0.
+    # 2. Compare each completion with the others of its group: by default (reward - mean) / std.
     progress.add_rewards(groups.rewards)
-    advantages = compute_group_advantages(groups.rewards, **config.advantage_options, global_mean=progress.mean_reward)
+    advantages = compute_group_advantages(                                       # (P, G)
+        groups.rewards, **config.advantage_options, global_mean=progress.mean_reward
+    )
     off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
     centered = off_center <= 1e-3 * max(1.0, largest) or config.baseline not in CENTERED_BASELINES
     assert centered, f"advantages of a group must sum to 0: {off_center=} {largest=}"
 
-    # 3. Compute once what stays the same during the updates: reference log-probabilities, values, importance weights.
+    # 3. Compute what stays the same during the updates: reference log-probabilities, values, weights.
     experience = compute_experience(
         groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
         kl_coef=progress.kl_coef, **run.forwarding,
     )
 
-    # 4. Update the policy: once, or several times with --ppo_epochs and --minibatch_size.
+    # 4. Update the policy once, or several times with --ppo_epochs and --minibatch_size.
     first_step, updates = progress.phase_step == 0, []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        if first_step and not updates:
-            deviation, tolerance = losses["ratio_deviation"], 0.01 if precision_of(run.model) == "float32" else 0.1
-            assert not deviation >= tolerance, f"sampler and trainer disagree: first ratios are 1, not off by {deviation}"
+        if first_step and not updates:                    # sampler and trainer must agree: all ratios are 1
+            tolerance = 0.01 if precision_of(run.model) == "float32" else 0.1
+            assert not losses["ratio_deviation"] >= tolerance, f"first ratios are 1, not off by {losses}"
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # the policy is too far from the rollout
             break
@@ -112,23 +122,25 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     metrics = summarize_updates(updates) | summarize_groups(groups, experience)
     if config.kl_target and math.isfinite(metrics["kl"]):
         progress.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
-            progress.kl_coef, metrics["kl"], target=config.kl_target, num_samples=P * G, horizon=config.kl_horizon
+            progress.kl_coef, metrics["kl"], target=config.kl_target, num_samples=P * G,
+            horizon=config.kl_horizon,
         )
     return metrics, experience
 
 
 def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, config: GRPOConfig) -> dict:
-    """Compute the gradient of one update, one micro-batch after the other. Returns total_loss, its terms and statistics.
+    """Add up the gradient of one update over micro-batches. Returns total_loss, its terms and statistics.
 
-    rows    completions of the experience. The denominators count all of them; rows without a gradient, such as those of
-            tied groups where there is no KL term, are not forwarded.
+    rows    completions of the experience. The denominators count all of them; rows without a gradient, such
+            as those of tied groups where there is no KL term, are not forwarded.
     """
     denominators = experience.denominators(rows, config.generation_max_length)
     forwarded = rows[experience.has_gradient(rows, config)]
     kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
     sums = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * config.use_value_head, 0.0)
-    for micro_batch, counts in rank_micro_batches(experience.rollout, forwarded, **run.forwarding, device=run.device):
+    micro_batches = rank_micro_batches(experience.rollout, forwarded, **run.forwarding, device=run.device)
+    for micro_batch, counts in micro_batches:
         new = completion_log_probs(
             run.model, experience.rollout, micro_batch, **config.policy, shared_prompt=run.shared_prompt,
             value_head=run.value_head if config.use_value_head else None,
@@ -136,7 +148,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         )
         batch = experience.select(micro_batch, new.logp.device)
         loss, terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
-        run.scaler.scale(loss * counts).backward()        # counts: False for a micro-batch repeated for other ranks
+        run.scaler.scale(loss * counts).backward()        # counts: False if repeated for other ranks
         cut_graph(run.device)
         for name, value in terms.items():
             sums[name] += value.item() * counts
@@ -154,6 +166,8 @@ def total_loss(
     """Return the loss of some rows under the current policy, and its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
+
+    new    under the current policy, (b, T), with gradient;  batch  the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
     loss, terms = policy_loss(
@@ -162,14 +176,15 @@ def total_loss(
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
     if config.kl_coef > 0 and config.kl_in == "loss":
-        kl = new.kl if config.estimator == "exact" else batch.sampled_kl(new.logp, config.estimator)         # (b, T)
+        kl = new.kl if config.estimator == "exact" else batch.sampled_kl(new.logp, config.estimator)
         terms["kl"] = aggregate(kl, mask, "token_mean", **denominators)
         loss = loss + kl_coef * aggregate(kl, mask, aggregation, **denominators)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * aggregate(new.entropy, mask, aggregation, **denominators)
     if config.use_value_head:
         terms["value_loss"] = value_loss(
-            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"], clip=config.value_clip
+            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"],
+            clip=config.value_clip,
         )
         loss = loss + config.value_coef * terms["value_loss"]
     return loss, terms | {"total_loss": loss}
@@ -177,8 +192,9 @@ def total_loss(
 
 @timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Make demonstrations more likely: the same update with demonstrations as the rollout and advantage 1."""
-    experience = demonstrations_as_experience(examples, demonstrations_as_rollout(run.model, run.tokenizer, examples))
+    """Make demonstrations more likely: one update with demonstrations as the rollout, and advantage 1."""
+    rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples)
+    experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
     grad_norm = optimizer_step(run, losses["total_loss"])
     return {
@@ -198,16 +214,17 @@ def optimizer_step(run: Run, loss: float) -> float:
     norm = clip_gradient(parameters, run.config.training.max_grad_norm)
     progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     if math.isfinite(loss) and math.isfinite(norm):
-        run.scaler.step(run.optimizer)                    # with --precision float16 only if no gradient overflowed
+        run.scaler.step(run.optimizer)                    # in float16 only if no gradient overflowed
         run.scheduler.step()
         progress.skipped_in_a_row = 0
     else:
-        progress.skipped += 1                             # overflow in float16 is expected until its scale is down to 1
+        progress.skipped += 1                             # overflow in float16 is normal until its scale is 1
         progress.skipped_in_a_row += not (math.isfinite(loss) and run.scaler.get_scale() > 1)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")                # on XLA, keeping them saves a program
+    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")                # zeros save XLA a program
     if run.reference is not None:
-        follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=progress.skipped_in_a_row > 0)
+        skipped = progress.skipped_in_a_row > 0
+        follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
     cut_graph(run.device)
     return norm
 
@@ -218,10 +235,13 @@ def train(config: Config) -> None:
 
 
 def learn(run: Run) -> None:
-    """Go through the phases of a run. Ctrl-C or SIGTERM ends it after the current step, with a checkpoint to continue from."""
+    """Go through the phases of a run: steps, evaluations, checkpoints.
+
+    Ctrl-C or SIGTERM ends it after the current step, with a checkpoint to continue from.
+    """
     training, progress, folder = run.config.training, run.progress, run.folder
     if run.is_complete:
-        folder.print(f"this run is complete; to continue from it: --model_path {folder.path}/final and a new --output_dir")
+        folder.print(f"this run is complete; to continue from it: --model_path {folder.path}/final --output_dir NEW")
         return
     folder.open(progress.step)
     run.save_base_of_adapter()
@@ -230,22 +250,20 @@ def learn(run: Run) -> None:
             run.log_evaluation()
         for phase in run.phases[progress.phase :]:
             run.begin_phase(phase)
-            take_step, evaluated_at = grpo_training_step if phase.name == "grpo" else supervised_training_step, -1
+            take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
+            evaluated_at = -1
             while progress.phase_step < phase.steps and not stop.requested():
                 before, skipped = progress.phase_step, progress.skipped
                 with run.checkpoint_on_error():
-                    metrics, experience = take_step(run, next(run.batches))      # one optimiser step, or several
+                    metrics, experience = take_step(run, next(run.batches))
                 run.log_step(metrics | {"skipped": progress.skipped - skipped}, experience)
                 if is_due(before, progress.phase_step, training.eval_steps):
                     with run.checkpoint_on_error():
                         accuracy, evaluated_at = run.log_evaluation(), progress.step
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = progress.phase_step
-                if is_due(before, progress.phase_step, training.save_steps) and progress.phase_step < phase.steps:
-                    try:
-                        run.save_checkpoint()
-                    except NotSaved as problem:           # there may be room for the next one
-                        folder.print(f"{problem}; continuing without")
+                if is_due(before, progress.phase_step, training.save_steps):
+                    run.save_checkpoint_if_possible()
                 if progress.skipped_in_a_row >= training.max_skipped_steps:
                     raise Diverged(progress.skipped_in_a_row, run.save_checkpoint())
             if progress.phase_step < phase.steps:

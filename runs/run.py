@@ -159,6 +159,14 @@ class Run:
             keep=self.config.training.keep_checkpoints,
         )
 
+    def save_checkpoint_if_possible(self) -> None:
+        """Save a checkpoint in the middle of a phase; print if that fails: there may be room for the next one."""
+        if self.progress.phase_step < self.phase.steps:
+            try:
+                self.save_checkpoint()
+            except NotSaved as problem:
+                self.folder.print(f"{problem}; continuing without")
+
     def save_final(self) -> None:
         """Save the policy to final/ of the run folder."""
         write_final(self.model, self.tokenizer, self.folder.path / "final")
