@@ -28,7 +28,7 @@ MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, 
 
 
 class EnvironmentRaised(RuntimeError):
-    """Raised if an environment fails. The message has its name, the error and the turn."""
+    """Report that an environment failed. The message has its name, the error and the turn."""
 
 
 class Conversation:

@@ -19,11 +19,11 @@ from reward_functions.loading import ANSWER_NAMES, columns_of, name_of
 
 
 class RewardError(RuntimeError):
-    """Raised if a reward function fails. The message has the function, the error and the completion."""
+    """Report that a reward function failed. The message has the function, the error and the completion."""
 
 
 class InvalidReturnValue(ValueError):
-    """Raised if a reward function returns anything but one number or None for each completion."""
+    """Report that a reward function returned anything but one number or None for each completion."""
 
 
 def build_arguments(rollout, examples: list[dict], turn_points: Tensor | None = None) -> dict[str, list]:

@@ -55,10 +55,10 @@ def classifier(
     from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, truncation_side="left")
-    model = AutoModelForSequenceClassification.from_pretrained(model_path).eval().requires_grad_(False)
-    model.to(device or eager_device(best_device()))
-    if model.config.pad_token_id is None:                   # it looks for the last token that is not padding
-        model.config.pad_token_id = tokenizer.pad_token_id
+    network = AutoModelForSequenceClassification.from_pretrained(model_path).eval().requires_grad_(False)
+    network.to(device or eager_device(best_device()))
+    if network.config.pad_token_id is None:                   # it looks for the last token that is not padding
+        network.config.pad_token_id = tokenizer.pad_token_id
 
     @torch.no_grad()
     def function(completions, prompts, **columns) -> list[float | None]:
@@ -69,9 +69,9 @@ def classifier(
             batch = tokenizer(
                 texts[start : start + batch_size], return_tensors="pt", padding=True, truncation=True,
                 max_length=max_length, add_special_tokens=not tokenizer.chat_template,
-            ).to(model.device)
-            logits = model(**batch).logits.float()                                          # (b, labels)
-            points += (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, label]).tolist()
+            ).to(network.device)
+            scores = network(**batch).logits.float()                                          # (b, labels)
+            points += (scores[:, 0] if scores.shape[1] == 1 else scores.softmax(-1)[:, label]).tolist()
         return [value if math.isfinite(value) else None for value in points]
 
     function.__name__ = name

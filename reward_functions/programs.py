@@ -102,7 +102,7 @@ for assertion, values in {assertions!r}:
 
 
 def split_test(test: str) -> tuple[str, list[str], str] | None:
-    """Split a test into an assertion on values, the expressions for the values, and imports; None if it cannot
+    """Split a test into an assertion on values, the expressions for them, and imports; None if it cannot
     be split.
 
     split_test("assert abs(f(2) - 4) < 1e-9") == ("assert abs(_values[0] - 4) < 1e-09", ["f(2)"], "")
