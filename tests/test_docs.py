@@ -139,7 +139,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     for name, (loss, aggregation) in LOSSES.items():
         (row,) = [row for row in rows if row[0].strip("| `") == name]
         assert row[1].strip("`") == formulas(loss)[0][1] and row[2].strip("`") == aggregation
-    tests = "".join(path.read_text() for path in [ROOT / "test_grpo.py", *(ROOT / "tests").glob("test_*.py")])
+    tests = "".join(path.read_text() for path in [ROOT / "test_grpo.py", *(ROOT / "tests").rglob("test_*.py")])
     named = set(re.findall(r"`(test_\w+)`", page))
     assert len(named) > 20
     for test in named:
