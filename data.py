@@ -33,18 +33,15 @@ def load_examples(
     source: str, split: str = "train", *, limit: int | None = None, seed: int = 0, bad_lines: str = "error",
     columns: dict[str, str] | None = None,
 ) -> Sequence[dict]:
-    """Return examples of a built-in task, a .jsonl, .json, .csv or .parquet file, the Hugging Face hub, TFDS
-    or Kaggle.
+    """Return examples of a built-in task, a file (.jsonl, .json, .csv, .parquet) or a hub.
 
-    source     "arithmetic", "countdown" or "guess_letter"; a path; a hub id such as "openai/gsm8k:main" (with
-               the configuration after the colon); "tfds:gsm8k"; "kaggle:owner/name/file.csv"
+    source     "arithmetic", "countdown" or "guess_letter"; a path; an id on the Hugging Face hub such as
+               "openai/gsm8k:main" (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"
     split      "train" or "test"; ignored for a file, which has no splits
     limit      the maximum number of examples, from the start
     seed       of the order of the built-in problems; it does not change which of them are test problems
-    bad_lines  lines of a .jsonl file that are not JSON: "error", or "skip" with a line on stderr that counts
-               them
-    columns    {"prompt": "question", "answer": ..., "completion": ...}; names that are missing or empty:
-               COLUMNS
+    bad_lines  lines of a .jsonl file that are not JSON: "error", or "skip", which reports their number
+    columns    {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
     returns    a sequence that reads rows on access, of which slices are lists; every row has been validated
     raises     ValueError, one line that names the source and, for a file, the line
     """
@@ -104,9 +101,7 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
 
 
 def is_alternating(messages) -> bool:
-    """Return True for chat messages of which every second one, with the first and last, is the
-    assistant's.
-    """
+    """Check that messages are chat messages and alternate, from the assistant's to the assistant's."""
     try:
         return len(messages) % 2 == 1 and all(
             isinstance(message["content"], str) and (message["role"] == "assistant") == (number % 2 == 0)
@@ -117,9 +112,7 @@ def is_alternating(messages) -> bool:
 
 
 def with_instruction(example: dict, instruction: str) -> dict:
-    """Return the example with an instruction before its prompt, or in the first message of its
-    conversation.
-    """
+    """Put an instruction before an example's prompt, or into the first message of its conversation."""
     if not instruction:
         return example
     prompt = example["prompt"]
@@ -164,9 +157,7 @@ def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -
 def encode_demonstration(
     tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Encode a demonstration (text, or alternating messages): token ids, and True where they are the
-    assistant's.
-    """
+    """Encode a demonstration, text or messages: token ids, and True where they are the assistant's."""
     ids, is_assistant = [], []
     turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
     for message in turns:
@@ -181,13 +172,11 @@ def encode_demonstration(
 
 
 class ShuffledBatches:
-    """Endless batches over examples, shuffled anew every epoch. Its whole state is the int `position`: save
-    it, set it.
+    """Iterate over batches of examples without end, shuffled every epoch. `position` is the whole state.
 
-    memory  None: every epoch contains all examples. A PromptMemory: an example is accepted with the
-            probability of its prompt at that moment, else skipped, so that prompts with mixed rewards occur
-            more often. The random numbers depend on seed and position alone: the same seed and the same
-            rewards give the same order.
+    memory  None: every epoch contains all examples. A PromptMemory: an example is accepted with the current
+            probability of its prompt, else skipped, so that prompts with mixed rewards occur more often. The
+            random numbers depend on seed and position alone.
     """
 
     def __init__(self, examples: Sequence, batch_size: int, seed: int, memory: "PromptMemory | None" = None):
@@ -216,7 +205,7 @@ class ShuffledBatches:
 
 @dataclass
 class PromptMemory:
-    """The rewards of each prompt in a run, and the probability with which the prompt is sampled again.
+    """Keep the rewards of each prompt in a run, and compute the probability of sampling it again.
 
     A group of equal rewards has no gradient, so the probability grows with the variance of the prompt's
     rewards so far. The lowest and the highest reward of the run are added to them, which keeps it between 0
@@ -233,7 +222,7 @@ class PromptMemory:
 
     lowest: float = math.inf                              # points
     highest: float = -math.inf
-    earned: dict = field(default_factory=dict)            # digest -> n completions, sums of points and squares
+    earned: dict = field(default_factory=dict)            # digest -> count, sum of points, sum of squares
 
     def record(self, prompts: list, rewards: list[list[float]]) -> None:
         """Add the rewards (P, G) of prompts, in points; NaN is left out."""
@@ -260,9 +249,7 @@ def digest(prompt) -> str:
 
 
 def prompt_key(prompt) -> str:
-    """Return a key that is equal for prompts which differ only in white space, case, or text versus a user
-    message.
-    """
+    """Return a key that ignores white space, case, and whether a prompt is text or a user message."""
     if is_ids(prompt):
         return str(prompt)
     return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())

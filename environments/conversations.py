@@ -32,7 +32,7 @@ class EnvironmentRaised(RuntimeError):
 
 
 class Conversation:
-    """The state of one conversation while it is sampled."""
+    """Hold the state of one conversation while it is sampled."""
 
     def __init__(self, tokenizer, prompt, respond: Callable, config, stops: list[int]):
         """respond: a function of the messages; config: max_turns, generation_max_length, reward_errors."""

@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable
 
-from reward_functions.arithmetic import FOUR_OPERATORS, NOT_ARITHMETIC, evaluate
+from reward_functions.arithmetic import FOUR_OPERATORS, evaluate
 from reward_functions.sandbox import run_python
 
 MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
@@ -68,17 +68,10 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % ** and parentheses, such as (3+4)*12.
     """
-    result = evaluate(expression, CALCULATOR_OPERATORS, read_number)
+    result = evaluate(expression, CALCULATOR_OPERATORS, convert=lambda number: number)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
-
-
-def read_number(constant) -> int | float:
-    """Return a constant of the expression if it is a real number."""
-    if isinstance(constant, bool) or not isinstance(constant, int | float):
-        raise ValueError(NOT_ARITHMETIC)
-    return constant
 
 
 def limited_power(base, exponent):

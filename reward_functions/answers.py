@@ -6,6 +6,7 @@ here raises, and two unreadable answers are not equal.
 """
 
 import re
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -14,6 +15,14 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 def text_of(completion) -> str:
     """Return the text of a completion: a string, or the content of the last chat message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def score_each(points: Callable, completions, *columns) -> list[float | None]:
+    """Return points(text, *values) for each completion and its columns, None where a value is None."""
+    return [
+        None if any(value is None for value in values) else points(text_of(completion), *values)
+        for completion, *values in zip(completions, *columns, strict=True)
+    ]
 
 
 def extract_answer(text: str) -> str | None:

@@ -8,10 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from reward_functions.answers import extract_answer, text_of
+from reward_functions.answers import extract_answer, score_each
 
 MAX_CHARACTERS = 200            # of an expression; this also bounds how deep the parser recurses
-NOT_ARITHMETIC = "only numbers with + - * / // % ** and parentheses"  # the calculator's message to the model
 FOUR_OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }
@@ -29,49 +28,39 @@ def countdown(completions, numbers, target, **columns) -> list[float | None]:
         value, used = evaluate_expression(extract_answer(text) or "")
         return float(value == int(goal) and sorted(used) == sorted(map(int, allowed)))
 
-    return [
-        None if allowed is None or goal is None else points(text_of(completion), allowed, goal)
-        for completion, allowed, goal in zip(completions, numbers, target, strict=True)
-    ]
+    return score_each(points, completions, numbers, target)
 
 
 def evaluate_expression(text: str) -> tuple[Fraction | None, list[int]]:
     """Return the value of an expression like (3*4)+7, or None for anything else, and the numbers in it.
 
-    Only whole numbers, + - * / between two of them, and parentheses are allowed. Without powers no value is
-    large.
+    Only whole numbers, + - * / between two of them, and parentheses are allowed. There are no large values.
     """
-    used: list[int] = []
-
-    def read_number(number: int) -> Fraction:
-        used.append(number)
-        return Fraction(number)
-
-    if not re.fullmatch(r"[0-9+\-*/() ]+", text):         # no names, no decimals, no warnings from the parser
-        return None, used
+    if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):   # no names, no decimals, no warnings from the parser
+        return None, []
+    used = [int(digits) for digits in re.findall(r"[0-9]+", text)]
     try:
-        return evaluate(text, FOUR_OPERATORS, read_number), used
+        return evaluate(text, FOUR_OPERATORS, Fraction), used
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None, used
 
 
-def evaluate(text: str, operators: Mapping[type, Callable], read_number: Callable):
-    """Parse an arithmetic expression and evaluate its syntax tree. No code is run.
+def evaluate(text: str, operators: Mapping[type, Callable], convert: Callable):
+    """Evaluate an arithmetic expression by its syntax tree. No code is run.
 
-    operators    {ast.Add: operator.add, ...}; others are rejected
-    read_number  called with each constant in the text; returns the number to compute with, or raises
-                 ValueError
-    raises       ValueError, SyntaxError, or what an operator raises
+    operators  {ast.Add: operator.add, ...}; others are rejected
+    convert    applied to each number in the text, such as Fraction
+    raises     ValueError, SyntaxError, or what an operator raises
     """
     def value(node):
         match node:
-            case ast.Constant():
-                return read_number(node.value)
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                return convert(number)
             case ast.UnaryOp(op=op, operand=operand) if type(op) in operators:
                 return operators[type(op)](value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
                 return operators[type(op)](value(left), value(right))
-        raise ValueError(NOT_ARITHMETIC)
+        raise ValueError("only numbers with + - * / // % ** and parentheses")    # for users of the calculator
 
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")

@@ -44,9 +44,9 @@ def build_arguments(rollout, examples: list[dict], turn_points: Tensor | None = 
 
 def match_prompt_format(completion: str | list[dict], prompt) -> str | list[dict]:
     """Return a completion in the format of its prompt, as in TRL: text, or chat messages."""
-    is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
-    as_messages = is_chat and isinstance(completion, str)
-    return [{"role": "assistant", "content": completion}] if as_messages else completion
+    if isinstance(completion, str) and isinstance(prompt, list) and isinstance(prompt[0], dict):
+        return [{"role": "assistant", "content": completion}]
+    return completion
 
 
 def call_reward_function(
@@ -82,14 +82,14 @@ def call_reward_function(
 def parse_points(returned, count: int) -> Tensor:
     """Convert a list, tuple, array or tensor to (count,) float64 points, NaN for None."""
     expected = f"return a list with one number (or None) for each of the {count} completions"
-    if not isinstance(returned, list | tuple) and not getattr(returned, "ndim", 0):
-        raise InvalidReturnValue(f"it returned {returned!r:.60}; {expected}")
-    if len(returned) != count:
-        raise InvalidReturnValue(f"it returned {len(returned)} values for {count} completions; {expected}")
     try:
+        if not isinstance(returned, list | tuple) and not getattr(returned, "ndim", 0):
+            raise TypeError
         points = torch.tensor([math.nan if p is None else float(p) for p in returned], dtype=torch.float64)
     except (TypeError, ValueError):
         raise InvalidReturnValue(f"it returned {returned!r:.60}; {expected}") from None
+    if len(points) != count:
+        raise InvalidReturnValue(f"it returned {len(points)} values for {count} completions; {expected}")
     if points.isinf().any():
         raise InvalidReturnValue("it returned an infinite number of points; return None if it cannot score")
     return points

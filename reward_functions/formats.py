@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 
-from reward_functions.answers import extract_answer, extract_block, same_answer, text_of
+from reward_functions.answers import extract_answer, extract_block, same_answer, score_each, text_of
 
 LETTERS = "ABCDEFGHIJ"          # of choices
 
@@ -21,7 +21,8 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     """
 
-    def points(text: str, truth: str, options: list[str]) -> float | None:
+    def points(text: str, truth, options: list[str]) -> float | None:
+        truth = str(truth).strip()
         by_option = (i for i, option in enumerate(options) if truth in (str(i), option))
         right = next(by_option, LETTERS.find(truth.upper() or "?"))
         if right < 0:
@@ -32,11 +33,8 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
         named = re.fullmatch(r"\(?([A-Z])(?:[).:]+.*)?", given, re.DOTALL | re.IGNORECASE)
         return float(named is not None and LETTERS.find(named[1].upper()) == right)
 
-    choices = choices or [None] * len(completions)
-    return [
-        None if truth is None else points(text_of(completion), str(truth).strip(), options or [])
-        for completion, truth, options in zip(completions, answer, choices, strict=True)
-    ]
+    choices = [options or [] for options in choices or [None] * len(completions)]
+    return score_each(points, completions, answer, choices)
 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
@@ -45,11 +43,10 @@ def answer_pattern(completions, pattern, **columns) -> list[float | None]:
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     """
-    texts = [extract_answer(text_of(completion)) or "" for completion in completions]
-    return [
-        None if regex is None else float(re.fullmatch(regex, text, re.DOTALL) is not None)
-        for text, regex in zip(texts, pattern, strict=True)
-    ]
+    def points(text: str, regex: str) -> float:
+        return float(re.fullmatch(regex, extract_answer(text) or "", re.DOTALL) is not None)
+
+    return score_each(points, completions, pattern)
 
 
 def json_format(completions, schema=None, **columns) -> list[float]:
@@ -70,8 +67,7 @@ def json_format(completions, schema=None, **columns) -> list[float]:
         except (ValueError, RecursionError):
             return 0.0
 
-    schemas = schema or [None] * len(completions)
-    return [points(text_of(c), s) for c, s in zip(completions, schemas, strict=True)]
+    return list(map(points, map(text_of, completions), schema or [None] * len(completions)))
 
 
 def matches_schema(value, schema: dict) -> bool:
@@ -101,7 +97,7 @@ def xml_tags(completions, tags=None, **columns) -> list[float]:
         return found / len(names)
 
     tags = [names or ["reasoning", "answer"] for names in tags or [None] * len(completions)]
-    return [points(text_of(completion), names) for completion, names in zip(completions, tags, strict=True)]
+    return score_each(points, completions, tags)
 
 
 def environment(completions, turn_points=None, **columns) -> list[float]:

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 
-from reward_functions.answers import text_of
+from reward_functions.answers import score_each, text_of
 
 
 def repetition_penalty(completions, **columns) -> list[float]:
@@ -57,10 +57,10 @@ def safety(completions, forbidden, **columns) -> list[float | None]:
 
     safety(["rm -rf /", "ls"], forbidden=[[r"rm\\s+-rf"]] * 2) == [0.0, 1.0]
     """
-    return [
-        None if rules is None else float(not any(re.search(rule, text, re.IGNORECASE) for rule in rules))
-        for text, rules in zip(map(text_of, completions), forbidden, strict=True)
-    ]
+    def points(text: str, rules: list[str]) -> float:
+        return float(not any(re.search(rule, text, re.IGNORECASE) for rule in rules))
+
+    return score_each(points, completions, forbidden)
 
 
 def rule_list(name: str, rules: dict[str, float]) -> Callable:

@@ -57,7 +57,7 @@ def classifier(
     tokenizer = AutoTokenizer.from_pretrained(model_path, truncation_side="left")
     network = AutoModelForSequenceClassification.from_pretrained(model_path).eval().requires_grad_(False)
     network.to(device or eager_device(best_device()))
-    if network.config.pad_token_id is None:                   # it looks for the last token that is not padding
+    if network.config.pad_token_id is None:               # used to find the last token that is not padding
         network.config.pad_token_id = tokenizer.pad_token_id
 
     @torch.no_grad()

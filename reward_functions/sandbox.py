@@ -54,7 +54,7 @@ THREADS, OPEN_FILES = 32, 64
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The outcome of a program."""
+    """Hold the outcome of a program."""
 
     ok: bool        # it ended by itself, with exit code 0 and within all limits (the program can choose that)
     stdout: str                 # at most OUTPUT_BYTES

@@ -9,7 +9,7 @@ minus sign nor "1,234".
 import math
 import re
 
-from reward_functions.answers import TAGS, text_of
+from reward_functions.answers import TAGS, score_each, text_of
 
 TUNIX_FORMAT = re.compile(
     r"<reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$)", re.MULTILINE | re.DOTALL
@@ -29,11 +29,11 @@ def match_format_approximately(completions, **columns) -> list[float]:
 def check_answer(completions, answer, **columns) -> list[float | None]:
     """Give 3 if equal, 0.5 within 10 %, 0.25 within 20 %, -0.5 for text, -1 otherwise, 0 without answer."""
 
-    def points(text: str, truth: str) -> float:
+    def points(text: str, truth) -> float:
         match = TUNIX_FORMAT.search(text)
         if match is None:
             return 0.0
-        guess, truth = match[1].strip().replace(",", ""), truth.strip().replace(",", "")
+        guess, truth = match[1].strip().replace(",", ""), str(truth).strip().replace(",", "")
         if guess == truth:
             return 3.0
         guess_number, true_number = read_float(guess), read_float(truth)
@@ -46,20 +46,18 @@ def check_answer(completions, answer, **columns) -> list[float | None]:
         ratio = guess_number / true_number
         return 0.5 if 0.9 <= ratio <= 1.1 else 0.25 if 0.8 <= ratio <= 1.2 else -1.0
 
-    pairs = zip(map(text_of, completions), answer, strict=True)
-    return [None if truth is None else points(text, str(truth)) for text, truth in pairs]
+    return score_each(points, completions, answer)
 
 
 def check_numbers(completions, answer, **columns) -> list[float | None]:
     """Give 1.5 points if the first digits and dots after <answer> are the true number, else 0."""
 
-    def points(text: str, truth: str) -> float:
+    def points(text: str, truth) -> float:
         match = re.search(r"<answer>.*?([\d.]+)", text, re.DOTALL)
-        guess, truth = read_float(match[1]) if match else None, read_float(truth.replace(",", ""))
+        guess, truth = read_float(match[1]) if match else None, read_float(str(truth).replace(",", ""))
         return 1.5 if guess is not None and guess == truth else 0.0
 
-    pairs = zip(map(text_of, completions), answer, strict=True)
-    return [None if truth is None else points(text, str(truth)) for text, truth in pairs]
+    return score_each(points, completions, answer)
 
 
 def read_float(text: str) -> float | None:

@@ -56,8 +56,7 @@ def read_file(path: Path, bad_lines: str) -> Sequence[dict]:
 
 
 class JsonLines(Sequence):
-    """The objects of a .jsonl file, read on access; only the offsets of the lines are in memory, 8 bytes
-    each.
+    """Read the objects of a .jsonl file on access. Memory holds the offsets of the lines, 8 bytes each.
 
     (The reader of `datasets` does not report the number of a bad line, and converts "2020-01-01" to a date.)
     """
@@ -96,9 +95,7 @@ def parse_line(line: bytes):
 
 
 class View(Sequence):
-    """Rows of a sequence at given indices, each transformed by a function on access. Holds the indices
-    only.
-    """
+    """Read rows of a sequence at given indices, transformed by a function on access. Holds no rows."""
 
     def __init__(self, rows: Sequence, indices: Sequence[int], transform: Callable):
         self.rows, self.indices, self.transform = rows, indices, transform

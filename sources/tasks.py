@@ -16,8 +16,8 @@ def arithmetic(split: str, seed: int) -> list[dict]:
     problems = problems[1000:] if split == "train" else problems[:1000]
     random.Random(seed).shuffle(problems)
     return [
-        {"prompt": f"{a}+{b}=?", "answer": answer, "completion": demonstration(column_sums(a, b), answer)}
-        for a, b in problems for answer in [str(a + b)]
+        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), a + b)}
+        for a, b in problems
     ]
 
 
@@ -63,14 +63,13 @@ def random_expression(numbers: list[int], generator: random.Random) -> tuple[str
     return " ".join(steps), expression[1:-1], value
 
 
-def demonstration(reasoning: str, answer: str) -> str:
+def demonstration(reasoning: str, answer: str | int) -> str:
     """Return a completion in the format that the format rewards expect."""
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
 def guess_letter(split: str, seed: int) -> list[dict]:
-    """Return games of guessing a letter in a range of 8 to 16: 108 ranges for training, 27 others for
-    testing.
+    """Return games of guessing a letter in a range of 8 to 16: 108 ranges to train on, 27 to test on.
 
     Each demonstration guesses at random among the letters that are still possible, until it is right.
     """
@@ -78,11 +77,11 @@ def guess_letter(split: str, seed: int) -> list[dict]:
     ranges = [alphabet[low : low + size] for size in range(8, 17) for low in range(len(alphabet) - size + 1)]
     random.Random("which ranges are held out").shuffle(ranges)
     ranges = ranges[27:] if split == "train" else ranges[:27]
-    problems = [(letters, letter) for letters in ranges for letter in letters]
+    problems = [(span, letter) for span in ranges for letter in span]
     random.Random(seed).shuffle(problems)
     return [
-        {"prompt": f"{letters[0]}-{letters[-1]}?", "answer": letter, "completion": random_guesses(letters, letter)}
-        for letters, letter in problems
+        {"prompt": f"{span[0]}-{span[-1]}?", "answer": letter, "completion": random_guesses(span, letter)}
+        for span, letter in problems
     ]
 
 
