@@ -1,12 +1,11 @@
 """
-Where prompts come from: built-in problems (sources/tasks.py), files and hubs; and the order they are used in.
+Examples: from built-in tasks, files and hubs (sources/), in batches, and encoded as token ids.
 
-An example is a dict with "prompt" (a string, or a list of chat messages) and, where known, "answer" (for rewards) and
-"completion" (a demonstration, for supervised training; text, or the messages of a conversation). Other columns are passed on
-to the reward functions.
+An example is a dict with "prompt" (a string, or a list of chat messages) and, where known, "answer" (for
+rewards) and "completion" (a demonstration, for supervised training: text, or the messages of a conversation).
+Other columns are passed to the reward functions.
 
-Data may be larger than memory: rows are read when they are asked for, of a .jsonl file through the places where its lines
-begin, of most others through files that `datasets` maps into memory. A .json file and built-in problems are held whole.
+Data may be larger than memory: rows are read on access (sources/readers.py).
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from engine.chat_template import as_messages, as_text, encode_reply, is_ids, ren
 from sources.readers import View, read_rows
 from sources.tasks import PROBLEMS, demonstration
 
-COLUMNS = {                     # the names that columns are found under, the first one first
+COLUMNS = {                     # the column names that are recognised, in order of precedence
     "prompt": ("prompt", "question", "problem", "instruction", "messages"),
     "answer": ("answer", "solution", "target"),
     "completion": ("completion", "response", "output"),
@@ -34,17 +33,17 @@ def load_examples(
     source: str, split: str = "train", *, limit: int | None = None, seed: int = 0, bad_lines: str = "error",
     columns: dict[str, str] | None = None,
 ) -> Sequence[dict]:
-    """Examples of a built-in task, a .jsonl, .json, .csv or .parquet file, the Hugging Face hub, TFDS or Kaggle.
+    """Return examples of a built-in task, a file (.jsonl, .json, .csv, .parquet) or a hub.
 
-    source     "arithmetic", "countdown" or "guess_letter"; a path; a hub id such as "openai/gsm8k:main" (configuration after
-               the colon); "tfds:gsm8k"; "kaggle:owner/name/file.csv"
-    split      "train" or "test"; a file is one split, whatever this says
-    limit      at most so many examples, from the start
-    seed       the order of the built-in problems; which of them are test problems never changes
-    bad_lines  a line of a .jsonl file that is not JSON: "error", or "skip" with a line on stderr that counts them
-    columns    {"prompt": "question", "answer": ..., "completion": ...}; what is left out or empty is found as COLUMNS says
-    returns    a sequence that holds no rows but reads them, slices of it are lists; every row was looked at once
-    raises     ValueError, one line that names the source and, where there is one, the line
+    source     "arithmetic", "countdown" or "guess_letter"; a path; an id on the Hugging Face hub such as
+               "openai/gsm8k:main" (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"
+    split      "train" or "test"; ignored for a file, which has no splits
+    limit      the maximum number of examples, from the start
+    seed       of the order of the built-in problems; it does not change which of them are test problems
+    bad_lines  lines of a .jsonl file that are not JSON: "error", or "skip", which reports their number
+    columns    {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
+    returns    a sequence that reads rows on access, of which slices are lists; every row has been validated
+    raises     ValueError, one line that names the source and, for a file, the line
     """
     if source in PROBLEMS:
         if split not in ("train", "test"):
@@ -60,40 +59,38 @@ def load_examples(
 
 
 def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
-    """Give a row the names prompt, answer and completion; the other columns stay as they are."""
-    found = {}
-    for name, usual in COLUMNS.items():
-        asked = columns.get(name)
-        if asked and asked not in row:
-            raise ValueError(f"--{name}_column={asked}: {where} has columns {', '.join(row) or 'none'}")
-        free = (column for column in usual if column not in columns.values() and row.get(column) is not None)
-        found[name] = asked or next(free, None)
+    """Validate a row and rename its columns to prompt, answer and completion; other columns are kept."""
+    found, existing = {}, f"{where} has columns {', '.join(row) or 'none'}"
+    for name, candidates in COLUMNS.items():
+        chosen = columns.get(name)
+        if chosen and chosen not in row:
+            raise ValueError(f"--{name}_column={chosen}: {existing}")
+        free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
+        found[name] = chosen or next(free, None)
     if found["prompt"] is None:
-        needed = f"one of {', '.join(COLUMNS['prompt'])}, or --prompt_column"
-        raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs {needed}")
+        raise ValueError(f"{existing}; it needs one of {', '.join(COLUMNS['prompt'])}, or --prompt_column")
     example = {name: value for name, value in row.items() if name not in found.values()}
     example |= {name: row[column] for name, column in found.items() if column}
     prompt = example["prompt"]
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
             raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
-        if prompt and prompt[-1]["role"] == "assistant":                         # a whole conversation: the end is the lesson
+        if prompt and prompt[-1]["role"] == "assistant":                # the last turn is the demonstration
             example["completion"] = prompt[-1]["content"]
             example["prompt"] = prompt = prompt[:-1]
     elif not isinstance(prompt, str):
-        raise ValueError(f"{where}: the prompt must be text or chat messages, not {type(prompt).__name__}: {prompt!r}")
+        kind = type(prompt).__name__
+        raise ValueError(f"{where}: the prompt must be text or chat messages, not {kind}: {prompt!r}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{where}: the prompt is empty")
     completion = example.get("completion")
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         example["completion"] = completion[0].get("content")                     # an assistant's message
-    elif completion is not None and not isinstance(completion, str) and not takes_turns(completion):
-        raise ValueError(
-            f"{where}: the completion must be text, an assistant's message, or such messages with others between them, "
-            f"not {completion!r}"
-        )
+    elif completion is not None and not isinstance(completion, str) and not is_alternating(completion):
+        expected = "text, an assistant's message, or such messages with others between them"
+        raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
     answer = example.get("answer")
-    if isinstance(answer, str) and "####" in answer:                             # GSM8K: the solution, then the answer
+    if isinstance(answer, str) and "####" in answer:                             # GSM8K: solution #### answer
         solution, _, final = answer.rpartition("####")
         example["answer"] = final.strip().replace(",", "")
         reasoning = re.sub(r"<<.*?>>", "", solution).strip()                     # calculator annotations
@@ -103,8 +100,8 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     return example
 
 
-def takes_turns(messages) -> bool:
-    """Whether these are chat messages, every second one the assistant's, the first and the last among them."""
+def is_alternating(messages) -> bool:
+    """Check that messages are chat messages and alternate, from the assistant's to the assistant's."""
     try:
         return len(messages) % 2 == 1 and all(
             isinstance(message["content"], str) and (message["role"] == "assistant") == (number % 2 == 0)
@@ -115,7 +112,7 @@ def takes_turns(messages) -> bool:
 
 
 def with_instruction(example: dict, instruction: str) -> dict:
-    """The example with text put before its prompt, or before the first message of its conversation."""
+    """Put an instruction before an example's prompt, or into the first message of its conversation."""
     if not instruction:
         return example
     prompt = example["prompt"]
@@ -125,38 +122,110 @@ def with_instruction(example: dict, instruction: str) -> dict:
     return example | {"prompt": [first, *prompt[1:]]}
 
 
-# ---- order ---------------------------------------------------------------------------------------------------------
+def encode_prompt(tokenizer, prompt) -> list[int]:
+    """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
 
-
-def prompt_key(prompt) -> str:
-    """The same for prompts that differ in white space or case alone, or in being text or a user's message."""
+    prompt  a string, chat messages, or token ids (returned unchanged). There is one BOS token: the template's
+            if there is a template, else the tokenizer's.
+    """
     if is_ids(prompt):
-        return str(prompt)
-    return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())
+        return prompt
+    messages = as_messages(prompt)
+    if tokenizer.chat_template:
+        text = render(tokenizer, messages, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    if isinstance(prompt, str):
+        return tokenizer(prompt).input_ids
+    return tokenizer(f"{as_text(messages)}\nassistant: ").input_ids
+
+
+def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
+    """Encode a demonstration, ending with one stop token: the one that the chat template adds, else EOS."""
+    text = completion
+    if tokenizer.chat_template:
+        messages = as_messages(prompt)          # without those of token ids: the turn's end is the same
+        turn = {"role": "assistant", "content": completion}
+        before = render(tokenizer, messages, add_generation_prompt=True)
+        whole = render(tokenizer, [*messages, turn], add_generation_prompt=False)
+        if whole.startswith(before + completion):
+            text = whole[len(before) :]
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
+
+
+def encode_demonstration(
+    tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]
+) -> tuple[list[int], list[bool]]:
+    """Encode a demonstration, text or messages: token ids, and True where they are the assistant's."""
+    ids, is_assistant = [], []
+    turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+    for message in turns:
+        own = message["role"] == "assistant"
+        part = (
+            encode_completion(tokenizer, prompt, message["content"], stop_ids) if own
+            else encode_reply(tokenizer, prompt, message, stop_ids)
+        )
+        ids += part
+        is_assistant += [own] * len(part)
+    return ids, is_assistant
+
+
+class ShuffledBatches:
+    """Iterate over batches of examples without end, shuffled every epoch. `position` is the whole state.
+
+    memory  None: every epoch contains all examples. A PromptMemory: an example is accepted with the current
+            probability of its prompt, else skipped, so that prompts with mixed rewards occur more often. The
+            random numbers depend on seed and position alone.
+    """
+
+    def __init__(self, examples: Sequence, batch_size: int, seed: int, memory: "PromptMemory | None" = None):
+        self.examples, self.batch_size, self.seed, self.memory = examples, batch_size, seed, memory
+        self.position = 0                                 # examples accepted or skipped so far
+        self.epoch, self.order = -1, array("q")
+
+    def __next__(self) -> list:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list:
+        """Return the next `count` examples."""
+        batch = []
+        while len(batch) < count:
+            epoch, index = divmod(self.position, len(self.examples))
+            if epoch != self.epoch:
+                self.epoch, self.order = epoch, array("q", range(len(self.examples)))
+                random.Random(f"{self.seed} {epoch}").shuffle(self.order)
+            example = self.examples[self.order[index]]
+            uniform = random.Random(f"{self.seed} at {self.position}").random()
+            if self.memory is None or uniform < self.memory.probability(example["prompt"]):
+                batch.append(example)
+            self.position += 1
+        return batch
 
 
 @dataclass
 class PromptMemory:
-    """What the completions of each prompt have earned in a run, and how much there still is to be learned from it.
+    """Keep the rewards of each prompt in a run, and compute the probability of sampling it again.
 
-    Where siblings earn the same, nothing is learned; so a prompt is worth asking by the spread of its rewards so far. With
-    two more, the lowest and the highest that any completion of the run has earned, it comes out between 0 and 1:
+    A group of equal rewards has no gradient, so the probability grows with the variance of the prompt's
+    rewards so far. The lowest and the highest reward of the run are added to them, which keeps it between 0
+    and 1:
 
-        chance = 4 * variance(rewards of the prompt + [lowest, highest]) / (highest - lowest) ** 2
+        probability = 4 * variance(rewards of the prompt + [lowest, highest]) / (highest - lowest) ** 2
 
-    For rewards of 0 and 1 that is 4 * p * (1 - p) with p = (successes + 1) / (completions + 2), Laplace's rule of succession:
-    1 for a prompt that is new or half solved, 0.56 after four failures, ever nearer to 0 and never there for one that is
-    always or never solved. variance is the mean squared deviation from the mean.
+    For rewards of 0 and 1 that is 4 * p * (1 - p) with p = (successes + 1) / (completions + 2), Laplace's
+    rule of succession: 1 for a prompt that is new or half solved, 0.56 after four failures, and approaching 0
+    for one that is always or never solved. variance is the mean squared deviation from the mean.
 
     All fields are plain numbers, for a checkpoint.
     """
 
     lowest: float = math.inf                              # points
     highest: float = -math.inf
-    earned: dict = field(default_factory=dict)            # digest of a prompt: (completions, points, squared points), sums
+    earned: dict = field(default_factory=dict)            # digest -> count, sum of points, sum of squares
 
     def record(self, prompts: list, rewards: list[list[float]]) -> None:
-        """Take in the rewards (P, G) of prompts, in points; NaN is left out."""
+        """Add the rewards (P, G) of prompts, in points; NaN is left out."""
         for prompt, group in zip(prompts, rewards, strict=True):
             scored = [points for points in group if not math.isnan(points)]
             count, total, squares = self.earned.get(digest(prompt), (0, 0.0, 0.0))
@@ -164,8 +233,8 @@ class PromptMemory:
             self.earned[digest(prompt)] = count + len(scored), total + sum(scored), squares
             self.lowest, self.highest = min([self.lowest, *scored]), max([self.highest, *scored])
 
-    def chance(self, prompt) -> float:
-        """How worth asking a prompt is, from 0 to 1."""
+    def probability(self, prompt) -> float:
+        """Return the probability of a prompt, 0 to 1, by the formula above."""
         count, total, squares = self.earned.get(digest(prompt), (0, 0.0, 0.0))
         if count == 0 or self.lowest == self.highest:
             return 1.0
@@ -175,81 +244,12 @@ class PromptMemory:
 
 
 def digest(prompt) -> str:
-    """A short name for a prompt."""
+    """Return a hash of the prompt's key."""
     return hashlib.blake2b(prompt_key(prompt).encode(), digest_size=8).hexdigest()
 
 
-class ShuffledBatches:
-    """Endless batches over examples, shuffled anew every epoch. Its whole state is `position`, an int: save it, set it.
-
-    memory  None: every epoch hands out all examples. A PromptMemory: each is handed out with the chance of its prompt at
-            that moment, else passed over, so that prompts with mixed results come more often. The draw depends on seed and
-            position alone: the same seed and the same rewards give the same order.
-    """
-
-    def __init__(self, examples: Sequence, batch_size: int, seed: int, memory: PromptMemory | None = None):
-        self.examples, self.batch_size, self.seed, self.memory = examples, batch_size, seed, memory
-        self.position = 0                                 # examples handed out or passed over so far
-        self.epoch, self.order = -1, array("q")
-
-    def __next__(self) -> list:
-        return self.take(self.batch_size)
-
-    def take(self, count: int) -> list:
-        """The next so many examples."""
-        batch = []
-        while len(batch) < count:
-            epoch, index = divmod(self.position, len(self.examples))
-            if epoch != self.epoch:
-                self.epoch, self.order = epoch, array("q", range(len(self.examples)))
-                random.Random(f"{self.seed} {epoch}").shuffle(self.order)
-            example = self.examples[self.order[index]]
-            draw = random.Random(f"{self.seed} at {self.position}")
-            if self.memory is None or draw.random() < self.memory.chance(example["prompt"]):
-                batch.append(example)
-            self.position += 1
-        return batch
-
-
-def encode_prompt(tokenizer, prompt) -> list[int]:
-    """Token ids of a prompt, ready to be continued: with the chat template where the tokenizer has one.
-
-    prompt  a string, chat messages, or token ids (returned as they are). BOS comes once: from the template if there
-            is one, from the tokenizer otherwise.
-    """
+def prompt_key(prompt) -> str:
+    """Return a key that ignores white space, case, and whether a prompt is text or a user message."""
     if is_ids(prompt):
-        return prompt
-    messages = as_messages(prompt)
-    if tokenizer.chat_template:
-        return tokenizer(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False).input_ids
-    if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
-    return tokenizer(f"{as_text(messages)}\nassistant: ").input_ids
-
-
-def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
-    """Token ids of a demonstration, ending with one stop token: the one that the chat template puts there, else EOS."""
-    text = completion
-    if tokenizer.chat_template:
-        messages = as_messages(prompt)                    # of ids nothing: how a turn ends does not depend on it
-        before = render(tokenizer, messages, add_generation_prompt=True)
-        whole = render(tokenizer, [*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False)
-        if whole.startswith(before + completion):
-            text = whole[len(before) :]
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
-    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
-
-
-def encode_demonstration(tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]) -> tuple[list[int], list[bool]]:
-    """Token ids of a demonstration, and which of them the assistant says; completion: text, or messages in turn."""
-    ids, spoken = [], []
-    for message in completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]:
-        own = message["role"] == "assistant"
-        part = (
-            encode_completion(tokenizer, prompt, message["content"], stop_ids) if own
-            else encode_reply(tokenizer, prompt, message, stop_ids)
-        )
-        ids += part
-        spoken += [own] * len(part)
-    return ids, spoken
+        return str(prompt)
+    return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())

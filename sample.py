@@ -152,11 +152,14 @@ def as_rollout(state: SamplingState, prompts: list[list[int]], tokenizer) -> Rol
         return Rollout(prompt_ids, prompt_mask, ids, mask, logp, stopped, completions)
     points = torch.zeros(mask.shape)
     for row, conversation in enumerate(state.conversations):
-        points[row, list(conversation.points)] = torch.tensor(list(conversation.points.values()))
+        points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
     return Rollout(
         prompt_ids, prompt_mask, ids, mask & (state.forced_on_host[: len(ids), : ids.shape[1]] < 0), logp,
-        finished=stopped & ~torch.tensor([conversation.outgrown for conversation in state.conversations]),
-        completions=[c.completion(ids[row, :n].tolist()) for row, (c, n) in enumerate(zip(state.conversations, lengths, strict=True))],
+        finished=stopped & ~torch.tensor([conversation.too_long for conversation in state.conversations]),
+        completions=[
+            conversation.completion_messages(row[:n])
+            for conversation, row, n in zip(state.conversations, ids.tolist(), lengths, strict=True)
+        ],
         turn_points=points,
     )
 

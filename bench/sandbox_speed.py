@@ -1,5 +1,5 @@
 """
-How many short programs the sandbox runs a second, in every way that works here.
+How many short programs the sandbox runs a second, with every isolation method that works here.
 
     python bench/sandbox_speed.py
 
@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from reward_functions.programs import passes_tests
-from reward_functions.sandbox import SETTLED, run_python
+from reward_functions.sandbox import METHODS, run_python
 
 COUNT = 300
 THREADS = os.cpu_count()
@@ -27,14 +27,14 @@ CODE = "print(sum(range(100)))"
 def main() -> None:
     """Print a table."""
     print(f"{THREADS} cores, {COUNT} programs")
-    print("| way | first program | one after the other | from as many threads as cores |\n|---|---|---|---|")
-    for way in SETTLED:
-        run = partial(run_python, CODE, way=way)
+    print("| method | first program | one after the other | from as many threads as cores |\n|---|---|---|---|")
+    for method in METHODS:
+        run = partial(run_python, CODE, method=method)
         started = time.perf_counter()
         try:
             run()
         except RuntimeError as error:
-            print(f"| {way} | {error} | | |")
+            print(f"| {method} | {error} | | |")
             continue
         first = time.perf_counter() - started
         started = time.perf_counter()
@@ -46,7 +46,7 @@ def main() -> None:
             started = time.perf_counter()
             assert all(result.ok for result in threads.map(lambda run: run(), [run] * COUNT))
             together = COUNT / (time.perf_counter() - started)
-        print(f"| {way} | {1000 * first:.0f} ms | {alone:.0f}/s | {together:.0f}/s |")
+        print(f"| {method} | {1000 * first:.0f} ms | {alone:.0f}/s | {together:.0f}/s |")
     program, tests = "def square(x):\n    return x * x", [f"assert square({x}) == {x * x}" for x in range(3)]
     started = time.perf_counter()
     assert passes_tests([program] * 64, [tests] * 64) == [1.0] * 64

@@ -67,7 +67,7 @@ class SamplingState:
         answered = []
         for row, ids in zip(ended, self.ids[self.padded(ended)].tolist() if ended else [], strict=False):
             end = count[row]
-            if reply := self.conversations[row].answer(ids[:end]):
+            if reply := self.conversations[row].end_turn(ids[:end]):
                 self.forced_on_host[row, end : end + len(reply)] = torch.tensor(reply)
                 stopped[row] = False
                 answered.append(row)

@@ -1,17 +1,20 @@
 """
-Conversations: the policy speaks, an environment answers, the policy goes on, for up to --max_turns turns.
+Conversations: the policy and an environment take turns, up to --max_turns turns of the policy.
 
-An environment is a function of the conversation so far, a list of chat messages whose last one is the policy's:
+An environment is a function of the conversation so far, a list of chat messages of which the last one is the
+policy's:
 
     def respond(conversation, **columns) -> str | dict | None
 
-It returns what a user says next, or any chat message, such as {"role": "tool", "content": "132"}, or None at the end; or a
-pair of that and the points that this turn of the policy is worth. Columns are those of the example, as many as it asks for.
-It is asked after every turn that the policy ended itself, the last one included, so that it can give points for it.
+It returns the next user message as text, or any chat message such as {"role": "tool", "content": "132"}, or
+None to end the conversation; or a pair of that and the points for this turn of the policy. It gets those
+columns of the example that its parameters name. It is called after every turn that the policy ended itself,
+including the last one, so that it can give points for it.
 
-Tokens in, tokens out: what was sampled stays as it is, what the environment says is encoded on its own and appended
-(encode.encode_reply), and nothing is ever tokenised again. A cache goes on where it was.
-Left out on purpose: environments that run at the same time, or ahead. They are asked one after the other.
+Token ids are never decoded and encoded again: sampled tokens are kept, an environment's message is encoded
+alone and appended (engine.chat_template.encode_reply), and the key-value cache is extended.
+Left out on purpose: environments that run concurrently or asynchronously. They are called one after the
+other.
 """
 
 import math
@@ -21,102 +24,111 @@ from functools import partial
 from engine.chat_template import as_messages, encode_reply, is_ids
 from engine.packing import completion_lengths
 
-LONGEST_MESSAGE = 4000          # characters of an environment's message; the rest is cut, and the message says so
+MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
 
 class EnvironmentRaised(RuntimeError):
-    """An environment raised, or returned what is no message; the text says which one, how, and after which words."""
+    """Report that an environment failed. The message has its name, the error and the turn."""
 
 
 class Conversation:
-    """One conversation while it is sampled."""
+    """Hold the state of one conversation while it is sampled."""
 
     def __init__(self, tokenizer, prompt, respond: Callable, config, stops: list[int]):
-        """respond: a function of the conversation alone; config has max_turns, generation_max_length and reward_errors."""
-        self.tokenizer, self.prompt, self.respond, self.config, self.stops = tokenizer, prompt, respond, config, stops
-        self.text_of = partial(tokenizer.decode, skip_special_tokens=True)       # what the tokens of a turn say
+        """respond: a function of the messages; config: max_turns, generation_max_length, reward_errors."""
+        self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
+        self.config, self.stops = config, stops
+        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.messages = as_messages(tokenizer.decode(prompt) if is_ids(prompt) else prompt)
-        self.opening = len(self.messages)
-        self.begin = 0                                    # of the policy's turn, counted in tokens after the prompt
-        self.turns = 0                                    # that the policy has ended
-        self.points: dict[int, float] = {}                # by the place of the turn's last token
-        self.outgrown = False                             # whether an answer did not fit any more
+        self.num_prompt_messages = len(self.messages)
+        self.turn_start = 0                         # of the policy's current turn, in tokens after the prompt
+        self.num_turns = 0                                # ended by the policy
+        self.turn_points: dict[int, float] = {}           # position of the turn's last token -> points
+        self.too_long = False                           # ended because a message did not fit the length limit
 
-    def answer(self, ids: list[int]) -> list[int]:
-        """The policy has ended a turn; ids are all tokens after the prompt. Returns those of the answer, none at the end."""
-        self.begin, text = len(ids), self.text_of(ids[self.begin : -1])
-        message, self.points[len(ids) - 1] = self.say(text)
-        if message is None or self.turns == self.config.max_turns:
+    def end_turn(self, ids: list[int]) -> list[int]:
+        """Return the tokens of the environment's message after a turn of the policy, or [] at the end.
+
+        ids  all tokens after the prompt, up to and including the stop token of the turn
+        """
+        start, self.turn_start = self.turn_start, len(ids)
+        message, self.turn_points[len(ids) - 1] = self.environment_step(self.decode(ids[start:-1]))
+        if message is None or self.num_turns == self.config.max_turns:
             return []
         reply = encode_reply(self.tokenizer, self.prompt, message, self.stops)
-        self.outgrown = len(ids) + len(reply) >= self.config.generation_max_length       # the policy needs a token at least
-        if self.outgrown:
+        # The policy needs at least one more token.
+        self.too_long = len(ids) + len(reply) >= self.config.generation_max_length
+        if self.too_long:
             return []
         self.messages.append(message)
-        self.begin += len(reply)
+        self.turn_start += len(reply)
         return reply
 
-    def say(self, text: str) -> tuple[dict | None, float]:
-        """A turn of the policy, as text -> what the environment answers, and the points it gives for the turn.
+    def environment_step(self, text: str) -> tuple[dict | None, float]:
+        """Append a turn of the policy, and return the environment's message and its points for the turn.
 
-        An environment that raises ends the run, or with --reward_errors none the conversation: its points are NaN then.
+        If the environment raises, raise EnvironmentRaised; with --reward_errors none, end the conversation
+        with NaN.
         """
         self.messages.append({"role": "assistant", "content": text})
-        self.turns += 1
+        self.num_turns += 1
         try:
-            return as_message_and_points(self.respond([dict(message) for message in self.messages]))
+            return parse_step(self.respond([dict(message) for message in self.messages]))
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan
             raise EnvironmentRaised(
-                f"environment {self.config.environment} raised {type(error).__name__}: {error}; after turn {self.turns}, "
-                f"{text!r:.80}. Let it answer whatever a model may say, or pass --reward_errors none."
+                f"environment {self.config.environment} raised {type(error).__name__}: {error}; after turn "
+                f"{self.num_turns}, {text!r:.80}. Let it accept any text, or pass --reward_errors none."
             ) from error
 
-    def completion(self, ids: list[int]) -> list[dict]:
-        """The messages after the prompt; ids as in answer. A turn that the length limit cut is the last one."""
-        cut = [{"role": "assistant", "content": self.text_of(ids[self.begin :])}] if self.begin < len(ids) else []
-        return self.messages[self.opening :] + cut
+    def completion_messages(self, ids: list[int]) -> list[dict]:
+        """Return the messages after the prompt, with a last turn that the length limit cut off."""
+        cut = self.turn_start < len(ids)
+        last = [{"role": "assistant", "content": self.decode(ids[self.turn_start :])}] if cut else []
+        return self.messages[self.num_prompt_messages :] + last
 
 
-def as_message_and_points(answer) -> tuple[dict | None, float]:
-    """What an environment may return, as a chat message or None, and points. Raises TypeError or ValueError."""
-    message, points = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, 0.0)
+def parse_step(returned) -> tuple[dict | None, float]:
+    """Convert what an environment returned to a chat message or None, and points."""
+    message, points = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, 0.0)
     if not math.isfinite(points):
         raise ValueError(f"it gave {points} points")
     if message is None:
         return None, float(points)
     if isinstance(message, str):
         message = {"role": "user", "content": message}
-    is_message = isinstance(message, dict) and isinstance(message.get("content"), str) and isinstance(message.get("role"), str)
-    if not is_message or message["role"] == "assistant":
-        raise TypeError(f"it returned {message!s:.60}, not text, a message that is not the assistant's, or None at the end")
+    strings = [isinstance(message, dict) and isinstance(message.get(key), str) for key in ("role", "content")]
+    if not all(strings) or message["role"] == "assistant":
+        expected = "not text, a message that is not the assistant's, or None at the end"
+        raise TypeError(f"it returned {message!s:.60}, {expected}")
     if not message["content"].strip():
         raise ValueError("it returned an empty message; None ends a conversation")
-    content = message["content"].encode(errors="replace").decode()               # half a surrogate pair cannot be tokenised
-    if len(content) > LONGEST_MESSAGE:
-        content = f"{content[:LONGEST_MESSAGE]} [{len(content) - LONGEST_MESSAGE} more characters were cut]"
+    content = message["content"].encode(errors="replace").decode()      # a lone surrogate cannot be tokenised
+    if len(content) > MAX_MESSAGE_CHARACTERS:
+        surplus = len(content) - MAX_MESSAGE_CHARACTERS
+        content = f"{content[:MAX_MESSAGE_CHARACTERS]} [{surplus} more characters were cut]"
     return message | {"content": content}, float(points)
 
 
-def play(conversation: Conversation, turns: list[str]) -> tuple[list[dict], float]:
-    """What would come of scripted turns of the policy: the messages after the prompt, and the points added up."""
+def run_scripted_turns(conversation: Conversation, turns: list[str]) -> tuple[list[dict], float]:
+    """Run a conversation with given turns of the policy. Return the messages and the total points."""
     total, turns = 0.0, turns[: conversation.config.max_turns]
     for number, text in enumerate(turns, start=1):
-        message, points = conversation.say(text)
+        message, points = conversation.environment_step(text)
         total += points
         if message is None or number == len(turns):
             break
         conversation.messages.append(message)
-    return conversation.messages[conversation.opening :], total
+    return conversation.messages[conversation.num_prompt_messages :], total
 
 
 def describe_conversations(rollout) -> dict:
-    """Metrics of a rollout: turns of the policy and tokens of the environment, means over completions; none without one."""
+    """Return metrics, means over completions: turns of the policy, and tokens of the environment."""
     if rollout.turn_points is None:
         return {}
-    mask = rollout.completion_mask                                               # (B, T), with a hole for each answer
-    begins = mask.clone()
-    begins[:, 1:] &= ~mask[:, :-1]
-    answers = completion_lengths(mask).sum() - mask.sum()
-    return {"turns": float(begins.sum()) / len(mask), "environment_tokens": float(answers) / len(mask)}
+    mask = rollout.completion_mask                        # (B, T), False on the tokens of the environment
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    num_forced = completion_lengths(mask).sum() - mask.sum()
+    return {"turns": float(starts.sum()) / len(mask), "environment_tokens": float(num_forced) / len(mask)}

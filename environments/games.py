@@ -5,13 +5,10 @@ Environments that are games.
 from reward_functions.answers import extract_answer
 
 
-# ---- a game ----------------------------------------------------------------------------------------------------------
-
-
 def guess_letter(conversation: list[dict], answer: str) -> tuple[str | None, float]:
-    """Whether the letter to be found, the column `answer`, is up or down from the guess between <answer> tags.
+    """Reply "up" or "down": the direction from the tagged guess to the letter in the column `answer`.
 
-    1 point for finding it, -0.1 for every other guess, -0.2 for a turn without one.
+    1 point for the letter, -0.1 for every other guess, -0.2 for a turn without a guess.
     """
     guess = extract_answer(conversation[-1]["content"]) or ""
     if guess not in list("abcdefghijklmnopqrstuvwxyz"):

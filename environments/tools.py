@@ -1,5 +1,5 @@
 """
-Environments that answer tool calls: a calculator and a Python interpreter.
+Environments that execute tool calls: a calculator and a Python interpreter.
 """
 
 import ast
@@ -9,63 +9,57 @@ import operator
 import re
 from collections.abc import Callable
 
+from reward_functions.arithmetic import FOUR_OPERATORS, evaluate
 from reward_functions.sandbox import run_python
 
-LONGEST_EXPRESSION = 200        # characters that the calculator reads
-LARGEST_POWER = 4096            # bits of a power of whole numbers
+MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
 
 
-# ---- tools -----------------------------------------------------------------------------------------------------------
+def with_tools(*functions: Callable) -> Callable:
+    """Return an environment that executes tool calls. A message without one ends the conversation.
 
-
-def with_tools(*tools: Callable) -> Callable:
-    """An environment that answers tool calls, and ends the conversation at the first message without one.
-
-    tools  functions with type hints and a docstring with "Args:", from which chat templates tell the model about them
+    functions  with type hints and a docstring with "Args:", which chat templates show to the model
     """
+    by_name = {function.__name__: function for function in functions}
+
     def respond(conversation: list[dict]) -> dict | None:
-        results = answer_calls(conversation[-1]["content"], {tool.__name__: tool for tool in tools})
+        results = run_calls(conversation[-1]["content"], by_name)
         return {"role": "tool", "content": "\n".join(results)} if results else None
 
-    respond.tools = list(tools)
+    respond.tools = list(functions)
     return respond
 
 
-def answer_calls(text: str, tools: dict[str, Callable]) -> list[str]:
-    """The results of all tool calls in a message, or what was wrong with them; none if there are no calls.
+def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
+    """Return the results, or error messages, of all tool calls in a message; [] if there are none.
 
     <tool_call>{"name": "calculate", "arguments": {"expression": "47+85"}}</tool_call>       Hermes and Qwen
-    calculate(47+85)                                 at the end of a message, for models that know no such format
+    calculate(47+85)              at the end of a message, for models that were not trained on that format
     """
     if calls := re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
-        return [answer_json_call(call, tools) for call in calls]
-    call = re.search(rf"\b({'|'.join(tools)})\((.*)\)\s*\Z", text, re.DOTALL)
-    return [run_tool(tools[call[1]], call[2])] if call else []
+        return [run_json_call(call, functions) for call in calls]
+    call = re.search(rf"\b({'|'.join(functions)})\((.*)\)\s*\Z", text, re.DOTALL)
+    return [run_call(functions[call[1]], call[2])] if call else []
 
 
-def answer_json_call(text: str, tools: dict[str, Callable]) -> str:
-    """The result of {"name": ..., "arguments": {...}}, or what is wrong with it."""
+def run_json_call(text: str, functions: dict[str, Callable]) -> str:
+    """Return the result of {"name": ..., "arguments": {...}}, or an error message."""
     try:
         call = json.loads(text)
         name, arguments = str(call["name"]), dict(call["arguments"])
     except Exception as error:
         return f'error: not {{"name": "...", "arguments": {{...}}}} ({type(error).__name__})'
-    return run_tool(tools[name], **arguments) if name in tools else f"error: no tool {name:.40}; there is {', '.join(tools)}"
+    if name not in functions:
+        return f"error: no tool {name:.40}; there is {', '.join(functions)}"
+    return run_call(functions[name], **arguments)
 
 
-def run_tool(tool: Callable, /, *args, **kwargs) -> str:
-    """What a tool answers; the model is told when it raises, and may do better in its next turn."""
+def run_call(function: Callable, /, *args, **kwargs) -> str:
+    """Return the result of a tool as text. An exception becomes an error message to the model."""
     try:
-        return str(tool(*args, **kwargs)).strip() or "(nothing)"
+        return str(function(*args, **kwargs)).strip() or "(nothing)"
     except Exception as error:
         return f"error: {str(error) or type(error).__name__}"
-
-
-OPERATIONS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
-    ast.UAdd: operator.pos, ast.USub: operator.neg,
-}
 
 
 def calculate(expression: str) -> str:
@@ -74,25 +68,23 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % ** and parentheses, such as (3+4)*12.
     """
-    def value(node):
-        match node:
-            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-                return number
-            case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
-                return OPERATIONS[type(op)](value(operand))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-                left, right = value(left), value(right)
-                if isinstance(op, ast.Pow) and left and abs(right) * max(1, math.log2(abs(left))) > LARGEST_POWER:
-                    raise ValueError("the power is too large")
-                return OPERATIONS[type(op)](left, right)
-        raise ValueError("only numbers with + - * / // % ** and parentheses")
-
-    if len(expression) > LONGEST_EXPRESSION:
-        raise ValueError(f"more than {LONGEST_EXPRESSION} characters")
-    result = value(ast.parse(expression.strip(), mode="eval").body)
+    result = evaluate(expression, CALCULATOR_OPERATORS, convert=lambda number: number)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
+
+
+def limited_power(base, exponent):
+    """Return base**exponent, or raise ValueError before computing a power that is too large."""
+    if base and abs(exponent) * max(1, math.log2(abs(base))) > MAX_POWER_BITS:
+        raise ValueError("the power is too large")
+    return base**exponent
+
+
+CALCULATOR_OPERATORS = FOUR_OPERATORS | {
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: limited_power,
+    ast.UAdd: operator.pos, ast.USub: operator.neg,
+}
 
 
 def python(code: str) -> str:

@@ -1,43 +1,42 @@
 """
-What the reward functions share: the text of a completion, the tagged answer in it, and equality of answers.
+Helpers of the reward functions: the text of a completion, the tagged answer in it, and equality of answers.
 
-The expected form is <reasoning>...</reasoning><answer>...</answer>. A model may print anything, so nothing here raises, and two
-unreadable answers are not equal answers.
+The expected form is <reasoning>...</reasoning><answer>...</answer>. A model may print anything, so nothing
+here raises, and two unreadable answers are not equal.
 """
 
 import re
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
 def text_of(completion) -> str:
-    """The text of a completion: a string, or the content of the last chat message."""
+    """Return the text of a completion: a string, or the content of the last chat message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def extract_answer(text: str) -> str | None:
-    """What stands between <answer> and </answer>; None unless there is exactly one such pair, and something in it.
+def score_each(points: Callable, completions, *columns) -> list[float | None]:
+    """Return points(text, *values) for each completion and its columns, None where a value is None."""
+    return [
+        None if any(value is None for value in values) else points(text_of(completion), *values)
+        for completion, *values in zip(completions, *columns, strict=True)
+    ]
 
-    Several answers are no answer: otherwise listing all candidates would pay.
+
+def extract_answer(text: str) -> str | None:
+    """Return the text between <answer> and </answer>; None unless exactly one such pair exists, not empty.
+
+    Several answers count as none, because listing all candidates would score otherwise.
     """
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return None
     return text.partition("<answer>")[2].partition("</answer>")[0].strip() or None
 
 
-def as_number(text: str) -> Decimal | None:
-    """'1,234', '$72', '72.0', '5 %' as an exact number; None for anything else, NaN and infinity included."""
-    cleaned = re.sub(r"(?<=\d),(?=\d{3})", "", text.strip().lstrip("$€£").rstrip("%. "))
-    try:
-        number = Decimal(cleaned)
-    except InvalidOperation:
-        return None
-    return number if number.is_finite() else None
-
-
 def same_answer(given: str | None, truth: str | None) -> bool:
-    """Equal as numbers, or as text without regard to case and surrounding space."""
+    """Compare two answers as numbers, or as text without regard to case and surrounding space."""
     if given is None or truth is None:
         return False
     given_number, true_number = as_number(given), as_number(truth)
@@ -46,11 +45,21 @@ def same_answer(given: str | None, truth: str | None) -> bool:
     return given.strip().casefold() == truth.strip().casefold()
 
 
-def payload(text: str, language: str) -> str:
-    """What a completion hands in: the last fenced block of a language, in the tagged answer if there is one, else in all of
-    the text; without a block, all of that.
+def as_number(text: str) -> Decimal | None:
+    """Parse '1,234', '$72', '72.0', '5 %' exactly; None for anything else, including NaN and infinity."""
+    cleaned = re.sub(r"(?<=\d),(?=\d{3})", "", text.strip().lstrip("$€£").rstrip("%. "))
+    try:
+        number = Decimal(cleaned)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
 
-    payload("So:\\n```python\\nx = 1\\n```", "python") == "x = 1\\n"
+
+def extract_block(text: str, language: str) -> str:
+    """Return the last fenced block of a language, in the tagged answer if there is one, else in the whole
+    text; without a block, all of that.
+
+    extract_block("So:\\n```python\\nx = 1\\n```", "python") == "x = 1\\n"
     """
     text = extract_answer(text) or text
     return (re.findall(rf"```(?:{language})?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE) or [text])[-1]

@@ -1,54 +1,67 @@
 """
-Reward function of the countdown problems: arithmetic expressions, evaluated exactly and without running code.
+Reward function of the countdown problems, and arithmetic expressions evaluated without running code.
 """
 
 import ast
 import operator
 import re
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from reward_functions.answers import extract_answer, text_of
+from reward_functions.answers import extract_answer, score_each
+
+MAX_CHARACTERS = 200            # of an expression; this also bounds how deep the parser recurses
+FOUR_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}
 
 
 def countdown(completions, numbers, target, **columns) -> list[float | None]:
-    """1 point if the one tagged answer is made of the numbers, each used exactly once, with + - * / and parentheses, and
-    equals the target, else 0; None where the data set has no numbers or no target. Computed exactly, in fractions.
+    """Give 1 point if the one tagged answer combines the numbers, each used exactly once, with + - * / and
+    parentheses, and equals the target, else 0; None where the data has no numbers or no target. Computed
+    exactly, in fractions.
 
     countdown(["<answer>(3*4)+7</answer>"], numbers=[[7, 3, 4]], target=[19]) == [1.0]
     """
 
-    def points(text: str, allowed: list[int], wanted: int) -> float:
+    def points(text: str, allowed: list[int], goal: int) -> float:
         value, used = evaluate_expression(extract_answer(text) or "")
-        return float(value == int(wanted) and sorted(used) == sorted(map(int, allowed)))
+        return float(value == int(goal) and sorted(used) == sorted(map(int, allowed)))
 
-    return [
-        None if allowed is None or wanted is None else points(text_of(completion), allowed, wanted)
-        for completion, allowed, wanted in zip(completions, numbers, target, strict=True)
-    ]
+    return score_each(points, completions, numbers, target)
 
 
 def evaluate_expression(text: str) -> tuple[Fraction | None, list[int]]:
-    """The value of an expression like (3*4)+7 and the numbers in it; None for the value if it is anything else.
+    """Return the value of an expression like (3*4)+7, or None for anything else, and the numbers in it.
 
-    Nothing is run: the text is parsed, and only whole numbers, + - * / between two of them, and parentheses count. There are
-    no powers, so no value is large; 200 characters are enough for any problem, and cannot nest too deep for the parser.
+    Only whole numbers, + - * / between two of them, and parentheses are allowed. There are no large values.
     """
-    used: list[int] = []
-
-    def value(node) -> Fraction:
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-            return OPERATIONS[type(node.op)](value(node.left), value(node.right))
-        if not isinstance(node, ast.Constant):
-            raise ValueError("not an expression of numbers")
-        used.append(node.value)
-        return Fraction(node.value)
-
-    if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):   # so no names, no fractions of a number, no warnings from the parser
-        return None, used
+    if not re.fullmatch(r"[0-9+\-*/() ]{1,200}", text):   # no names, no decimals, no warnings from the parser
+        return None, []
+    used = [int(digits) for digits in re.findall(r"[0-9]+", text)]
     try:
-        return value(ast.parse(text.strip(), mode="eval").body), used
+        return evaluate(text, FOUR_OPERATORS, Fraction), used
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None, used
 
 
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+def evaluate(text: str, operators: Mapping[type, Callable], convert: Callable):
+    """Evaluate an arithmetic expression by its syntax tree. No code is run.
+
+    operators  {ast.Add: operator.add, ...}; others are rejected
+    convert    applied to each number in the text, such as Fraction
+    raises     ValueError, SyntaxError, or what an operator raises
+    """
+    def value(node):
+        match node:
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                return convert(number)
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in operators:
+                return operators[type(op)](value(operand))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
+                return operators[type(op)](value(left), value(right))
+        raise ValueError("only numbers with + - * / // % ** and parentheses")    # for users of the calculator
+
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"more than {MAX_CHARACTERS} characters")
+    return value(ast.parse(text.strip(), mode="eval").body)

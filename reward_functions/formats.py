@@ -1,76 +1,77 @@
 """
-Reward functions for forms of answers: multiple choice, patterns, JSON, XML; and the sum of an environment's points.
+Reward functions for answer formats (multiple choice, patterns, JSON, XML), and for an environment's points.
 """
 
 import importlib.util
 import json
 import re
 
-from reward_functions.answers import extract_answer, payload, same_answer, text_of
+from reward_functions.answers import extract_answer, extract_block, same_answer, score_each, text_of
 
-
-# ---- other forms of answers ----------------------------------------------------------------------------------------
+LETTERS = "ABCDEFGHIJ"          # of choices
 
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
-    """1 point if the tagged answer names the right choice, else 0; None where the column `answer` names no choice.
+    """Give 1 point if the tagged answer names the right choice, else 0; None where the column `answer` names
+    no choice.
 
-    "B", "(b)", "B." and "B) four" name choice B. With the column `choices` (a list of texts) the data's answer may also be a
-    number that counts them from 0, or such a text, and a completion may give the text.
+    "B", "(b)", "B." and "B) four" name choice B. With the column `choices` (a list of texts) the data's
+    answer may also be an index that counts from 0, or such a text, and a completion may give the text.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     """
 
-    def points(text: str, truth: str, texts: list[str]) -> float | None:
-        right = next((i for i, text in enumerate(texts) if truth in (str(i), text)), "ABCDEFGHIJ".find(truth.upper() or "?"))
+    def points(text: str, truth, options: list[str]) -> float | None:
+        truth = str(truth).strip()
+        by_option = (i for i, option in enumerate(options) if truth in (str(i), option))
+        right = next(by_option, LETTERS.find(truth.upper() or "?"))
         if right < 0:
             return None
         given = extract_answer(text) or ""
-        if right < len(texts) and same_answer(given, texts[right]):
+        if right < len(options) and same_answer(given, options[right]):
             return 1.0
         named = re.fullmatch(r"\(?([A-Z])(?:[).:]+.*)?", given, re.DOTALL | re.IGNORECASE)
-        return float(named is not None and "ABCDEFGHIJ".find(named[1].upper()) == right)
+        return float(named is not None and LETTERS.find(named[1].upper()) == right)
 
-    choices = choices or [None] * len(completions)
-    return [
-        None if truth is None else points(text_of(completion), str(truth).strip(), texts or [])
-        for completion, truth, texts in zip(completions, answer, choices, strict=True)
-    ]
+    choices = [options or [] for options in choices or [None] * len(completions)]
+    return score_each(points, completions, answer, choices)
 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
-    """1 point if all of the tagged answer matches the regular expression in the column `pattern`, else 0; None without.
+    """Give 1 point if the tagged answer matches the regular expression in the column `pattern` from its first
+    to its last character, else 0; None where there is no pattern.
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     """
-    answers = [extract_answer(text_of(completion)) or "" for completion in completions]
-    return [
-        None if wanted is None else float(re.fullmatch(wanted, answer, re.DOTALL) is not None)
-        for answer, wanted in zip(answers, pattern, strict=True)
-    ]
+    def points(text: str, regex: str) -> float:
+        return float(re.fullmatch(regex, extract_answer(text) or "", re.DOTALL) is not None)
+
+    return score_each(points, completions, pattern)
 
 
 def json_format(completions, schema=None, **columns) -> list[float]:
-    """1 point if what is handed in is JSON, and follows the JSON Schema in the column `schema` (an object, or its text)
-    where there is one; else 0. Without the package jsonschema only the schema's `required` keys are looked for.
+    """Give 1 point if the completion is JSON, and matches the JSON Schema in the column `schema` (an object,
+    or its text) where there is one; else 0. Without the package jsonschema only the schema's `required` keys
+    are checked.
 
-    What is handed in: a fenced block, or the tagged answer, or everything.
+    The JSON is read from the last fenced block, else from the tagged answer, else from the whole text.
 
     json_format(['<answer>{"x": 1}</answer>', "{x: 1}"], schema=[{"required": ["x"]}, None]) == [1.0, 0.0]
     """
 
     def points(text: str, schema) -> float:
         try:
-            value = json.loads(payload(text, "json"), parse_constant=int)            # which refuses NaN and Infinity
-            return float(schema is None or follows(value, json.loads(schema) if isinstance(schema, str) else schema))
+            value = json.loads(extract_block(text, "json"), parse_constant=int)       # rejects NaN, Infinity
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            return float(schema is None or matches_schema(value, schema))
         except (ValueError, RecursionError):
             return 0.0
 
-    return [points(text_of(c), s) for c, s in zip(completions, schema or [None] * len(completions), strict=True)]
+    return list(map(points, map(text_of, completions), schema or [None] * len(completions)))
 
 
-def follows(value, schema: dict) -> bool:
-    """Whether a value follows a JSON Schema, as far as we can tell."""
+def matches_schema(value, schema: dict) -> bool:
+    """Validate a value against a JSON Schema, or without jsonschema only against its `required` keys."""
     if importlib.util.find_spec("jsonschema"):
         import jsonschema
 
@@ -80,27 +81,27 @@ def follows(value, schema: dict) -> bool:
 
 
 def xml_tags(completions, tags=None, **columns) -> list[float]:
-    """0 to 1 point: the share of the tags in the column `tags` (names; reasoning and answer where there is none) that occur
-    as one pair with something in it, behind the pair before.
+    """Give 0 to 1 point: the fraction of the tags in the column `tags` (default: reasoning, answer) that
+    occur as exactly one pair, not empty and after the previous pair.
 
     xml_tags(["<plan>x</plan><code></code>"], tags=[["plan", "code"]]) == [0.5]
     """
 
     def points(text: str, names: list[str]) -> float:
-        found, behind = 0, 0
+        found, previous_end = 0, 0
         for name in names:
-            start, end = text.find(f"<{name}>", behind), text.find(f"</{name}>", behind)
+            start, end = text.find(f"<{name}>", previous_end), text.find(f"</{name}>", previous_end)
             single = text.count(f"<{name}>") == text.count(f"</{name}>") == 1
             if single and 0 <= start < end and text[start + len(name) + 2 : end].strip():
-                found, behind = found + 1, end
+                found, previous_end = found + 1, end
         return found / len(names)
 
     tags = [names or ["reasoning", "answer"] for names in tags or [None] * len(completions)]
-    return [points(text_of(completion), names) for completion, names in zip(completions, tags, strict=True)]
+    return score_each(points, completions, tags)
 
 
 def environment(completions, turn_points=None, **columns) -> list[float]:
-    """What the environment gave for the turns of a conversation, added up; 0 where there was none.
+    """Return the sum of the environment's points for the turns of a conversation; 0 without environment.
 
     environment([conversation], turn_points=[[-0.1, -0.1, 1.0]]) == [0.8]
     """

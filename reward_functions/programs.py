@@ -1,8 +1,7 @@
 """
-Reward function for programs: run in the sandbox (reward_functions/sandbox.py) against tests, so that they can neither harm this process nor keep
-it waiting.
+Reward function for programs, run against tests in the sandbox (reward_functions/sandbox.py).
 
-Needs Linux; where nothing can be contained it raises a RuntimeError that says what is missing.
+Needs Linux; where no isolation method works it raises a RuntimeError that states what is missing.
 """
 
 import ast
@@ -10,16 +9,65 @@ import builtins
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from reward_functions.answers import payload, text_of
+from reward_functions.answers import extract_block, text_of
 from reward_functions.sandbox import run_python
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 
 
-# ---- programs ------------------------------------------------------------------------------------------------------
+def passes_tests(completions, tests, **columns) -> list[float | None]:
+    """Give 0 to 1 point: the fraction of its tests that the program in a completion passes; None where there
+    are no tests, or one that is not an assert statement about the program.
 
-# The program's process. What the program prints goes to stderr, the answers to stdout, as literals of plain types.
-ASK = '''
+    tests    per row a list of assert statements as strings; each may begin with imports
+    program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
+             a block, that text
+
+    passes_tests(["def double(x):\\n    return 2 * x"], tests=[["assert double(2) == 4", "assert double(-1) ==
+    1"]]) == [0.5]
+
+    The expected values are never in the program's process. `assert abs(double(2) - 4) < 1e-9` is split:
+    double(2) is evaluated in one process after the program has run, and `abs(_ - 4) < 1e-9` in another one,
+    which receives nothing from the program but the value of double(2), parsed as a literal. So the program
+    cannot influence the comparison: exiting early, printing, patching builtins, reading frames or memory, or
+    an object that equals everything can only lose points.
+
+    Not prevented: a program that knows the expected values (from the prompt, or from a file, where the
+    sandbox uses the method `user` and the kernel has no Landlock); guessing among few possible values
+    (`assert is_even(4)`); tests that leave the comparison to the program (`assert Point(1, 2) == Point(1,
+    2)`: an expression that begins with a capitalised name is evaluated in its process as a whole). Values are
+    numbers, text, bytes, None, and lists, tuples, sets and dicts of them. Subclasses count as these, other
+    iterables as lists; anything else fails the test, including infinity and NaN. Only the standard library is
+    available.
+    """
+
+    def score(completion, row: list[str] | None) -> float | None:
+        parts = [split_test(test) for test in row or []]
+        if not parts or None in parts:
+            return None
+        return fraction_passed(extract_block(text_of(completion), "python|py"), parts)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(score, completions, tests))
+
+
+def fraction_passed(program: str, tests: list[tuple[str, list[str], str]]) -> float:
+    """Evaluate each test's expressions in a process of its own, then run all assertions in another."""
+    assertions = []
+    for assertion, expressions, imports in tests:
+        code = PROGRAM_TEMPLATE.format(program=program, imports=imports, expressions=expressions)
+        result = run_python(code, timeout_s=SECONDS_PER_TEST)
+        if result.ok:
+            assertions.append((f"{imports}\n{assertion}", result.stdout))
+    if not assertions:
+        return 0.0
+    result = run_python(ASSERTION_TEMPLATE.format(assertions=assertions), timeout_s=SECONDS_PER_TEST)
+    return result.stdout.count("passed\n") / len(tests)
+
+
+# Runs the program, then prints the values of the expressions as literals of plain types. The program's own
+# output goes to stderr.
+PROGRAM_TEMPLATE = '''
 def plain(value):
     if value is None:
         return None
@@ -32,103 +80,63 @@ def plain(value):
     return {{frozenset: set}}.get(kind, kind)(map(plain, value))
 
 import os
-answers = os.dup(1)
+output = os.dup(1)
 os.dup2(2, 1)
 space = {{"__name__": "program"}}
 exec(compile({program!r}, "program.py", "exec"), space)
 exec({imports!r}, space)
-os.write(answers, repr([plain(eval(question, space)) for question in {questions!r}]).encode())
+os.write(output, repr([plain(eval(expression, space)) for expression in {expressions!r}]).encode())
 '''
 
 
-# The judge's process, in which nothing comes from the program but those literals.
-JUDGE = '''
+# Runs the assertions. Nothing in this process comes from the program but the literals.
+ASSERTION_TEMPLATE = '''
 import ast
-for test, answers in {tests!r}:
+for assertion, values in {assertions!r}:
     try:
-        exec(test, {{"_answers": ast.literal_eval(answers)}})
+        exec(assertion, {{"_values": ast.literal_eval(values)}})
         print("passed", flush=True)
     except BaseException:
         pass
 '''
 
 
-def passes_tests(completions, tests, **columns) -> list[float | None]:
-    """0 to 1 point: the share of its tests that the program in a completion passes; None where there are no tests, or one
-    that is not an assert statement about the program.
+def split_test(test: str) -> tuple[str, list[str], str] | None:
+    """Split a test into an assertion on values, the expressions for them, and imports; None if it cannot
+    be split.
 
-    tests    per row a list of assert statements as strings; each may begin with imports
-    program  the last ```python block in the tagged answer, if there is one, or in all of the text; without a block, that
-
-    passes_tests(["def double(x):\\n    return 2 * x"], tests=[["assert double(2) == 4", "assert double(-1) == 1"]]) == [0.5]
-
-    The program never learns what is expected of it. `assert abs(double(2) - 4) < 1e-9` is taken apart: double(2) is evaluated
-    in a process of its own after the program has run, and `abs(_ - 4) < 1e-9` in another one, where nothing of the program is
-    but the value of double(2), read as a literal. So no verdict is within the program's reach. Ending early, printing,
-    patching builtins, reading frames or memory, or an object that equals everything can only lose points.
-
-    Not excluded: a program that knows the right values (from the prompt, or from a file, where the sandbox is down to
-    `user` and the kernel has no Landlock); guessing where there is little to guess (`assert is_even(4)`); tests that hand the
-    comparison to the program (`assert Point(1, 2) == Point(1, 2)`: what begins with a capital is evaluated there whole).
-    Values are plain: numbers, text, bytes, None, and lists, tuples, sets and dicts of them. Subclasses count as these, other
-    iterables as lists; anything else fails the test, and so do infinity and NaN. The standard library is all there is.
-    """
-
-    def score(completion, row: list[str] | None) -> float | None:
-        taken_apart = [take_apart(test) for test in row or []]
-        if not taken_apart or None in taken_apart:
-            return None
-        return share_passed(payload(text_of(completion), "python|py"), taken_apart)
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(score, completions, tests))
-
-
-def share_passed(program: str, tests: list[tuple[str, list[str], str]]) -> float:
-    """Ask a program every test's questions, each in a new process, then have the answers judged."""
-    answered = []
-    for judgement, questions, imports in tests:
-        asked = run_python(
-            ASK.format(program=program, imports=imports, questions=questions), timeout_s=SECONDS_PER_TEST
-        )
-        if asked.ok:
-            answered.append((f"{imports}\n{judgement}", asked.stdout))
-    if not answered:
-        return 0.0
-    judged = run_python(JUDGE.format(tests=answered), timeout_s=SECONDS_PER_TEST)
-    return judged.stdout.count("passed\n") / len(tests)
-
-
-def take_apart(test: str) -> tuple[str, list[str], str] | None:
-    """A test -> what is judged, what the program is asked for it, and imports. None if it cannot be taken apart.
-
-    take_apart("assert abs(f(2) - 4) < 1e-9") == ("assert abs(_answers[0] - 4) < 1e-09", ["f(2)"], "")
+    split_test("assert abs(f(2) - 4) < 1e-9") == ("assert abs(_values[0] - 4) < 1e-09", ["f(2)"], "")
     """
     try:
-        *imports, claim = ast.parse(test.strip()).body
+        *imports, statement = ast.parse(test.strip()).body
     except (SyntaxError, ValueError, AttributeError):
         return None
-    if not isinstance(claim, ast.Assert) or not all(isinstance(line, ast.Import | ast.ImportFrom) for line in imports):
+    are_imports = all(isinstance(line, ast.Import | ast.ImportFrom) for line in imports)
+    if not isinstance(statement, ast.Assert) or not are_imports:
         return None
     imported = {(alias.asname or alias.name).partition(".")[0] for line in imports for alias in line.names}
-    # Variables of a comprehension or a lambda: the program would have to be asked once for each value.
-    bound = {node.id for node in ast.walk(claim) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {node.arg for node in ast.walk(claim) if isinstance(node, ast.arg)}
-    taker = TakeQuestions(imported | bound | set(dir(builtins)))
-    judgement = ast.unparse(taker.visit(ast.Assert(claim.test)))
-    names = {node.id for question in taker.questions for node in ast.walk(ast.parse(question)) if isinstance(node, ast.Name)}
-    if not taker.questions or names & bound:
+    # Variables of a comprehension or a lambda: an expression with them would have to be evaluated once per
+    # value.
+    nodes = list(ast.walk(statement))
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    extractor = ExtractExpressions(imported | bound | set(dir(builtins)))
+    assertion = ast.unparse(extractor.visit(ast.Assert(statement.test)))
+    nodes = [node for expression in extractor.expressions for node in ast.walk(ast.parse(expression))]
+    if not extractor.expressions or bound & {node.id for node in nodes if isinstance(node, ast.Name)}:
         return None
-    return judgement, taker.questions, "\n".join(map(ast.unparse, imports))
+    return assertion, extractor.expressions, "\n".join(map(ast.unparse, imports))
 
 
-class TakeQuestions(ast.NodeTransformer):
-    """Puts _answers[i] where only the program knows the value: a call of its function, a variable, or, where the name begins
-    with a capital, everything that is done with the class (Stack().push(1).size). The questions are kept as source text.
+class ExtractExpressions(ast.NodeTransformer):
+    """Replace each expression whose value only the program knows by _values[i], and keep its source text.
+
+    These are calls of the program's functions, its variables, and, if the name begins with a capital, the
+    whole expression on that class (Stack().push(1).size).
     """
 
     def __init__(self, known: set[str]):
-        self.known, self.questions = known, []
+        self.known, self.expressions = known, []
 
     def visit(self, node: ast.AST) -> ast.AST:
         root = called = node
@@ -136,7 +144,8 @@ class TakeQuestions(ast.NodeTransformer):
             root = root.func if isinstance(root, ast.Call) else root.value
         while isinstance(called, ast.Call):
             called = called.func
-        if isinstance(root, ast.Name) and root.id not in self.known and (called is root or root.id[0].isupper()):
-            self.questions.append(ast.unparse(node))
-            return ast.parse(f"_answers[{len(self.questions) - 1}]", mode="eval").body
+        unknown = isinstance(root, ast.Name) and root.id not in self.known
+        if unknown and (called is root or root.id[0].isupper()):
+            self.expressions.append(ast.unparse(node))
+            return ast.parse(f"_values[{len(self.expressions) - 1}]", mode="eval").body
         return self.generic_visit(node)

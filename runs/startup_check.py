@@ -15,7 +15,7 @@ from config import GRPOConfig
 from data import encode_prompt
 from engine.chat_template import encode_reply
 from engine.packing import left_pad, positions_of
-from environments.conversations import Conversation, play
+from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
 from logprobs import completion_log_probs
 from model import first_line, precision_of
@@ -182,7 +182,7 @@ def gold_turns(example: dict) -> list[str]:
 def check_environment(conversation: Conversation, gold: list[str]) -> Finding:
     """What the environment answers to a first turn."""
     said = gold[0] if gold else ""
-    message, points = conversation.say(said)
+    message, points = conversation.environment_step(said)
     if message is None:
         return Finding("environment", True, f"ends the conversation after {said!r:.60}, with {points:g} points")
     length = len(encode_reply(conversation.tokenizer, conversation.prompt, message, conversation.stops))
@@ -199,7 +199,9 @@ def check_rewards(example: dict, config, reward_functions: list, begin=None) -> 
     completions = list(texts.values())
     if begin:
         before = gold_turns(example)[:-1]
-        completions, given = zip(*(play(begin(), [*before, text]) for text in texts.values()), strict=True)
+        completions, given = zip(
+            *(run_scripted_turns(begin(), [*before, text]) for text in texts.values()), strict=True
+        )
     rollout = as_rollout(list(completions))
     if begin:
         turn_points = torch.tensor(given)[:, None].expand(rollout.completion_mask.shape)

@@ -1,1 +1,1 @@
-"""Where data comes from: readers of files and hubs, built-in tasks."""
+"""Readers of files and hubs, and built-in tasks."""

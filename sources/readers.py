@@ -1,8 +1,8 @@
 """
-Rows of files, the Hugging Face hub, TensorFlow Datasets and Kaggle, as sequences that read a row when it is asked for.
+Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle: sequences that read a row on access.
 
-Data may be larger than memory: of a .jsonl file only the offsets of its lines are kept, most others are mapped into memory by
-`datasets`. A .json file is held whole. data.py turns rows into examples.
+Data may be larger than memory: of a .jsonl file only the offsets of its lines are kept, most other formats
+are memory-mapped by `datasets`. A .json file is held in memory. data.py converts rows to examples.
 """
 
 import importlib
@@ -14,34 +14,11 @@ from pathlib import Path
 
 from sources.tasks import PROBLEMS
 
-READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}        # who of `datasets` reads it, if not we
-
-
-class View(Sequence):
-    """Some rows of a sequence in some order, each changed by a function whenever it is asked for. Holds their indices alone."""
-
-    def __init__(self, rows: Sequence, indices: Sequence[int], change: Callable):
-        self.rows, self.indices, self.change = rows, indices, change
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index):
-        chosen = self.indices[index]
-        return [self.change(self.rows[i]) for i in chosen] if isinstance(index, slice) else self.change(self.rows[chosen])
-
-    def __iter__(self):
-        return (self.change(self.rows[i]) for i in self.indices)
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-
-# ---- files and hubs ------------------------------------------------------------------------------------------------
+READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}  # builder in `datasets`; "": here
 
 
 def read_rows(source: str, split: str, bad_lines: str) -> Sequence[dict]:
-    """The rows of whatever is not built in, with the columns that they come with."""
+    """Return the rows of a file or a hub, with their original columns."""
     if source.startswith("tfds:"):
         return read_tfds(source.removeprefix("tfds:"), split)
     if source.startswith("kaggle:"):
@@ -50,11 +27,13 @@ def read_rows(source: str, split: str, bad_lines: str) -> Sequence[dict]:
 
 
 def read_file(path: Path, bad_lines: str) -> Sequence[dict]:
-    """Rows of a data file, as a list, JsonLines or a datasets.Dataset."""
+    """Return the rows of a data file: a list, JsonLines or a datasets.Dataset."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty")
+    if path.suffix == ".jsonl":
+        return JsonLines(path, bad_lines)
     if path.suffix == ".json":
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -65,60 +44,80 @@ def read_file(path: Path, bad_lines: str) -> Sequence[dict]:
         if not isinstance(content, list):
             raise ValueError(f'{path}: must hold a list of examples, or {{"prompts": [...]}}')
         return [row if isinstance(row, dict) else {"prompt": row} for row in content]
-
-    if path.suffix == ".jsonl":
-        return JsonLines(path, bad_lines)
-    import datasets  # slow to import, and not needed for the built-in problems
+    import datasets  # slow to import
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)                    # what goes wrong is said here, in one line
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)     # errors are reported below, in one line
     try:
         return datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {in_one_line(error.__cause__ or error)}") from None
+        reason = first_line(error.__cause__ or error)
+        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
 
 
 class JsonLines(Sequence):
-    """The objects of a .jsonl file, read when they are asked for; in memory is where their lines begin, 8 bytes each.
+    """Read the objects of a .jsonl file on access. Memory holds the offsets of the lines, 8 bytes each.
 
-    `datasets` would not say which line is to blame, and turns "2020-01-01" into a date.
+    (The reader of `datasets` does not report the number of a bad line, and converts "2020-01-01" to a date.)
     """
 
     def __init__(self, path: Path, bad_lines: str):
-        self.file, self.starts, bad, end = path.open("rb"), array("q"), [], 0
+        self.file, self.offsets, bad, end = path.open("rb"), array("q"), [], 0
         for number, line in enumerate(self.file, start=1):
             start, end = end, end + len(line)
             if not line.strip():
                 continue
             try:
-                row, problem = parse(line), 'not an object such as {"prompt": "...", "answer": "..."}'
+                row, problem = parse_line(line), 'not an object such as {"prompt": "...", "answer": "..."}'
             except ValueError as error:
                 row, problem = None, f"not JSON: {error}"
             if isinstance(row, dict):
-                self.starts.append(start)
+                self.offsets.append(start)
                 continue
             if bad_lines == "error":
-                raise ValueError(f"{path}: line {number} is {problem}; mend it, or pass --bad_lines skip")
+                raise ValueError(f"{path}: line {number} is {problem}; correct it, or pass --bad_lines skip")
             bad.append(number)
         if bad:
-            total = len(self.starts) + len(bad)
-            print(f"{path}: left out {len(bad)} of {total} lines that are not JSON objects: {bad[:5]}", file=sys.stderr)
+            counts = f"{len(bad)} of {len(self.offsets) + len(bad)} lines"
+            print(f"{path}: left out {counts} that are not JSON objects: {bad[:5]}", file=sys.stderr)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.offsets)
 
     def __getitem__(self, index: int) -> dict:
-        self.file.seek(self.starts[index])
-        return parse(self.file.readline())
+        self.file.seek(self.offsets[index])
+        return parse_line(self.file.readline())
 
 
-def parse(line: bytes):
-    """What a line of a .jsonl file says. Bytes that are not UTF-8 become U+FFFD, so that one of them costs no line."""
+def parse_line(line: bytes):
+    """Parse a line of a .jsonl file. Bytes that are not UTF-8 become U+FFFD."""
     return json.loads(line.decode("utf-8", errors="replace"))
 
 
+class View(Sequence):
+    """Read rows of a sequence at given indices, transformed by a function on access. Holds no rows."""
+
+    def __init__(self, rows: Sequence, indices: Sequence[int], transform: Callable):
+        self.rows, self.indices, self.transform = rows, indices, transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index):
+        chosen = self.indices[index]
+        if isinstance(index, slice):
+            return [self.transform(self.rows[i]) for i in chosen]
+        return self.transform(self.rows[chosen])
+
+    def __iter__(self):
+        return (self.transform(self.rows[i]) for i in self.indices)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 def read_hub(source: str, split: str) -> Sequence[dict]:
-    """One split of a data set on the Hugging Face hub, or of a folder that `datasets` understands."""
+    """Return a split of a data set on the Hugging Face hub, or of a folder in a format of `datasets`."""
     name, _, configuration = source.partition(":")
     kinds = f"not built in ({', '.join(PROBLEMS)}) and not a file ending in {', '.join(READERS)}"
     if "/" not in name:
@@ -128,61 +127,66 @@ def read_hub(source: str, split: str) -> Sequence[dict]:
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:
-        raise ValueError(f"{source}: {kinds}, and the hub answers: {in_one_line(error)}{without(split)}") from None
+        reason = f"and the hub answers: {first_line(error)}{split_hint(split)}"
+        raise ValueError(f"{source}: {kinds}, {reason}") from None
 
 
 def read_tfds(name: str, split: str) -> Sequence[dict]:
-    """One split of a data set of TensorFlow Datasets, prepared in its folder on first use. Needs no credentials."""
-    tfds = optional("tensorflow_datasets", f"tfds:{name}", "tensorflow_datasets array_record importlib_resources")
+    """Return a split of a data set of TensorFlow Datasets, prepared in its folder on first use."""
+    packages = "tensorflow_datasets array_record importlib_resources"
+    tfds = import_optional("tensorflow_datasets", f"tfds:{name}", packages)
     try:
-        # It registers its data sets group by group and stops, silently, at a group that lacks a package; so text by name.
+        # The package registers its data sets in groups and stops silently at a group whose requirements are
+        # not installed, so the group of text data sets is imported explicitly.
         importlib.import_module("tensorflow_datasets.text")
         rows = tfds.data_source(name, split=split)
     except Exception as error:
-        raise ValueError(f"tfds:{name}: TensorFlow Datasets answers: {in_one_line(error)}{without(split)}") from None
-    return View(rows, range(len(rows)), plain)
+        reason = f"{first_line(error)}{split_hint(split)}"
+        raise ValueError(f"tfds:{name}: TensorFlow Datasets answers: {reason}") from None
+    return View(rows, range(len(rows)), as_json_value)
 
 
-def plain(value):
-    """A value of TensorFlow Datasets as JSON would have it: text for bytes, numbers and lists for those of numpy."""
+def as_json_value(value):
+    """Convert a value of TensorFlow Datasets to JSON types: bytes to text, numpy to numbers and lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
+        return {name: as_json_value(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [plain(part) for part in value]
+        return [as_json_value(part) for part in value]
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
 def download_from_kaggle(name: str) -> Path:
-    """Where kagglehub keeps a file of a data set on Kaggle, fetched on first use. name: owner/name/file.csv"""
+    """Return the path of a file of a Kaggle data set in kagglehub's cache; name is owner/name/file.csv."""
     owner, _, rest = name.partition("/")
     dataset, _, file = rest.partition("/")
     if not file or Path(file).suffix not in READERS:
-        raise ValueError(f"kaggle:{name}: write kaggle:owner/name/file, with a file ending in {', '.join(READERS)}")
-    kagglehub = optional("kagglehub", f"kaggle:{name}", "kagglehub")
+        endings = ", ".join(READERS)
+        raise ValueError(f"kaggle:{name}: write kaggle:owner/name/file, with a file ending in {endings}")
+    kagglehub = import_optional("kagglehub", f"kaggle:{name}", "kagglehub")
     try:
         return Path(kagglehub.dataset_download(f"{owner}/{dataset}", path=file))
     except Exception as error:
         raise ValueError(
-            f"kaggle:{name}: Kaggle answers: {in_one_line(error)}; what is not public needs credentials, in "
+            f"kaggle:{name}: Kaggle answers: {first_line(error)}; private data sets need credentials, in "
             "~/.kaggle/kaggle.json or as KAGGLE_USERNAME and KAGGLE_KEY"
         ) from None
 
 
-def optional(package: str, source: str, to_install: str):
-    """A package that only some data needs."""
+def import_optional(package: str, source: str, to_install: str):
+    """Import a package that only some sources need. Raise ValueError with the command that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise ValueError(f"{source}: {error}; pip install {to_install}") from None
 
 
-def in_one_line(error: BaseException) -> str:
-    """What a library said, without the lines below it."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error message, or the name of its type if it is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def without(split: str) -> str:
-    """What to do about a test split that is not there."""
+def split_hint(split: str) -> str:
+    """Return how to train without a test split, if that was the split to read."""
     return "; should it have no test split: --eval_dataset, or --eval_limit 0" if split == "test" else ""

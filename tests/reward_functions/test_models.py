@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
-from reward_functions.models import classifier, judge, read_mark
+from reward_functions.models import classifier, judge, parse_rating
 from rewards import load_reward_function
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
@@ -130,7 +130,7 @@ def ask_judge(url, completions=("one", "two"), **options):
     return function(list(completions), prompts=[PROMPT] * len(completions))
 
 
-def test_a_judges_marks_become_points_in_order():
+def test_a_judges_ratings_become_points_in_order():
     with Endpoint(lambda asked, n, _: "7" if "\none\n" in asked["messages"][0]["content"] else "10 / 10") as endpoint:
         assert ask_judge(endpoint.url) == [0.7, 1.0]
     path, asked, _ = endpoint.requests[0]
@@ -139,16 +139,16 @@ def test_a_judges_marks_become_points_in_order():
 
 
 @pytest.mark.parametrize(
-    "reply,mark",
+    "reply,rating",
     [("7", 0.7), ("Mark: 7.5.", 0.75), ("7/10", 0.7), ("7 out of 10", 0.7), ("<think>3? 4?</think>\n5", 0.5), ("0", 0.0),
      ("", None), ("great", None), ("11", None), ("-1", None), ("3 or 4", None), ("nan", None), ("1e9", None)],
 )
-def test_a_mark_is_the_only_number_in_range(reply, mark):
-    if mark is None:
-        with pytest.raises(ValueError, match="no mark"):
-            read_mark(reply, 10)
+def test_a_rating_is_the_only_number_in_range(reply, rating):
+    if rating is None:
+        with pytest.raises(ValueError, match="no rating"):
+            parse_rating(reply, 10)
     else:
-        assert read_mark(reply, 10) == mark
+        assert parse_rating(reply, 10) == rating
 
 
 def not_json(asked, n, handler):
@@ -232,11 +232,11 @@ def test_a_judge_that_comes_back_is_asked_again():
         assert ask_judge(endpoint.url, ["one"]) == [0.4]
 
 
-def test_marks_are_kept_in_memory_and_on_disk_and_failures_are_not(tmp_path):
-    file = tmp_path / "marks.jsonl"
+def test_ratings_are_kept_in_memory_and_on_disk_and_failures_are_not(tmp_path):
+    file = tmp_path / "ratings.jsonl"
     with Endpoint(lambda asked, n, _: "nonsense" if n == 1 else "5") as endpoint:
         function = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
-        with pytest.warns(UserWarning, match="no mark from 0 to 10 in 'nonsense'"):
+        with pytest.warns(UserWarning, match="no rating from 0 to 10 in 'nonsense'"):
             assert function(["a"], prompts=["p"]) == [None]
         assert function(["a"], prompts=["p"]) == function(["a"], prompts=["p"]) == [0.5]
         again = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
@@ -244,24 +244,24 @@ def test_marks_are_kept_in_memory_and_on_disk_and_failures_are_not(tmp_path):
         assert again(["a"], prompts=["another"]) == [0.5] and len(endpoint.requests) == 3
 
 
-def test_marks_of_another_judge_are_not_taken_from_the_file(tmp_path):
-    marks = []
-    for mark in "2", "3":
-        with Endpoint(lambda asked, n, _, mark=mark: mark) as endpoint:
-            function = judge("helpful", url=endpoint.url, model="m", question="?", cache=f"{tmp_path}/marks")
-            marks += function(["a"], prompts=["p"])
-    assert marks == [0.2, 0.3]
+def test_ratings_of_another_judge_are_not_taken_from_the_file(tmp_path):
+    ratings = []
+    for rating in "2", "3":
+        with Endpoint(lambda asked, n, _, rating=rating: rating) as endpoint:
+            function = judge("helpful", url=endpoint.url, model="m", question="?", cache=f"{tmp_path}/ratings")
+            ratings += function(["a"], prompts=["p"])
+    assert ratings == [0.2, 0.3]
 
 
 @pytest.mark.filterwarnings("ignore:judge helpful")
 def test_an_endless_answer_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("reward_functions.models.REPLY_BYTES", 200)
+    monkeypatch.setattr("reward_functions.models.MAX_RESPONSE_BYTES", 200)
     for spaces, points in (1, 0.7), (200, None):
         with Endpoint(lambda asked, n, _, spaces=spaces: json.dumps(chat("7")).encode() + b" " * spaces) as endpoint:
             assert ask_judge(endpoint.url, ["one"]) == [points]
 
 
-def test_so_many_completions_are_judged_at_once_and_the_key_is_sent(monkeypatch):
+def test_requests_are_concurrent_up_to_the_limit_and_the_key_is_sent(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "abc")
 
     def wait(asked, n, handler):

@@ -1,47 +1,40 @@
-"""Conversations: what is sampled stays, what an environment says is seen and not learned, and whoever misbehaves is named."""
+"""Conversations: sampled tokens are kept, an environment's tokens have no loss, and errors name their cause."""
 
 import json
 import math
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS, QUICK
+from conftest import PROMPTS
 
-from environments import loading, tools
 import infer
 import sample
 import train
+from analysis.replay import rollout_of
 from config import GRPOConfig
-from runs.command_line import parse_config
-from environments.conversations import (
-    LONGEST_MESSAGE, Conversation, EnvironmentRaised, describe_conversations, play,
-)
-from environments.games import guess_letter
-from environments.loading import columns_for, load_environment, responders
-from environments.tools import answer_calls, calculate
-from data import load_examples
 from data import encode_completion, encode_demonstration, encode_prompt
 from engine.chat_template import encode_reply, render
+from engine.packing import completion_lengths, micro_batches
+from environments.conversations import (
+    MAX_MESSAGE_CHARACTERS, Conversation, EnvironmentRaised, describe_conversations,
+)
+from environments.loading import load_environment
 from experience import Experience, Groups, shape_rewards, token_advantages
 from grpo import policy_loss
 from logprobs import completion_log_probs
 from model import byte_tokenizer
-from engine.packing import completion_lengths, micro_batches
-from analysis.replay import rollout_of
 from rewards import compute_rewards_for_completions, correctness, environment
+from runs.command_line import parse_config
 from runs.records import completion_records, read_jsonl
-from reward_functions.sandbox import SandboxResult
 from sample import demonstrations_as_rollout, join_rollouts, sample_completions_for_prompts, select_groups
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
 
 
-def talkative(conversation, **columns):
+def reply_to_everything(conversation, **columns):
     """Answers everything, of different length, and leaves now and then."""
     text = conversation[-1]["content"]
     if len(text) % 7 == 6:
@@ -50,15 +43,7 @@ def talkative(conversation, **columns):
     return {"role": role, "content": f"{len(conversation)} {text[::-1][:5]}!"}, 0.25 * len(conversation)
 
 
-@pytest.fixture
-def settings():
-    return GRPOConfig(
-        generation_max_length=60, environment="calculator", max_turns=4, generation_top_k=0, generation_top_p=1.0,
-        generation_temperature=1.0,
-    )
-
-
-def talk(model, tokenizer, config, prompts=None, respond=talkative, **options):
+def sample_conversations(model, tokenizer, config, prompts=None, respond=reply_to_everything, **options):
     """A rollout of conversations. A third of the vocabulary ends a turn, so that turns are short."""
     model.generation_config.eos_token_id = list(range(1, 90))
     prompts = PROMPTS + CHATS if prompts is None else prompts
@@ -66,14 +51,11 @@ def talk(model, tokenizer, config, prompts=None, respond=talkative, **options):
     return sample_completions_for_prompts(model, tokenizer, prompts, config, seed=3, responders=answers, **options)
 
 
-# ---- the numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokenizer, settings):
     _, model = architecture
     for config in settings, replace(settings, generation_temperature=0.8, generation_top_k=50, generation_top_p=0.9):
         for shared_prompt in True, False:
-            rollout = talk(model, tokenizer, config, shared_prompt=shared_prompt)
+            rollout = sample_conversations(model, tokenizer, config, shared_prompt=shared_prompt)
             holes = torch.arange(rollout.completion_mask.shape[1]) < completion_lengths(rollout.completion_mask)[:, None]
             holes &= ~rollout.completion_mask
             assert describe_conversations(rollout)["turns"] > 1.5 and holes.sum() > 50, "there is something to get wrong"
@@ -84,7 +66,7 @@ def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokeni
 
 
 def test_the_models_own_logits_with_the_environments_words_in_the_context(model, tokenizer, settings):
-    rollout = talk(model, tokenizer, settings)
+    rollout = sample_conversations(model, tokenizer, settings)
     with torch.no_grad():
         for row in range(0, len(rollout.completions), 3):
             prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
@@ -97,7 +79,7 @@ def test_the_models_own_logits_with_the_environments_words_in_the_context(model,
 
 def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture, tokenizer, settings):
     _, model = architecture
-    rollout = talk(model, tokenizer, settings)
+    rollout = sample_conversations(model, tokenizer, settings)
     everything = torch.arange(len(rollout.completions))
 
     def gradient(batches, shared_prompt):
@@ -122,22 +104,22 @@ def same(one, other):
 
 
 def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldom(model, tokenizer, settings, monkeypatch):
-    together = talk(model, tokenizer, settings)
+    together = sample_conversations(model, tokenizer, settings)
     assert len({len(messages) for messages in together.completions}) > 2
     for p, prompt in enumerate(PROMPTS[:3]):
-        alone = talk(model, tokenizer, settings, [prompt])
+        alone = sample_conversations(model, tokenizer, settings, [prompt])
         assert alone.completions == together.completions[4 * p : 4 * p + 4]
-    assert same(talk(model, tokenizer, settings, batch_size=4), together)
+    assert same(sample_conversations(model, tokenizer, settings, batch_size=4), together)
     monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
     for shared_prompt in True, False:
-        seldom = talk(model, tokenizer, settings, shared_prompt=shared_prompt)
+        seldom = sample_conversations(model, tokenizer, settings, shared_prompt=shared_prompt)
         assert same(seldom, together)
         trained = completion_log_probs(model, seldom, **settings.policy)
         assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
 def test_rollouts_can_be_joined_selected_and_written_down(model, tokenizer, settings):
-    rollout = talk(model, tokenizer, settings)
+    rollout = sample_conversations(model, tokenizer, settings)
     keep = torch.tensor([True, False] * 3)
     halves = join_rollouts([select_groups(rollout, keep), select_groups(rollout, ~keep)])
     order = [row for p in (0, 2, 4, 1, 3, 5) for row in range(4 * p, 4 * p + 4)]
@@ -162,8 +144,6 @@ def test_rollouts_can_be_joined_selected_and_written_down(model, tokenizer, sett
     assert torch.equal(per_function["environment"], rewards["environment"].double())
     assert [record["tokens"] for record in records] == rollout.completion_mask.sum(1).tolist(), "the policy's"
 
-
-# ---- tokens in, tokens out -------------------------------------------------------------------------------------------
 
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 TEMPLATES = {
@@ -216,7 +196,7 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
         prompts.append([*prompt, *ids])
         turns.append([*tokenizer(text, add_special_tokens=False).input_ids, stops[0]])
         ids += turns[-1]
-        ids += conversation.answer(ids)
+        ids += conversation.end_turn(ids)
     prompts.append([*prompt, *ids])
     for earlier, turn, later in zip(prompts, turns, prompts[1:]):
         assert later[: len(earlier) + len(turn)] == earlier + turn
@@ -252,8 +232,8 @@ def test_one_turn_more_only_appends(model, settings, name):
     tokenizer = chat_tokenizer(name)
     model.resize_token_embeddings(len(tokenizer))
     config = replace(settings, generation_max_length=200)
-    shorter = talk(model, tokenizer, replace(config, max_turns=2))
-    longer = talk(model, tokenizer, replace(config, max_turns=3))
+    shorter = sample_conversations(model, tokenizer, replace(config, max_turns=2))
+    longer = sample_conversations(model, tokenizer, replace(config, max_turns=3))
     grew = 0
     for row in range(len(shorter.completions)):
         length = int(completion_lengths(shorter.completion_mask[row][None]))
@@ -280,9 +260,6 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
     assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "p", "ab", [1])
 
 
-# ---- the end of a conversation ---------------------------------------------------------------------------------------
-
-
 def test_turns_and_tokens_are_bounded_whatever_the_environment_does(model, tokenizer, settings):
     asked = []
 
@@ -290,7 +267,7 @@ def test_turns_and_tokens_are_bounded_whatever_the_environment_does(model, token
         asked.append(len(conversation))
         return "more"
 
-    rollout = talk(model, tokenizer, settings, PROMPTS, endless)
+    rollout = sample_conversations(model, tokenizer, settings, PROMPTS, endless)
     turns = [sum(message["role"] == "assistant" for message in messages) for messages in rollout.completions]
     assert max(turns) == settings.max_turns and rollout.completion_ids.shape[1] <= settings.generation_max_length
     assert all(messages[-1]["role"] == "assistant" for messages in rollout.completions), "what nobody answers is not said"
@@ -304,19 +281,19 @@ def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(mode
     def long_winded(conversation):
         return "x" * 50
 
-    rollout = talk(model, tokenizer, settings, PROMPTS, long_winded)
+    rollout = sample_conversations(model, tokenizer, settings, PROMPTS, long_winded)
     assert int(completion_lengths(rollout.completion_mask).max()) <= 60
     for messages, finished in zip(rollout.completions, rollout.finished.tolist()):
         assert len(messages) in (1, 3) and messages[-1]["role"] == "assistant" and not finished
-    assert not talk(model, tokenizer, settings, PROMPTS, lambda conversation: "x" * 100).finished.any()
+    assert not sample_conversations(model, tokenizer, settings, PROMPTS, lambda conversation: "x" * 100).finished.any()
 
 
 def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
     conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
-    message, _ = conversation.say("hello")
-    assert message["content"] == "x" * LONGEST_MESSAGE + f" [{10**6 - LONGEST_MESSAGE} more characters were cut]"
+    message, _ = conversation.environment_step("hello")
+    assert message["content"] == "x" * MAX_MESSAGE_CHARACTERS + f" [{10**6 - MAX_MESSAGE_CHARACTERS} more characters were cut]"
     conversation.respond = lambda conversation: "half a pair: \ud83d"
-    assert tokenizer.decode(conversation.answer(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
+    assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
 
 
 @pytest.mark.parametrize("answer,message", [
@@ -330,10 +307,10 @@ def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(mo
         return answer() if len(conversation) > 3 and len(conversation[-1]["content"]) % 2 else "go on"
 
     with pytest.raises(EnvironmentRaised, match=message) as error:
-        talk(model, tokenizer, settings, PROMPTS, broken)
+        sample_conversations(model, tokenizer, settings, PROMPTS, broken)
     assert "environment calculator" in str(error.value) and "\n" not in str(error.value)
     lenient = replace(settings, reward_errors="none", reward_functions=["correctness"])
-    rollout = talk(model, tokenizer, lenient, PROMPTS, broken)
+    rollout = sample_conversations(model, tokenizer, lenient, PROMPTS, broken)
     failed = rollout.turn_points.isnan().any(dim=1)
     assert 0 < failed.sum() < len(failed)
     examples = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS]
@@ -347,11 +324,8 @@ def test_the_environment_cannot_change_what_was_said(model, tokenizer, settings)
         conversation.clear()
         return "x"
 
-    polite = talk(model, tokenizer, settings, PROMPTS, lambda conversation: "x")
-    assert talk(model, tokenizer, settings, PROMPTS, vandal).completions == polite.completions
-
-
-# ---- points ----------------------------------------------------------------------------------------------------------
+    polite = sample_conversations(model, tokenizer, settings, PROMPTS, lambda conversation: "x")
+    assert sample_conversations(model, tokenizer, settings, PROMPTS, vandal).completions == polite.completions
 
 
 def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenizer, settings):
@@ -361,7 +335,7 @@ def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenize
         seen.update(completions=completions, turn_points=turn_points)
         return [0.0] * len(completions)
 
-    rollout = talk(model, tokenizer, settings)
+    rollout = sample_conversations(model, tokenizer, settings)
     examples = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS + CHATS]
     total, _ = compute_rewards_for_completions(
         [environment, spy], [2.0, 1.0], rollout, examples, turn_points=rollout.turn_points
@@ -370,7 +344,7 @@ def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenize
     for row, (messages, points) in enumerate(zip(rollout.completions, seen["turn_points"])):
         prompt = CHATS[row // 4 - 4] if row >= 16 else ["the prompt"]
         answered = int(rollout.turn_points[row].count_nonzero())                 # all turns, or all but a last one that was cut
-        expected = [talkative([*prompt, *messages[: 2 * turn + 1]])[1] for turn in range(answered)]
+        expected = [reply_to_everything([*prompt, *messages[: 2 * turn + 1]])[1] for turn in range(answered)]
         expected += [0.0] * ((len(messages) + 1) // 2 - answered)
         assert points == pytest.approx(expected) and len(expected) - answered < 2
         assert float(total.view(-1)[row]) == pytest.approx(2 * sum(expected))
@@ -396,60 +370,13 @@ def test_points_of_turns_are_rewards_of_their_last_tokens_in_gae():
 
 
 def test_overlong_counts_everything_and_lengths_count_the_policys_tokens(model, tokenizer, settings):
-    rollout = talk(model, tokenizer, settings)
+    rollout = sample_conversations(model, tokenizer, settings)
     described = describe_conversations(rollout)
     own = [sum(len(m["content"]) for m in messages if m["role"] != "assistant") for messages in rollout.completions]
     assert described["environment_tokens"] > sum(own) / len(own), "with what stands around the messages"
     points = shape_rewards(replace(settings, overlong="penalise", overlong_buffer=10), rollout, torch.zeros(6, 4))
     lengths = completion_lengths(rollout.completion_mask)
     assert torch.equal(points.flatten() < 0, lengths > 50) and (lengths > 50).any()
-
-
-# ---- tools -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("expression,result", [
-    ("47+85", "132"), (" (3+4)*12 ", "84"), ("2**10", "1024"), ("7/2", "3.5"), ("6/2", "3"), ("-7//2", "-4"), ("1e3", "1000"),
-    ("0.1+0.2", "0.3"), ("10%4", "2"),
-])
-def test_the_calculator_computes(expression, result):
-    assert calculate(expression) == result
-
-
-@pytest.mark.parametrize("expression", [
-    "", "1/0", "9**9**9", "2**-99999", "__import__('os').system('true')", "a+1", "'x'*3", "[1]*9", "True+1", "1 if 1 else 2",
-    "(-8)**0.5",     "1+" * 200 + "1", "(" * 150, "1\0", "1j", "10.0**400", "lambda: 1", "9**999**1.5",
-])
-def test_what_is_no_arithmetic_is_told_to_the_model_and_harms_nobody(expression):
-    (answer,) = answer_calls(f"calculate({expression})", {"calculate": calculate})
-    assert answer.startswith("error: ") and len(answer) < 200 and "\n" not in answer
-
-
-def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
-    def fails(**arguments):
-        raise KeyError
-
-    tools = {"calculate": calculate, "fails": fails, "silent": lambda: " \n"}
-    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
-    assert answer_calls("I need 47+85. " + call % "47+85", tools) == ["132"]
-    assert answer_calls(call % "1+1" + "\n" + call % "2+2", tools) == ["2", "4"]
-    assert answer_calls((call % "1+1").removesuffix("\n</tool_call>"), tools) == ["2"], "the end was its stop token"
-    assert answer_calls("so: calculate(3*(4+5))", tools) == ["27"]
-    for text in "the answer is 132", "calculated(1+1)", "calculate(1+1) is 2":
-        assert answer_calls(text, tools) == []
-    for text, problem in {
-        "<tool_call>{broken</tool_call>": "not {", "<tool_call>[1]</tool_call>": "not {", "<tool_call></tool_call>": "not {",
-        '<tool_call>{"name": "search", "arguments": {}}</tool_call>': "no tool search; there is calculate, fails",
-        '<tool_call>{"name": [], "arguments": {}}</tool_call>': "error", '<tool_call>{"name": "fails"}</tool_call>': "not {",
-        '<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>': "unexpected keyword",
-        '<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>': "KeyError", "fails(1)": "takes 0 positional",
-    }.items():
-        (answer,) = answer_calls(text, tools)
-        assert answer.startswith("error: ") and problem in answer, answer
-    assert answer_calls("silent" + "<tool_call>" + '{"name": "silent", "arguments": {}}', tools) == ["(nothing)"]
-    respond = load_environment("calculator")
-    assert respond([{"role": "assistant", "content": "calculate(1+1)"}]) == {"role": "tool", "content": "2"}
-    assert respond([{"role": "assistant", "content": "it is 2"}]) is None
 
 
 def test_a_chat_template_is_told_about_the_tools():
@@ -463,108 +390,11 @@ def test_a_chat_template_is_told_about_the_tools():
     assert encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id]) == before
 
 
-def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_contained(monkeypatch):
-    results = {"": None, "print(6*7)": SandboxResult(ok=True, stdout="42\n", stderr="", reason=""),
-               "1/0": SandboxResult(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
-    monkeypatch.setattr(tools, "run_python", results.__getitem__)
-    monkeypatch.setattr(loading, "run_python", results.__getitem__)
-    load_environment.cache_clear()
-    respond = load_environment("python")
-    ask = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
-    assert respond([{"role": "assistant", "content": ask % "print(6*7)"}])["content"] == "42"
-    assert respond([{"role": "assistant", "content": ask % "1/0"}])["content"] == "error: exit code 1 ZeroDivisionError"
-
-    def refuses(code):
-        raise RuntimeError("programs cannot be contained here")
-
-    monkeypatch.setattr(loading, "run_python", refuses)
-    load_environment.cache_clear()
-    with pytest.raises(ValueError, match="--environment=python: programs cannot be contained here; or take calculator"):
-        load_environment("python")
-
-
-# ---- environments ----------------------------------------------------------------------------------------------------
-
-
-def test_demonstrations_of_the_game_are_games_and_its_ranges_are_held_out(tokenizer, settings):
-    train_set, test_set = (load_examples("guess_letter", split) for split in ("train", "test"))
-    assert len({e["prompt"] for e in train_set}) == 108 and len({e["prompt"] for e in test_set}) == 27
-    assert not {e["prompt"] for e in train_set} & {e["prompt"] for e in test_set}
-    for example in train_set[:200]:
-        (respond,) = responders(guess_letter, [example])
-        turns = [message["content"] for message in example["completion"][::2]]
-        conversation = Conversation(tokenizer, example["prompt"], respond, replace(settings, max_turns=20), [1])
-        messages, points = play(conversation, turns)
-        assert messages == example["completion"] and points == pytest.approx(1 - 0.1 * (len(turns) - 1))
-        assert correctness([messages], answer=[example["answer"]]) == [1.0]
-        low, high = example["prompt"].strip("?").split("-")
-        assert 8 <= ord(high) - ord(low) + 1 <= 16 and low <= example["answer"] <= high
-    for nonsense in "hm", "<answer>ab</answer>", "<answer></answer>", "<answer>7</answer>":
-        assert guess_letter([{"role": "assistant", "content": nonsense}], answer="c") == ("a letter", -0.2)
-
-
-def test_an_environment_gets_the_columns_it_asks_for():
-    examples = [{"prompt": "p", "completion": "c", "topic": "t", "answer": "3"}, {"prompt": "q", "answer": "4"}]
-    (first, second) = responders(lambda conversation, topic: (conversation, topic), examples)
-    assert first("x") == ("x", "t") and second("x") == ("x", None)
-    (first, _) = responders(lambda conversation, **columns: columns, examples)
-    assert first([]) == {"topic": "t", "answer": "3"}, "never the demonstration"
-    assert columns_for(lambda conversation, level, topic=1: None, examples) == ({"level", "topic"}, {"level"})
-    assert responders(None, examples) is None
-
-
-def test_the_customers_of_the_example(tokenizer, settings):
-    respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
-    rows = load_examples(f"{EXAMPLES}/customers.jsonl")
-    assert len((EXAMPLES / "customer_service.py").read_text().splitlines()) < 60
-    helmet = next(row for row in rows if row["topic"] == "returning a helmet")
-
-    def outcome(*turns):
-        (customer,) = responders(respond, [helmet])
-        return play(Conversation(tokenizer, helmet["prompt"], customer, settings, [1]), list(turns))
-
-    messages, points = outcome("Hello! Within 30 days, with the receipt.")
-    assert len(messages) == 1 and points == pytest.approx(1.05)
-    messages, points = outcome("Yes.", "Within 30 days.", "With the receipt.")
-    assert [m["content"] for m in messages[1::2]] == [
-        "How many days do I have? It is about returning a helmet.",
-        "Thank you, but that is only half of it. And what do I have to bring?",
-    ]
-    assert points == pytest.approx(0.8)
-    assert outcome("No.", "No.", "No.", "No.")[1] == pytest.approx(-0.1 - 0.1 - 0.3)
-
-
-@pytest.mark.parametrize("flags,message", [
-    ("--max_turns 3", "--max_turns=3: nobody answers"),
-    ("--environment calculator", "--environment=calculator: with --max_turns=1 nobody hears"),
-    ("--environment calculator --max_turns 0", "--max_turns=0"),
-    ("--reward_functions environment", "--reward_functions=environment: nobody gives the points"),
-    ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
-     "--reward_combination=gdpo: --use_value_head takes the environment's points"),
-    ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
-    ("--environment {dir}/mine.py:nothing --max_turns 2", "has no function nothing"),
-    ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),
-    ("--environment {dir}/mine.py:needy --max_turns 2", "--environment=.*needs the column level"),
-    ("--environment {dir}/mine.py:broken --max_turns 2", "raised ZeroDivisionError"),
-])
-def test_mistakes_are_one_line_before_the_first_step(tmp_path, capsys, flags, message):
-    (tmp_path / "mine.py").write_text(
-        "def bare():\n    pass\ndef needy(conversation, level):\n    pass\ndef broken(conversation):\n    return 1 / 0\n"
-    )
-    with pytest.raises(SystemExit) as stop:
-        train.main([*QUICK, "--use_grpo", "--output_dir", str(tmp_path / "run"), *flags.format(dir=tmp_path).split()])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and len(error.strip().splitlines()) == 1
-    assert re.search(message, error), error
-
-
 def test_a_profile_may_bring_an_environment_to_which_flags_add():
     config = parse_config("--use_grpo --profile guess_letter --max_turns 7".split())
     assert config.grpo.environment == "guess_letter" and config.grpo.max_turns == 7
     assert config.grpo.environment_weight == 1.0
 
-
-# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 GAME = (
     "--use_grpo --profile guess_letter --cold_start_steps 40 --num_epochs 0.01 --batch_size 4 --num_completions_per_prompt 4 "

@@ -1,0 +1,69 @@
+"""Choosing an environment by name or file, and the columns that it needs."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import QUICK
+
+import train
+from data import load_examples
+from environments.conversations import Conversation, run_scripted_turns
+from environments.loading import columns_for, load_environment, responders
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_an_environment_gets_the_columns_it_asks_for():
+    examples = [{"prompt": "p", "completion": "c", "topic": "t", "answer": "3"}, {"prompt": "q", "answer": "4"}]
+    (first, second) = responders(lambda conversation, topic: (conversation, topic), examples)
+    assert first("x") == ("x", "t") and second("x") == ("x", None)
+    (first, _) = responders(lambda conversation, **columns: columns, examples)
+    assert first([]) == {"topic": "t", "answer": "3"}, "never the demonstration"
+    assert columns_for(lambda conversation, level, topic=1: None, examples) == ({"level", "topic"}, {"level"})
+    assert responders(None, examples) is None
+
+
+def test_the_customers_of_the_example(tokenizer, settings):
+    respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
+    rows = load_examples(f"{EXAMPLES}/customers.jsonl")
+    assert len((EXAMPLES / "customer_service.py").read_text().splitlines()) < 60
+    helmet = next(row for row in rows if row["topic"] == "returning a helmet")
+
+    def outcome(*turns):
+        (customer,) = responders(respond, [helmet])
+        return run_scripted_turns(Conversation(tokenizer, helmet["prompt"], customer, settings, [1]), list(turns))
+
+    messages, points = outcome("Hello! Within 30 days, with the receipt.")
+    assert len(messages) == 1 and points == pytest.approx(1.05)
+    messages, points = outcome("Yes.", "Within 30 days.", "With the receipt.")
+    assert [m["content"] for m in messages[1::2]] == [
+        "How many days do I have? It is about returning a helmet.",
+        "Thank you, but that is only half of it. And what do I have to bring?",
+    ]
+    assert points == pytest.approx(0.8)
+    assert outcome("No.", "No.", "No.", "No.")[1] == pytest.approx(-0.1 - 0.1 - 0.3)
+
+
+@pytest.mark.parametrize("flags,message", [
+    ("--max_turns 3", "--max_turns=3: nobody answers"),
+    ("--environment calculator", "--environment=calculator: with --max_turns=1 nobody hears"),
+    ("--environment calculator --max_turns 0", "--max_turns=0"),
+    ("--reward_functions environment", "--reward_functions=environment: nobody gives the points"),
+    ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
+     "--reward_combination=gdpo: --use_value_head takes the environment's points"),
+    ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
+    ("--environment {dir}/mine.py:nothing --max_turns 2", "has no function nothing"),
+    ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),
+    ("--environment {dir}/mine.py:needy --max_turns 2", "--environment=.*needs the column level"),
+    ("--environment {dir}/mine.py:broken --max_turns 2", "raised ZeroDivisionError"),
+])
+def test_mistakes_are_one_line_before_the_first_step(tmp_path, capsys, flags, message):
+    (tmp_path / "mine.py").write_text(
+        "def bare():\n    pass\ndef needy(conversation, level):\n    pass\ndef broken(conversation):\n    return 1 / 0\n"
+    )
+    with pytest.raises(SystemExit) as stop:
+        train.main([*QUICK, "--use_grpo", "--output_dir", str(tmp_path / "run"), *flags.format(dir=tmp_path).split()])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.strip().splitlines()) == 1
+    assert re.search(message, error), error

@@ -1,0 +1,54 @@
+"""Countdown by example."""
+
+import pytest
+
+import rewards
+from reward_functions.arithmetic import evaluate_expression
+
+
+@pytest.mark.parametrize("answer,points", [
+    ("(3*4)+7", 1.0),
+    (" 7 + 4*3 ", 1.0),
+    ("4*3+7", 1.0),
+    ("((7))+(3*4)", 1.0),
+    ("3*4", 0.0),                                         # one is missing
+    ("3*4+7+0", 0.0),                                     # one too many
+    ("3*4+7+7-7", 0.0),                                   # one used again
+    ("34-15", 0.0),                                       # the target, from other numbers
+    ("(3+4)*7", 0.0),
+    ("19", 0.0),
+    ("3*4+7=19", 0.0),
+    ("-(3-7)*4", 0.0),                                    # a sign is no operation between two numbers
+    ("3*4+7.0", 0.0),
+    ("3*4+int(7)", 0.0),
+    ("[3*4+7][0]", 0.0),
+    ("3*4+7 if 1 else 0", 0.0),
+    ("(3*4+7", 0.0),
+    ("3*4+7//1", 0.0),
+    ("7(3)+4", 0.0),
+    ("()", 0.0),
+    ("3*4+07", 0.0),
+    ("3/(4-4)", 0.0),
+    ("3**4**7", 0.0),
+    ("9**9**9**9", 0.0),
+    ("(" * 100 + "3*4+7" + ")" * 90, 0.0),
+    ("(" * 97 + "3*4+7" + ")" * 97, 1.0),
+    ("(" * 5000 + "3*4+7" + ")" * 5000, 0.0),
+    ("1+" * 5000 + "1", 0.0),
+    ("__import__('os').abort()", 0.0),
+    ("\u0663*4+7", 0.0),                                  # a three, in Arabic
+])
+@pytest.mark.filterwarnings("error")
+def test_countdown(answer, points):
+    text = f"<reasoning>x</reasoning><answer>{answer}</answer>"
+    assert rewards.countdown([text], numbers=[[7, 3, 4]], target=[19]) == [points]
+    assert rewards.countdown([text], numbers=[["4", "7", "3"]], target=["19"]) == [points]
+
+
+def test_countdown_counts_in_fractions_and_wants_one_tagged_answer():
+    texts = ["<answer>8/(3-8/3)</answer>", "8/(3-8/3)", "<answer>8/(3-8/3)</answer>" * 2, ""]
+    assert rewards.countdown(texts, numbers=[[3, 8, 3, 8]] * 4, target=[24] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert rewards.countdown(texts[:2], numbers=[None, [3]], target=[24, None]) == [None, None]
+    third = "<answer>1/3*3</answer>"
+    assert rewards.countdown([third], numbers=[[1, 3, 3]], target=[1]) == [1.0]
+    assert evaluate_expression("10/4") == (5 / 2, [10, 4]) and evaluate_expression("1/0") == (None, [1, 0])

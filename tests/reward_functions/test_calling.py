@@ -1,0 +1,185 @@
+"""Arguments of reward functions, functions that fail or hang, and return values that are no points."""
+
+import importlib.util
+import json
+import math
+import threading
+import time
+
+import pytest
+import torch
+from conftest import start_run
+from test_rewards import EXAMPLES, length, rollout_of
+
+from data import load_examples
+from rewards import RewardError, compute_rewards_for_completions, load_reward_function
+from train import grpo_training_step
+
+OF_TRL = """
+from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
+from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
+
+cosine = get_cosine_scaled_reward(max_len=4)
+repetition = get_repetition_penalty_reward(ngram_size=1)
+too_long = get_soft_overlong_punishment(max_completion_len=3, soft_punish_cache=2)
+"""
+TRLS_POINTS = {                 # for a right and a wrong completion of two tokens, as its documentation has them
+    "accuracy_reward": [1.0, 0.0],
+    "reasoning_accuracy_reward": [1.0, 0.0],
+    "cosine": [0.75, -0.75],
+    "think_format_reward": [1.0, 0.0],
+    "repetition": [0.0, 0.0],
+    "too_long": [-0.5, -0.5],
+}
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0], ids=["", "in a thread"])
+@pytest.mark.parametrize("name", TRLS_POINTS)
+def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
+    pytest.importorskip("trl", reason="needs trl")
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "cosine") and not importlib.util.find_spec("math_verify"):
+        pytest.skip("needs math-verify")
+    (tmp_path / "of_trl.py").write_text(OF_TRL)
+    row = {"prompt": [{"role": "user", "content": "What is half of 1?"}], "solution": "$\\frac{1}{2}$"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    function = load_reward_function(f"{tmp_path}/of_trl.py:{name}")
+    texts = ["<think>\nhalf\n</think>\nSo \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}"]
+    total, _ = compute_rewards_for_completions(
+        [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=timeout
+    )
+    torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
+
+
+def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_columns_stay_out():
+    def as_in_trl(completions, **columns):
+        assert set(columns) == {"prompts", "completion_ids"}
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1}
+    total, _ = compute_rewards_for_completions([as_in_trl], [1.0], rollout_of("a", "bb"), [example])
+    assert total.tolist() == [[1.0, 2.0]]
+
+
+def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the_demonstration():
+    seen = {}
+
+    def spy(completions, prompts, completion_ids, **columns):
+        seen.update(columns, completions=completions, prompts=prompts, completion_ids=completion_ids)
+        return [0.0] * 4
+
+    compute_rewards_for_completions([spy], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    assert seen == {
+        "completions": ["a", "b", "c", "d"], "prompts": ["p", "p", "q", "q"],
+        "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
+        "answer": ["1", "1", "2", "2"], "level": [None, None, 3, 3],
+    }
+
+
+def test_a_function_that_raises_names_itself_the_completion_and_the_exception():
+    def fussy(completions, **columns):
+        return [1.0 / len(text) for text in completions]
+
+    rollout = rollout_of("a", "b", "", "d")
+    with pytest.raises(RuntimeError, match=r"fussy raised ZeroDivisionError.*on completion ''"):
+        compute_rewards_for_completions([fussy], [1.0], rollout, EXAMPLES)
+    total, _ = compute_rewards_for_completions([fussy, length], [1.0, 1.0], rollout, EXAMPLES, on_error="none")
+    assert total.isfinite().all(), "the other function still counts"
+
+
+async def later(completions, **columns):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize("function,returned", [
+    (lambda completions, **columns: None, "None; return a list with one number (or None) for each of the 4 completions"),
+    (lambda completions, **columns: 0.5, "0.5; return a list"),
+    (lambda completions, **columns: (1.0 for _ in completions), "<generator object"),
+    (later, "<coroutine object"),
+    (lambda completions, **columns: "1111", "'1111'; return a list"),
+    (lambda completions, **columns: torch.tensor(1.0), "tensor(1.); return a list"),
+    (lambda completions, **columns: [1.0], "1 values for 4 completions; return a list"),
+    (lambda completions, **columns: ["good"] * 4, "['good', 'good', 'good', 'good']; return a list"),
+    (lambda completions, **columns: [math.inf] * 4, "an infinite number of points"),
+    (lambda completions, **columns: [1.0, -math.inf, 1.0, 1.0], "an infinite number of points"),
+])
+def test_what_is_no_list_of_points_is_shown_and_no_completion_is_blamed(function, returned):
+    rollout, failures = rollout_of("a", "b", "", "d"), []
+    with pytest.raises(RewardError) as error:
+        compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES)
+    said = str(error.value)
+    assert f"it returned {returned}" in said and "raised" not in said and "on completion" not in said, said
+    compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES, on_error="none", failures=failures)
+    assert f"it returned {returned}" in failures[0]["error"] and failures[0]["completion"] == "all of 4"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda points: torch.tensor(points).numpy()])
+def test_points_may_be_a_list_a_tuple_a_tensor_or_an_array(kind):
+    total, _ = compute_rewards_for_completions(
+        [lambda completions, **columns: kind([1.0, 2.0, 3.0, math.nan])], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES
+    )
+    assert total[0].tolist() == [1.0, 2.0] and total[1, 0] == 3.0 and total[1, 1].isnan()
+
+
+def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
+    def asked(completions, solution, **columns):
+        return [float(text == solution[0]) for text in completions]
+
+    for columns, points in ({"answer": "a"}, [1.0, 0.0]), ({"answer": "a", "solution": "b"}, [0.0, 1.0]):
+        total, _ = compute_rewards_for_completions([asked], [1.0], rollout_of("a", "b"), [{"prompt": "p"} | columns])
+        assert total.tolist() == [points]
+
+
+def test_a_function_that_hangs_is_given_up_on():
+    released = threading.Event()
+
+    def hangs(completions, **columns):
+        released.wait(20)
+        return [1.0] * len(completions)
+
+    failures, started, threads = [], time.monotonic(), set(threading.enumerate())
+    total, points = compute_rewards_for_completions(
+        [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, failures=failures
+    )
+    assert points["hangs"].isnan().all() and total.tolist() == [[1.0, 2.0], [1.0, 1.0]]
+    assert [thread.daemon for thread in set(threading.enumerate()) - threads] == [True], "it does not keep a run from ending"
+    assert [f["function"] for f in failures] == ["hangs"] and "0.2 s (--reward_timeout)" in failures[0]["error"]
+    with pytest.raises(RuntimeError, match=r"hangs raised TimeoutError: no result within 0\.2 s"):
+        compute_rewards_for_completions([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
+    assert time.monotonic() - started < 5
+    released.set()
+
+
+def test_with_a_time_limit_points_and_exceptions_are_the_same():
+    def fussy(completions, **columns):
+        return [1.0 / len(text) for text in completions]
+
+    for timeout in 0.0, 10.0:
+        total, _ = compute_rewards_for_completions([fussy], [1.0], rollout_of("a", "bb"), EXAMPLES[:1], timeout=timeout)
+        assert total.tolist() == [[1.0, 0.5]]
+        with pytest.raises(RuntimeError, match=r"fussy raised ZeroDivisionError.*on completion ''"):
+            compute_rewards_for_completions([fussy], [1.0], rollout_of("a", ""), EXAMPLES[:1], timeout=timeout)
+
+
+def test_failures_are_kept_with_the_completion_that_caused_them():
+    def fussy(completions, **columns):
+        return [1.0 / len(text) for text in completions]
+
+    failures = []
+    compute_rewards_for_completions(
+        [fussy, length], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", failures=failures
+    )
+    assert failures == [{"function": "fussy", "error": "ZeroDivisionError: float division by zero", "completion": ""}]
+
+
+def test_calls_that_fail_are_counted_and_kept_in_the_run_folder(tmp_path):
+    (tmp_path / "mine.py").write_text("def fussy(completions, **columns):\n    raise KeyError('x')\n")
+    run = start_run(
+        tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none", "--reward_functions", "correctness",
+        f"{tmp_path}/mine.py:fussy", "--reward_timeout", "30",
+    )
+    run.folder.open(0)
+    metrics, _ = grpo_training_step(run, next(run.batches))
+    assert metrics["reward_errors"] == 1
+    (line,) = (run.folder.path / "reward_errors.jsonl").read_text().splitlines()
+    assert '"function": "fussy", "error": "KeyError: ' in line and '"step": 1' in line

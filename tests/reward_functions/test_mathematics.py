@@ -1,0 +1,39 @@
+"""Mathematical equality by example, and expressions that hang."""
+
+import pytest
+from test_rewards import needs_math_verify
+
+import rewards
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "given,truth,points",
+    [
+        ("<answer>1/2</answer>", "\\frac{1}{2}", 1.0), ("so \\boxed{0.5}", "1/2", 1.0),
+        ("<answer>2(x+1)</answer>", "$2x+2$", 1.0), ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("<answer>\\frac{1}{3}</answer>", "\\frac{1}{2}", 0.0), ("<answer>1,234</answer>", "1234", 1.0),
+        ("\\boxed{1}\\boxed{2}", "2", 0.0), ("2", "2", 0.0), ("", "2", 0.0), ("\\boxed{", "2", 0.0),
+        ("<answer>Paris</answer>", "paris", 1.0), ("<answer>dog</answer>", "god", 0.0), ("<answer>x y</answer>", "yx", 1.0),
+        ("<answer>18 or 19</answer>", "19", 0.0), ("<answer>18 dollars</answer>", "$18.00", 1.0),
+        ("<answer>x</answer>", None, None), ("<answer>9^{9^{9^9}}</answer>", "3", 0.0),
+        ("<answer>" + "(" * 3000 + "</answer>", "3", 0.0), ("<answer>" + "\\frac{" * 300 + "</answer>", "3", 0.0),
+        ("<answer>__import__('os')._exit(0)</answer>", "3", 0.0),
+    ],
+)
+def test_math_equality(given, truth, points):
+    assert rewards.math_equality([given], answer=[truth]) == [points]
+
+
+@needs_math_verify
+def test_an_answer_that_never_ends_costs_neither_the_others_nor_the_order(monkeypatch):
+    monkeypatch.setattr("reward_functions.mathematics.SECONDS_PER_ANSWER", 1)
+    answers = ["2/2", "10**10**10", "2**(2**(2**100))", "4/2", "100000!^{100000!}", "1/3"]
+    points = rewards.math_equality([f"<answer>{a}</answer>" for a in answers], answer=["1", "7", "7", "2", "7", "1/4"])
+    assert points == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_math_equality_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
+        rewards.math_equality(["<answer>1</answer>"], answer=["2"])
