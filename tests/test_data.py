@@ -128,19 +128,20 @@ def test_prompts_that_say_the_same_have_one_key_and_others_have_not():
 
 
 @pytest.mark.parametrize("limit", [20, 1])
-def test_a_truncated_prompt_keeps_its_bos_and_its_end(tmp_path, limit):
+def test_a_truncated_prompt_keeps_its_bos_and_its_end(tmp_path, limit, capsys):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": "x" * 30 + "1+1=?", "answer": "2"}])
     flags = ["--dataset", path, "--max_prompt_length", str(limit), "--long_prompts", "truncate"]
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
     assert run.tokenizer.decode(run.train_set[0]["prompt"]) == "<bos>" + ("x" * 30 + "1+1=?")[36 - limit :]
-    assert run.longest_prompt == limit and run.train_set[0]["answer"] == "2"
+    assert f"prompts of up to {limit} tokens" in capsys.readouterr().out and run.train_set[0]["answer"] == "2"
 
 
-def test_demonstrations_and_lengths_are_those_of_the_prompts_that_are_left(tmp_path):
+def test_demonstrations_and_lengths_are_those_of_the_prompts_that_are_left(tmp_path, capsys):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": "x" * n, "answer": str(n)} for n in (3, 90, 7, 80, 5)])
     flags = ["--dataset", path, "--max_prompt_length", "20", "--long_prompts", "drop"]
     run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
-    assert [e["answer"] for e in run.train_set] == ["3", "7", "5"] and run.longest_prompt == 8, "with BOS"
+    assert [e["answer"] for e in run.train_set] == ["3", "7", "5"]
+    assert "prompts of up to 8 tokens" in capsys.readouterr().out, "with BOS"
 
 
 USER, ASSISTANT = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "<answer>2</answer>"}

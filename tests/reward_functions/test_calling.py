@@ -179,7 +179,8 @@ def test_calls_that_fail_are_counted_and_kept_in_the_run_folder(tmp_path):
         f"{tmp_path}/mine.py:fussy", "--reward_timeout", "30",
     )
     run.folder.open(0)
-    metrics, _ = grpo_training_step(run, next(run.batches))
+    metrics, experience = grpo_training_step(run, next(run.batches))
     assert metrics["reward_errors"] == 1
+    run.log_step(metrics | {"skipped": 0}, experience)
     (line,) = (run.folder.path / "reward_errors.jsonl").read_text().splitlines()
     assert '"function": "fussy", "error": "KeyError: ' in line and '"step": 1' in line
