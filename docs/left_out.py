@@ -58,20 +58,20 @@ logp = theta.log_softmax(0)
 # The first update of a run, with its gradient; the start-up check would refuse some of these programs, so it is not asked.
 STEP = """
 import tempfile, torch, train
-from runs import setup
-from runs.phases import begin_phase
 from engine.devices import bucket
-from experience import minibatches, prepare_experience, sample_groups
+from experience import compute_experience, minibatches
+from grpo import compute_group_advantages
+from runs import setup
 setup.start_up_check = lambda *_: True
 flags = "--use_grpo --reward_functions length.py:length --batch_size 8 --report_to none --eval_limit 0 --cold_start_steps 0"
 open("length.py", "w").write("def length(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]")
 def first(more=""):
     run = train.set_up(train.parse_config([*flags.split(), "--output_dir", tempfile.mkdtemp(), *more.split()]))
     run.folder.console.quiet = True
-    run.begin_phase(run.phases[0])
-    groups = sample_groups(run, next(run.batches))
-    experience = experience_of(run, groups.rollout, groups.points)
-    return run, experience
+    run.begin_phase(run.phase)
+    groups = train.sample_groups(run, next(run.batches))
+    advantages = compute_group_advantages(groups.rewards, **run.config.grpo.advantage_options)
+    return run, compute_experience(groups, advantages, run.config.grpo, run.model, **run.forwarding)
 def gradient(run, experience):
     rows = torch.arange(len(experience.mask))
     losses = train.accumulate_gradients(run, experience, rows, run.config.grpo)
@@ -106,20 +106,20 @@ CASES = {
         "the same", PACKED_AND_ALONE,
     ),
     "temperature": Case(
-        "train.py", "batch, **grpo.policy, shared", "batch, shared",
+        "train.py", "micro_batch, **config.policy, shared", "micro_batch, shared",
         "mean of |ratio - 1| on the first update, temperature 0.8, top-p 0.9, top-k 50",
         STEP + "print(gradient(*first('--profile balanced --num_completions_per_prompt 4 "
         "--generation_max_length 16 --use_kl_penalty false'))[0]['ratio_deviation'])",
     ),
     "denominator": Case(
-        "train.py", "sampling_logp[batch], counts)", "sampling_logp[batch], experience.counts(batch, 0))",
+        "train.py", "batch, config, denominators, run", "batch, config, experience.denominators(micro_batch, 0), run",
         "length of the gradient in passes of 128 tokens over that in a single pass",
         STEP + "pieces, whole = (gradient(*first(f'--max_tokens_per_forward {n}'))[1] for n in (128, 99999))\n"
         "print(pieces / whole)",
     ),
     "fresh gradients": Case(
-        "train.py", "    run.optimizer.zero_grad(set_to_none=run.device.type != \"xla\")                "
-        "# there, always to add is one program less\n", "", "length of the gradient that an update leaves for the next one",
+        "train.py", "    run.optimizer.zero_grad(set_to_none=run.device.type != \"xla\")                # zeros save XLA a program\n",
+        "", "length of the gradient that an update leaves for the next one",
         STEP + "run, experience = first(); losses, _ = gradient(run, experience); train.optimizer_step(run, losses['total_loss'])\n"
         "print(sum(float(p.grad.square().sum()) for p in run.model.parameters() if p.grad is not None) ** 0.5)",
     ),
@@ -133,7 +133,7 @@ from experience import log_probs_of_rollout
 run, experience = first('--learning_rate 1e-3 --warmup_ratio 0 --lr_schedule constant')
 for _ in range(8):
     losses, _ = gradient(run, experience); train.optimizer_step(run, losses['total_loss'])
-new = log_probs_of_rollout(run, run.model, experience.rollout).logp
+new = log_probs_of_rollout(run.model, experience.rollout, run.config.grpo.policy, **run.forwarding).logp
 print(float((new - experience.old_logp)[experience.mask].exp().max()))""",
     ),
     "ratio of the KL": Case(
