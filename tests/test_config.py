@@ -2,13 +2,21 @@
 
 import json
 import re
+from typing import get_args
 
 import pytest
 
 from runs import setup
 import train
 from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig
+from grpo import AGGREGATIONS, BASELINES, LOSSES, SCALES
 from runs.command_line import parse_config
+
+
+def test_the_choices_are_the_entries_of_the_tables_in_grpo():
+    scales = [name for name in SCALES if name != "none"]  # that is --normalize_advantages false
+    tables = dict(loss_type=[*LOSSES], baseline=[*BASELINES], advantage_scale=scales, loss_aggregation=["", *AGGREGATIONS])
+    assert {name: [*get_args(GRPOConfig.__annotations__[name])] for name in tables} == tables
 
 
 def test_the_defaults_that_others_rely_on():
