@@ -423,7 +423,16 @@ def test_missing_denominators_are_named():
         policy_loss(logp, old_logp, advantages, mask, aggregation="mean", num_tokens=3)
 
 
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_per_token_losses_are_finite_and_of_full_shape_also_for_rows_without_tokens(loss):
+    zeros, mask = torch.zeros(2, 3), torch.tensor([[True, True, False], [False] * 3])
+    values, clipped = loss.per_token(
+        logp=zeros, log_ratio=zeros, advantages=torch.ones(2, 1), mask=mask, clip_low=0.2, clip_high=0.2)
+    assert values.shape == clipped.shape == mask.shape and values.isfinite().all() and not clipped.any()
+
+
 def test_each_loss_is_averaged_as_the_docstring_says():
+    assert AGGREGATIONS == tuple(name for name, _ in formulas(aggregate))
     rows = [re.split(" {2,}", line.strip()) for line in policy_loss.__doc__.splitlines()]
     assert {row[0]: row[2] for row in rows if row[0] in LOSSES} == {name: loss.aggregation for name, loss in LOSSES.items()}
 
