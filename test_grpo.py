@@ -432,7 +432,7 @@ def test_per_token_losses_are_finite_and_of_full_shape_also_for_rows_without_tok
 
 
 def test_each_loss_is_averaged_as_the_docstring_says():
-    assert AGGREGATIONS == tuple(name for name, _ in formulas(aggregate))
+    assert tuple(name for name, _ in formulas(aggregate)) == AGGREGATIONS
     rows = [re.split(" {2,}", line.strip()) for line in policy_loss.__doc__.splitlines()]
     assert {row[0]: row[2] for row in rows if row[0] in LOSSES} == {name: loss.aggregation for name, loss in LOSSES.items()}
 
