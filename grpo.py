@@ -255,10 +255,9 @@ def kl_penalty(
     ratio           (B, T) exp(logp - old_logp) with its gradient, or None
     returns         (B, T) nats; k2 and k3 are never negative
 
-    What matters in a loss is the gradient, and on policy it differs from what the value suggests: k1 has none
-    at all, k3 has that of KL(reference || policy), ratio * k3 has exactly that of KL(policy || reference). So
-    pass ratio when the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence",
-    2020.
+    A loss needs the gradient, and on policy it differs from what the value suggests: that of k1 is 0, of k3
+    that of KL(reference || policy), of ratio * k3 exactly that of KL(policy || reference). So pass ratio when
+    the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
     """
     x = ref_logp - logp
     estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
@@ -334,9 +333,8 @@ def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *,
 
         min(exp(old_logp - sampling_logp), cap)
 
-    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler
-    returns  (B, T) without gradient, 1 where mask is False and the others may be anything
-    Truncated importance sampling, Ionides 2008, JCGS 17.
+    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler; anything in padding
+    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
     """
     return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
 

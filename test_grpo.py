@@ -84,9 +84,9 @@ def test_a_tied_group_has_exactly_zero_advantage(reward, size):
 
 
 def test_ties_are_judged_relative_to_the_size_of_the_rewards():
-    rewards = torch.tensor([[1000.0, 1000.0005], [1000.0, 1000.1], [0.0, 1e-5], [0.0, 5e-7], [-1000.0, -1000.0005]])
-    tied = (compute_group_advantages(rewards.double()) == 0).all(dim=1)
-    assert tied.tolist() == [True, False, False, True, True]
+    rewards = [[1e3, 1000.0009], [1e3, 1000.0011], [0, 1.1e-6], [0, 9e-7], [-1e3, -1000.0009], [-1e3, -1000.0011]]
+    tied = (compute_group_advantages(torch.tensor(rewards, dtype=torch.float64)) == 0).all(dim=1)
+    assert tied.tolist() == [True, False, False, True, True, False]
 
 
 def test_baselines_differ_in_the_result():
@@ -120,6 +120,13 @@ def test_siblings_advantages_add_up_to_zero_under_baselines_that_promise_it(rewa
     advantages = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=1e-3)
     assert advantages.isfinite().all()
     assert (advantages.sum(dim=1).abs() <= 1e-9 * advantages.abs().amax(dim=1).clamp(min=1)).all()
+
+
+def test_the_baselines_that_promise_rows_that_sum_to_zero_are_those_whose_rows_do():
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.5, 4.0]], dtype=torch.float64)
+    for name in BASELINES:
+        rows = compute_group_advantages(rewards, baseline=name).sum(dim=1)
+        assert (name in CENTERED_BASELINES) == bool((rows.abs() < 1e-9).all()), name
 
 
 @given(reward_groups(), variants, st.floats(0.1, 10), st.floats(-50, 50))
@@ -337,6 +344,19 @@ def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
         assert loss.isfinite() and gradient.isfinite().all(), f"{gap} {advantage}"
 
 
+@pytest.mark.parametrize("loss_type,A,gap,loss", [
+    ("dapo", -1.0, 50.0, math.exp(20)), ("dapo", 1.0, -50.0, -math.exp(-20)), ("cispo", 1.0, 50.0, math.exp(20)),
+    ("gspo", -1.0, 50.0, math.exp(20)), ("gspo", 1.0, -50.0, -math.exp(-20)), ("cispo", 1.0, -50.0, math.exp(-20)),
+])
+def test_a_ratio_is_cut_at_e_to_the_twenty(loss_type, A, gap, loss):
+    logp, advantages = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([A], dtype=torch.float64)
+    options = dict(loss_type=loss_type, clip_high=1e12 if loss_type == "cispo" else 0.2, num_tokens=1, num_sequences=1)
+    actual, stats = policy_loss(logp, logp - gap, advantages, torch.ones(1, 1, dtype=torch.bool), **options)
+    close(actual, loss, 1e-12)
+    close(stats["ratio_deviation"], abs(math.exp(math.copysign(20, gap)) - 1), 1e-12)
+    close(stats["policy_kl"], math.exp(math.copysign(20, gap)) - 1 - gap, 1e-12)
+
+
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=1)
@@ -401,6 +421,22 @@ def test_missing_denominators_are_named():
         policy_loss(logp, old_logp, advantages, mask, loss_type="dr_grpo", num_tokens=3, num_sequences=3)
     with pytest.raises(ValueError, match="loss_type"):
         policy_loss(logp, old_logp, advantages, mask, loss_type="ppo", num_tokens=3)
+    with pytest.raises(ValueError, match="aggregation"):
+        policy_loss(logp, old_logp, advantages, mask, aggregation="mean", num_tokens=3)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_per_token_losses_are_finite_and_of_full_shape_also_for_rows_without_tokens(loss):
+    zeros, mask = torch.zeros(2, 3), torch.tensor([[True, True, False], [False] * 3])
+    values, clipped = loss.per_token(
+        logp=zeros, log_ratio=zeros, advantages=torch.ones(2, 1), mask=mask, clip_low=0.2, clip_high=0.2)
+    assert values.shape == clipped.shape == mask.shape and values.isfinite().all() and not clipped.any()
+
+
+def test_each_loss_is_averaged_as_the_docstring_says():
+    assert tuple(name for name, _ in formulas(aggregate)) == AGGREGATIONS
+    rows = [re.split(" {2,}", line.strip()) for line in policy_loss.__doc__.splitlines()]
+    assert {row[0]: row[2] for row in rows if row[0] in LOSSES} == {name: loss.aggregation for name, loss in LOSSES.items()}
 
 
 # ---- KL ------------------------------------------------------------------------------------------------------------
