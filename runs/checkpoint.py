@@ -24,7 +24,7 @@ import transformers
 from safetensors import SafetensorError
 from torch.utils._pytree import tree_map
 
-from engine.devices import gather, is_main, num_processes
+from engine.devices import all_gather_object, is_main, num_processes
 from engine.sharding import sharded_like, full_tensor
 from environments.conversations import EnvironmentRaised
 from model import AdapterReference, save_policy, full_state_dict
@@ -93,7 +93,7 @@ def save_checkpoint(run) -> Path:
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             problem = f"could not save {target}: {error}"
-    if problem := gather(problem)[0]:
+    if problem := all_gather_object(problem)[0]:
         raise NotSaved(problem)
     return target
 
