@@ -30,9 +30,9 @@ from engine.sharding import forward_pass
 class LogProbs:
     """Hold results of completion_log_probs in the order of its rows, on the CPU if the model is on XLA."""
 
-    logp: Tensor  # (rows, T) nats, with gradient if the model has one; 0 where completion_mask is False
-    entropy: Tensor  # (rows, T) nats, entropy of the same distribution; 0 where completion_mask is False
-    kl: Tensor | None = None    # (rows, T) nats, KL(policy || reference), with a reference
+    logp: Tensor                        # (rows, T) nats, with gradient; 0 where completion_mask is False
+    entropy: Tensor                     # (rows, T) nats, of the same distribution; 0 there too
+    kl: Tensor | None = None            # (rows, T) nats, KL(policy || reference), with a reference
     values: Tensor | None = None        # (rows, T) expected points before each token, with a value head
 
 
@@ -40,8 +40,7 @@ def completion_log_probs(
     model, rollout, rows: Tensor | None = None, *, temperature: float = 1.0, top_k: int = 0,
     top_p: float = 1.0, shared_prompt: bool = True, reference=None, value_head=None,
 ) -> LogProbs:
-    """Compute log p(completion token | all tokens before it) under the policy: model, temperature, top-k and
-    top-p.
+    """Compute log p(token | all tokens before it) under the policy: model, temperature, top-k and top-p.
 
     rollout        prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G
     rows           indices of some of the B rows, in any order; None: all of them

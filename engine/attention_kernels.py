@@ -68,9 +68,7 @@ class FlashOnCUDA:
 
 
 class EfficientOnCUDA:
-    """Call torch's memory-efficient attention for CUDA, also in float32. Written from torch's sources; not
-    yet run on a GPU.
-    """
+    """Call torch's memory-efficient attention for CUDA, also in float32. Not yet run on a GPU."""
 
     @staticmethod
     def forward(q, k, v, mask, causal: bool, options: Options):
@@ -92,8 +90,7 @@ class EfficientOnCUDA:
 
 
 class Chunked:
-    """Compute matrix products and a softmax in float32, one chunk of rows and queries at a time, on every
-    device and with every option.
+    """Compute scores in float32, one chunk of rows and queries at a time. Supports all devices and options.
 
     The query heads of a key head are folded into the queries, so keys are read once for all of them.
     """

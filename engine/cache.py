@@ -160,8 +160,7 @@ class PrefixCache:
         ).last_hidden_state[:, 0]
 
     def masks(self, heads: int, width: int, window: int | None, dtype) -> tuple[Tensor | None, Tensor]:
-        """Compute what to add to the scores, once for all layers of a type: 0, or mask_value where a key is
-        masked.
+        """Compute additive masks, 0 or mask_value for a masked key, once for all layers of a type.
 
         returns  for the last `width` columns of each row's prompt (R * K, 1, width), None if no key is
                  masked; and for the row's own columns (R * K, 1, columns)
@@ -180,9 +179,7 @@ class PrefixCache:
         return self.known_masks[heads, width, window]
 
     def attend(self, module, query, key, value, *, source, window, softcap, scaling, sinks) -> Tensor:
-        """Cache keys and values of the new tokens and compute attention: query (R, H, 1, D), key and value
-        (R, K, 1, D) -> (R, 1, H, D).
-        """
+        """Cache new keys and values; attend: query (R, H, 1, D), key, value (R, K, 1, D) -> (R, 1, H, D)."""
         heads = key.shape[1]
         if source not in self.layer_of:                   # layers may share keys
             layer = self.layer_of[source] = self.layers[len(self.layer_of)]

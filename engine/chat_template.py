@@ -9,8 +9,7 @@ from jinja2 import TemplateError
 
 
 def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[int]:
-    """Encode an environment's message as token ids: from after the stop token of a turn to the start of the
-    next turn.
+    """Encode an environment's message: token ids between the stop token of a turn and the next turn.
 
     prompt  the first prompt of the conversation: without a chat template, the reply to text is lines of text,
             and the reply to messages is lines that begin with a role

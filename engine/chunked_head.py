@@ -20,8 +20,7 @@ TOKENS_AT_ONCE = 64             # at least, since every chunk goes through the w
 
 
 class HeadLogProbs(torch.autograd.Function):
-    """Compute from hidden (N, H), a head, and the next tokens chosen (N,): logp, entropy and exact KL, (N,)
-    nats each.
+    """Compute logp, entropy and exact KL, (N,) nats each, of next tokens chosen (N,), from hidden (N, H).
 
         log p(i) = logits[i] - logsumexp(logits)            d log p(chosen) / d logits[i] = [i = chosen] -
         p(i) H = -sum_i p(i) log p(i)                            d H / d logits[i] = -p(i) (log p(i) + H)
@@ -111,8 +110,7 @@ class HeadLogProbs(torch.autograd.Function):
 
 
 def split_chunks(weight: Tensor, *columns: Tensor | None) -> Iterator[tuple]:
-    """Split each column (N, ...) into the same chunks of tokens, small enough for their logits; None stays
-    None.
+    """Split each column (N, ...) into chunks of chunk_size tokens; a column may be None.
 
     The graph is cut around each chunk: on XLA one program serves all chunks, whatever N is.
     """

@@ -33,8 +33,7 @@ tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
 
 
 def best_device() -> torch.device:
-    """Return the XLA device if PJRT_DEVICE is set (TPU, or CPU for tests), else the GPU if there is one, else
-    the CPU.
+    """Return the XLA device if PJRT_DEVICE is set (TPU, or CPU for tests), else the GPU, else the CPU.
 
     In a process started by torchrun, the process group is initialised first.
     """
@@ -92,8 +91,7 @@ def rank_slice(items: list) -> list:
 
 
 def lockstep_batches(batches: list) -> Iterator[tuple[object, bool]]:
-    """Yield (batch, True) for each batch of this process, and (a repeated batch, False) up to the same number
-    on all.
+    """Yield (batch, True) for this process's batches, then (a batch, False) until all have the same number.
 
     A forward pass of a sharded model is a collective, so every process has to make the same number of them.
     """

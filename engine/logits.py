@@ -66,8 +66,7 @@ def restrict_logits(
 
 
 def policy_logits(model, raw: Tensor, chosen: Tensor | None = None, **policy) -> Tensor:
-    """Turn the output of the head into the policy's logits, both (n, V): scaling and soft cap, then
-    restrict_logits.
+    """Turn the head's output into the policy's logits, both (n, V): scale_and_softcap, restrict_logits.
 
     transformers has no public call for scaling and soft cap; the start-up check compares them with the
     model's own forward pass.

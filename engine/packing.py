@@ -43,8 +43,7 @@ class PackedBatch:
 
 
 def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device = CPU) -> PackedBatch:
-    """Arrange some rows of a rollout: siblings after one copy of their prompt if shared_prompt, else one row
-    each.
+    """Pack some rows of a rollout: siblings after one copy of their prompt if shared_prompt, else plain rows.
 
     Sizes are rounded up for devices that compile every shape. The result is on the CPU.
     """
@@ -56,7 +55,7 @@ def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device =
     for index, row in enumerate(rows.tolist()):
         groups[row // group_size].append(index)
     predictor = torch.zeros(len(rows), rollout.completion_ids.shape[1], dtype=torch.long)
-    prompts: list[Range] = []  # a prompt with one completion is one row together with it
+    prompts: list[Range] = []                             # with the completion if there is only one
     completions: list[Range] = []                         # of prompts with several
     prefix_of: dict[Range, Range] = {}                    # all completions of a prompt -> the prompt
     pieces, end = [], 0                                   # (ids, positions) of prompts and completions
@@ -71,11 +70,14 @@ def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device =
             predictor[index, :length] = torch.arange(end - 1, end - 1 + length)
             predictor[index, 0] = prompt_end - 1
             pieces.append((rollout.completion_ids[row, :length], prompt_length + torch.arange(length)))
-            completions += [(end, length)] if len(members) > 1 else []
+            completions.append((end, length))
             end += length
-        prompts.append((start, prompt_length if len(members) > 1 else end - start))
         if len(members) > 1:
+            prompts.append((start, prompt_length))
             prefix_of[prompt_end, end - prompt_end] = prompts[-1]
+        else:
+            completions.pop()
+            prompts.append((start, end - start))
     padding = (0, bucket(end, device) - end)
     ids, positions = (pad(torch.cat(x), padding) for x in zip(*pieces, strict=True))
     layout = make_layout(positions.numpy(), prompts, completions, prefix_of, device)
@@ -104,11 +106,9 @@ def make_layout(
     positions: np.ndarray, prompts: list[Range], completions: list[Range], prefix_of: dict[Range, Range],
     device: torch.device = CPU,
 ) -> TokenLayout:
-    """Build the layout of a pass: prompts and completions attend to themselves, completions also to their
-    prefix.
+    """Build the layout of a pass: prompts and completions attend to themselves, completions also to a prompt.
 
-    Rows of similar length share a block. Where every shape is compiled there is one block of prompts and one
-    of completions.
+    Rows of similar length share a block. On XLA there is one of prompts and one of completions.
     """
     own_rows: list[list[Range]] = []                      # of each block
     prefix_rows: list[list[tuple[Range, Range]]] = []     # of each block: queries, keys
@@ -131,20 +131,16 @@ def make_layout(
         prefix_rows = list(by_shape.values())
     own = [make_block(queries, None, positions, device) for queries in own_rows]
     prefix = [make_block(*zip(*pairs, strict=True), positions, device, width) for pairs in prefix_rows]
-    query_slots, prefix_query_slots = (
-        token_slots([(block.queries, block.query_positions) for block in blocks], len(positions))
-        for blocks in (own, prefix)
-    )
-    key_slots = token_slots([(block.keys, block.key_positions) for block in prefix], len(positions))
-    return TokenLayout(own, prefix, query_slots, prefix_query_slots, key_slots)
+    size = len(positions)
+    slots = token_slots(own, size), token_slots(prefix, size), token_slots(prefix, size, keys=True)
+    return TokenLayout(own, prefix, *slots)
 
 
 def make_block(
     queries: list[Range], keys: list[Range] | None, positions: np.ndarray, device: torch.device,
     min_width: int = 0,
 ) -> Block:
-    """Build a block in which row i of queries attends to row i of keys, or, if keys is None, causally to
-    itself.
+    """Build a block in which row i of queries attends to row i of keys; causally to itself if keys is None.
 
     Queries are right-padded to at least min_width, keys left-padded.
     """
@@ -170,14 +166,11 @@ def padded_indices(ranges: list[Range], device: torch.device, min_width: int = 0
     return starts + np.clip(offset, 0, np.maximum(lengths - 1, 0)), valid
 
 
-def token_slots(blocks: list[tuple[Tensor, Tensor]], size: int) -> Tensor:
-    """Return (L,) the index of each token among the flattened indices of blocks, or their number if it is in
-    none.
-
-    blocks  (indices, positions) of each
-    """
-    empty = torch.empty(0, dtype=torch.long)
-    tokens, positions = (torch.cat([empty, *(block[i].flatten() for block in blocks)]) for i in (0, 1))
+def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
+    """Return (L,) the slot of each token among the queries or keys of blocks; their number if in none."""
+    indices = [(b.keys, b.key_positions) if keys else (b.queries, b.query_positions) for b in blocks]
+    columns = zip([torch.empty(0, dtype=torch.long)] * 2, *indices, strict=True)
+    tokens, positions = (torch.cat([x.flatten() for x in column]) for column in columns)
     slots = ((positions != PADDED_QUERY) & (positions != PADDED_KEY)).nonzero()[:, 0]
     result = torch.full((size,), len(tokens))
     result[tokens[slots]] = slots

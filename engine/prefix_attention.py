@@ -78,8 +78,7 @@ class TokenLayout:
 
 
 def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Compute the mask of a block, (b, n, m) bool: keys up to the query's position, and less than `window`
-    before it.
+    """Compute the mask of a block, (b, n, m) bool: keys up to the query's position and inside the window.
 
     A completion's positions continue those of its prompt, so one rule serves both parts of the attention.
     """
@@ -91,8 +90,7 @@ def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | Non
 
 
 def kernel_calls(block: Block, q: Tensor, v: Tensor, options: Options) -> Iterator[tuple]:
-    """Yield (kernel, queries, keys, mask, causal) for each call of a block; q (K * b, R, n, D), v (K * b, 1,
-    m, D).
+    """Yield (kernel, queries, keys, mask, causal) of each call; q (K * b, R, n, D), v (K * b, 1, m, D).
 
     Without a mask there is one call. With a mask there is one for each chunk of queries, over the keys in its
     window.
@@ -314,8 +312,7 @@ def prefix_attention(
     module, query, key, value, attention_mask=None, *, token_layout=None, scaling=None, dropout=0.0,
     sliding_window=None, softcap=None, s_aux=None, **kwargs,
 ):
-    """Compute attention in a layer of a model: query (1, H, L, D), key, value (1, K, L, D) -> (1, L, H, D),
-    None.
+    """Compute a layer's attention: query (1, H, L, D), key, value (1, K, L, D) -> (1, L, H, D), None.
 
     token_layout  a TokenLayout in a pass over prompts and completions, a PrefixCache while tokens are sampled
     s_aux         (H,) attention sinks

@@ -92,8 +92,7 @@ class SamplingState:
 
 
 def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token for each row by inverse transform sampling: logits (n, V), uniforms (n,) in [0, 1) ->
-    tokens, logp (n,).
+    """Draw by inverse transform sampling: logits (n, V), uniforms (n,) in [0, 1) -> tokens, logp (n,).
 
     First a block of tokens is drawn, then a token of that block, so no cumulative sum runs over the whole
     vocabulary.
@@ -142,8 +141,7 @@ def occurrences(prompts: list) -> list[int]:
 def uniform_streams(
     prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int
 ) -> np.ndarray:
-    """Draw (B, length) float32 in [0, 1): a stream for each completion, seeded by seed, prompt and sibling
-    number.
+    """Draw (B, length) float32 in [0, 1): a stream for each completion from seed, prompt and sibling number.
 
     earlier  result of occurrences(): a repeated prompt has different streams each time
     """
