@@ -1,6 +1,5 @@
 """
-Log-probabilities of completions under a model: of the policy that sampled them, a later one, or the
-reference.
+Log-probabilities of completions under a model: the policy that sampled them, a later one, or the reference.
 
 Two ideas keep this fast. A group shares one prompt, so the prompt is forwarded once, followed by its G
 completions (engine/packing.py). The vocabulary is large, so the head runs on a few tokens at a time, again in
@@ -47,8 +46,7 @@ def completion_log_probs(
     shared_prompt  forward each prompt once for all its rows; False forwards one row per completion. The
                    results are equal to rounding, unless the model's layers carry state.
     reference      another model of the same vocabulary, for the exact KL at every token, over the tokens that
-                   the policy keeps, with both distributions normalised over those; forwarded here, without
-                   gradient
+                   the policy keeps, with both distributions normalised over those; forwarded without gradient
     value_head     a module from hidden states (N, H) to points (N,)
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
@@ -56,7 +54,7 @@ def completion_log_probs(
     batch = pack_rows(rollout, rows, shared_prompt, device)
     mask = rollout.completion_mask[rows]                                         # (b, T)
     chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]                # (N,)
-    padding = (0, bucket(len(chosen), device) - len(chosen))                     # without gradient
+    padding = (0, bucket(len(chosen), device) - len(chosen))                     # without a gradient
     chosen, predictor = pad(chosen, padding).to(device), pad(predictor, padding).to(device)
     batch, reference_hidden = batch.to(device), None
     if reference is not None:

@@ -1,7 +1,7 @@
 """
-The key-value cache of sampling. A prompt's keys and values are stored once for all of its completions; each
-completion has a row of its own for its own. A decoding step attends to [prompt | own] in one softmax, with
-one product over the prompt's keys for all siblings.
+The key-value cache of sampling. A prompt's keys and values are stored once for all of its completions. Each
+completion has a row for its own keys and values. A decoding step attends to [prompt | own] in one softmax,
+with one product over the prompt's keys for all siblings.
 
 Column t of a row holds token t of its completion, so positions alone define the mask, and forwarding a row's
 last token again changes nothing. All shapes stay the same between two calls of compact.

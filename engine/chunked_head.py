@@ -29,8 +29,7 @@ class HeadLogProbs(torch.autograd.Function):
 
     autograd would keep and traverse a dozen (n, V) tensors for this, which took longer than the matrix
     products, and a gradient of the whole embedding for every chunk. Here a handful of tensors of one chunk
-    exist at a time, and chunks accumulate one gradient in place. Logits may be -inf: p and p log p are 0
-    there.
+    exist at a time, and chunks accumulate one gradient in place. Where logits are -inf, p and p log p are 0.
 
     to_policy_logits  (output of the head (n, V), chosen (n,)) -> logits (n, V) of the policy
     reference         hidden states (n, H) -> logits (n, V) of another model, whose distribution q is
@@ -39,12 +38,11 @@ class HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, chosen, to_policy_logits, reference_hidden, reference):
-        ctx.set_materialize_grads(False)                  # entropy is seldom part of the loss
+        ctx.set_materialize_grads(False)                  # entropy is rarely part of the loss
         ctx.to_policy_logits, ctx.reference = to_policy_logits, reference
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Results are allocated before the chunks: a small tensor that malloc places between the logits of a
-        # chunk leaves a hole too small for the next chunk's, and a pass then took twice its memory
-        # (dev/LOG.md).
+        # chunk leaves a hole too small for the next chunk's. A pass then took twice its memory (dev/LOG.md).
         results = [hidden.new_empty((len(c), 4), dtype=dtype) for c in chosen.split(chunk_size(weight))]
         chunks = split_chunks(weight, hidden, chosen, reference_hidden)
         for (h, c, r), result in zip(chunks, results, strict=True):

@@ -7,8 +7,7 @@ file and sharding.py are the only ones that use torch.distributed and torch_xla.
 Every process samples and scores a slice of the prompts and forwards a slice of the batches. Completions,
 rewards and advantages are small and gathered, so every process makes the same decisions. Weights, gradients
 and the optimiser's state are large and sharded (sharding.py). Processes of one tensor-parallel group have the
-same slice and do the same work on it. Without torchrun, all functions here behave as in rank 0 of one
-process.
+same slice and do the same work on it. Without torchrun there is one process, of rank 0.
 
 XLA compiles, and one process drives all its devices. The operations between two calls of cut_graph become one
 program, which is reused for the same operations with the same shapes. So shapes are rounded up (bucket), and

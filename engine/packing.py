@@ -2,8 +2,8 @@
 Packing the rows of a rollout into forward passes: which rows share a pass, and where their tokens are in it.
 
 A packed pass is one row of L tokens: a prompt, its completions, the next prompt, and so on; its layout
-defines which token attends to which (prefix_attention.py). A plain pass has one row of prompt and completion
-for each completion.
+defines which token attends to which (prefix_attention.py). A plain pass has one row for each
+completion, with its prompt.
 Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens of a pass.
 """
 

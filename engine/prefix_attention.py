@@ -57,7 +57,7 @@ class TokenLayout:
     own_slots: Tensor           # (L,) index of each token in the flattened, concatenated queries of `own`
     prefix_query_slots: Tensor  # (L,) the same for `prefix`; the number of slots for a token in no block
     prefix_key_slots: Tensor    # (L,) index of each token among the keys of `prefix`
-    store: Callable | None = None  # called with each layer's keys and values, to cache those of prompts
+    store: Callable | None = None               # called with each layer's keys and values
     layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
 
     def attend(self, module, query, key, value, *, source, sinks, **options) -> Tensor:
@@ -360,11 +360,11 @@ def forward_packed(model, ids: Tensor, positions: Tensor, layout: TokenLayout) -
 def use_prefix_attention(model):
     """Make a model's attention layers call prefix_attention. Each pass then needs a token_layout."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    previous = [(config, config._attn_implementation_internal) for config in configs.values()]
+    previous = [(each, each._attn_implementation_internal) for each in configs.values()]
     try:
-        for config, _ in previous:
-            config._attn_implementation_internal = NAME
+        for each, _ in previous:
+            each._attn_implementation_internal = NAME
         yield
     finally:
-        for config, name in previous:
-            config._attn_implementation_internal = name
+        for each, name in previous:
+            each._attn_implementation_internal = name

@@ -1,7 +1,6 @@
 """
-The state of a sampling loop, and sampling a token: by inverting the cumulative distribution at one uniform
-number. Every completion has its own stream of such numbers, derived from the seed, its prompt and its number
-in the group.
+The state of a sampling loop, and inverse transform sampling: a token is drawn with one uniform number. Every
+completion has its own stream of such numbers, derived from seed, prompt and its number in the group.
 
 Shapes: B completions of up to T tokens, V vocabulary. Row B, dummy_row, is no completion: tokens drawn for
 padding, and for completions that have ended, are written there.

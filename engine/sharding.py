@@ -1,6 +1,5 @@
 """
-Sharding weights over several processes or XLA devices: FSDP2 and tensor parallelism, gathering, gradient
-clipping.
+Sharding weights over processes or XLA devices: FSDP2, tensor parallelism, gathering, gradient clipping.
 
 Left out on purpose: pipeline parallelism.
 """

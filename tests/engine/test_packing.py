@@ -6,7 +6,7 @@ import torch
 from conftest import PROMPTS, made_up_rollout
 
 from engine import prefix_attention
-from engine.packing import micro_batches, pack_rows
+from engine.packing import left_pad, micro_batches, pack_rows, pad_rows, positions_of
 from sample import sample_completions_for_prompts
 
 
@@ -61,3 +61,36 @@ def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, 
                 pack = pack_rows(rollout, batch, shared_prompt)
                 assert pack.ids.numel() <= budget or len(batch) == 1, f"{budget=} {pack.ids.shape=}"
             assert budget < 10**6 or len(batches) == 1
+
+
+def test_rows_are_padded_on_either_side():
+    assert pad_rows([[1, 2], [3]], 9).tolist() == [[1, 2], [3, 9]]
+    assert pad_rows([torch.tensor([1.5]), torch.tensor([2.5, 3.5])], left=True).tolist() == [[0, 1.5], [2.5, 3.5]]
+    ids, mask = left_pad([[5, 6, 7], [8]], 4)
+    assert ids.tolist() == [[5, 6, 7], [4, 4, 8]] and mask.tolist() == [[True] * 3, [False, False, True]]
+    assert positions_of(mask).tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
+def test_plain_rows_written_out():
+    """Two prompts, one completion each; the second row is shorter, so its padding is masked and has position 0."""
+    rollout = made_up_rollout([2, 1], [3, 2])
+    batch = pack_rows(rollout, torch.tensor([0, 1]), False)
+    prompts, completions = rollout.prompt_ids, rollout.completion_ids
+    assert batch.ids[0].tolist() == [*prompts[0].tolist(), *completions[0].tolist()]
+    assert batch.ids[1].tolist() == [int(prompts[1, 1]), *completions[1, :2].tolist(), 0, 0]
+    assert batch.mask.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
+    assert batch.predictor[rollout.completion_mask].tolist() == [1, 2, 3, 5, 6] and batch.layout is None
+
+
+def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
+    """Rows of 10 + 5 tokens: two fit 30 tokens, siblings share a prompt, and one token less than needed splits them."""
+    rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
+    rows = torch.arange(4)
+    assert [len(b) for b in micro_batches(rollout, rows, 30, shared_prompt=False)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 29, shared_prompt=False)] == [1, 1, 1, 1]
+    assert [len(b) for b in micro_batches(rollout, rows, 40)] == [4]
+    assert [len(b) for b in micro_batches(rollout, rows, 39)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 20)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 19)] == [1, 1, 1, 1]
+    assert len(micro_batches(rollout, rows, 1000, at_least=3)) >= 3
