@@ -126,9 +126,10 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, layout: TokenLayout, options: Options):
         q, k, v = split_key_heads(query, key.shape[1]), key[0], value[0]  # (K, L, R, D), (K, L, D) twice
-        output, lse = forward_blocks(layout.own, layout.own_slots, q, k, v, options)
+        output, lse = forward_blocks(layout.own, layout.own_slots, q, k, v, options, no_block_lse=0.0)
         if layout.prefix:
-            other = forward_blocks(layout.prefix, layout.prefix_query_slots, q, k, v, options)
+            slots = layout.prefix_query_slots
+            other = forward_blocks(layout.prefix, slots, q, k, v, options, no_block_lse=-torch.inf)
             output, lse = merge_by_lse(output, lse, *other)
         if sinks is not None:
             output, lse = add_sinks(output, lse, sinks.view(len(k), 1, -1))
@@ -172,10 +173,13 @@ def gather_queries(x: Tensor, index: Tensor) -> Tensor:
     return gather_rows(x, index).transpose(1, 2)
 
 
-def forward_blocks(blocks: list[Block], slots: Tensor, q, k, v, options: Options) -> tuple[Tensor, Tensor]:
+def forward_blocks(
+    blocks: list[Block], slots: Tensor, q, k, v, options: Options, no_block_lse: float
+) -> tuple[Tensor, Tensor]:
     """Compute one part of the attention: output (K, L, R, D), log-sum-exp (K, L, R).
 
-    A token in no block has output 0 and log-sum-exp -inf.
+    A token in no block has output 0 and log-sum-exp no_block_lse. Padding is in no block of either part: 0 in
+    one of them keeps the merged result finite.
     """
     outputs, lses = [], []
     for block in blocks:
@@ -190,7 +194,7 @@ def forward_blocks(blocks: list[Block], slots: Tensor, q, k, v, options: Options
         output, lse = (torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*results, strict=True))
         outputs.append(flatten_rows(output.transpose(1, 2), len(k)))
         lses.append(flatten_rows(lse.transpose(1, 2), len(k)))
-    return select_slots(outputs, slots, 0.0), select_slots(lses, slots, -torch.inf)
+    return select_slots(outputs, slots, 0.0), select_slots(lses, slots, no_block_lse)
 
 
 def backward_blocks(

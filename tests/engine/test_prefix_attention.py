@@ -82,6 +82,30 @@ def test_values_and_gradients_are_those_of_dense_attention(
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 4, 13, 64])
+@pytest.mark.parametrize("chunk", [256, 5])
+def test_rounded_sizes_change_neither_values_nor_gradients_and_padding_is_finite(window, chunk, monkeypatch):
+    """The layout that XLA would have, on a CPU: one block of prompts, one of completions, one of their prefixes."""
+    monkeypatch.setattr(attention_kernels, "QUERIES_PER_CHUNK", chunk)
+    positions, _, visible = layout_by_hand()
+    size, rounded = len(positions), 128
+    padded = torch.nn.functional.pad(positions, (0, rounded - size))
+    prompts, completions = [SEGMENTS[0], SEGMENTS[4], SEGMENTS[7]], [SEGMENTS[number] for number in PROMPT_OF]
+    layout = make_layout(padded.numpy(), prompts, completions, BEHIND, torch.device("xla"))
+    assert len(layout.own) == 2 and len(layout.prefix) == 1
+    draws = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, heads, rounded, 8, generator=draws, dtype=torch.float64) for heads in (4, 2, 2)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    slopes = torch.randn(1, size, 4, 8, generator=draws, dtype=torch.float64)
+    options = Options(window, None, 0.4)
+    ours = layout.attend(None, *leaves, source=None, sinks=None, **options._asdict())
+    assert ours.isfinite().all()
+    theirs = dense(*(x[:, :, :size] for x in leaves), None, visible, positions, options)
+    torch.testing.assert_close(ours[:, :size], theirs, rtol=0, atol=1e-12)
+    for left, right in zip(*(torch.autograd.grad((x[:, :size] * slopes).sum(), leaves) for x in (ours, theirs))):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_would_run_on_cuda_has_the_right_arguments_and_shapes(window, dtype, monkeypatch):
