@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from data import encode_demonstration, encode_prompt
 from engine.cache import PlainCache, PrefixCache
 from engine.devices import cut_graph
 from engine.logits import compute_logits
-from engine.packing import left_pad
+from engine.packing import left_pad, pad_rows
 from engine.prefix_attention import use_prefix_attention
 from engine.sampling_state import SamplingState, occurrences, uniform_streams
 from environments.conversations import Conversation
@@ -174,12 +173,9 @@ def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
 
 
 def join_rollouts(rollouts: list[Rollout]) -> Rollout:
-    """Rollouts of one group size as one, padded to the longest."""
+    """Join rollouts of one group size into one, padded to the longest."""
     def join(name, left=False):
-        tensors = [getattr(rollout, name) for rollout in rollouts]
-        width = max(tensor.shape[1] for tensor in tensors)
-        missing = [width - tensor.shape[1] for tensor in tensors]
-        return torch.cat([pad(tensor, (n, 0) if left else (0, n)) for tensor, n in zip(tensors, missing, strict=True)])
+        return pad_rows([row for rollout in rollouts for row in getattr(rollout, name)], left=left)
 
     return Rollout(
         join("prompt_ids", left=True), join("prompt_mask", left=True), join("completion_ids"), join("completion_mask"),
@@ -195,10 +191,7 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout
     texts = [example["completion"] for example in examples]
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
     rows = [encode_demonstration(tokenizer, example["prompt"], example["completion"], stops) for example in examples]
-    completion_ids, mask = (
-        torch.nn.utils.rnn.pad_sequence([torch.tensor(part) for part in parts], batch_first=True)
-        for parts in zip(*rows, strict=True)
-    )
+    completion_ids, mask = map(pad_rows, zip(*rows, strict=True))
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, sampling_logp=torch.zeros(mask.shape),
         finished=torch.ones(len(texts), dtype=torch.bool), completions=texts,

@@ -20,7 +20,7 @@ import torch
 
 from config import Config, GRPOConfig
 from engine.devices import best_device, num_processes
-from engine.packing import left_pad
+from engine.packing import left_pad, pad_rows
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience, shape_rewards
 from grpo import compute_group_advantages
 from model import ValueHead, load_policy, move
@@ -137,19 +137,16 @@ def gradient_metrics(run: Run, experience: Experience, config: GRPOConfig, accum
 
 def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, torch.Tensor]]:
     """Records of one step, as completion_records wrote them -> the Rollout, and the points of each function (P, G)."""
-    def pad(rows, dtype):
-        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
-
     num_prompts = len({record["group"] for record in records})
     prompts = [record["prompt_ids"] for record in records[:: len(records) // num_prompts]]
     logp = [record["sampling_logp"] for record in records]                       # None: the policy did not choose this token
     given = [[torch.nan if p is None else p for p in record["turn_points"]] for record in records if "turn_points" in record]
     rollout = Rollout(
-        *left_pad(prompts, pad_id), pad([record["completion_ids"] for record in records], torch.long),
-        pad([[p is not None for p in row] for row in logp], torch.bool),
-        pad([[p or 0.0 for p in row] for row in logp], torch.float32),
+        *left_pad(prompts, pad_id), pad_rows([record["completion_ids"] for record in records], dtype=torch.long),
+        pad_rows([[p is not None for p in row] for row in logp], dtype=torch.bool),
+        pad_rows([[p or 0.0 for p in row] for row in logp], dtype=torch.float32),
         torch.tensor([record["finished"] for record in records]), [record["completion"] for record in records],
-        pad(given, torch.float32) if given else None,
+        pad_rows(given, dtype=torch.float32) if given else None,
     )
     points = {
         name: torch.tensor([[torch.nan if r["rewards"][name] is None else r["rewards"][name] for r in records]]).double()

@@ -1,1 +1,1 @@
-"""How tokens go through a model: prefix attention, key-value cache, chunked head, devices, sharding."""
+"""Running tokens through a model: prefix attention, key-value cache, chunked head, devices, sharding."""

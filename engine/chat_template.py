@@ -1,5 +1,6 @@
 """
-Chat messages as text, and an environment's messages as tokens: with the chat template of the tokenizer, or in lines.
+Rendering chat messages as text, and an environment's messages as tokens: with the tokenizer's chat template,
+or as lines if it has none.
 
 Prompts and demonstrations are encoded in data.py.
 """
@@ -8,23 +9,25 @@ from jinja2 import TemplateError
 
 
 def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[int]:
-    """Token ids of what an environment says: from behind the stop token of a turn to where the next turn begins.
+    """Encode an environment's message: token ids between the stop token of a turn and the next turn.
 
-    prompt  what the conversation began with: without a chat template, text is answered by lines of text, and messages by
-            lines that begin with a role
-    Rendered behind a turn that is made up, with and without the message: templates may show earlier turns in another way
-    later on (Qwen 3 leaves out their thoughts), but what has been sampled stays. A tool's message that the template refuses or
-    leaves out is said by the user.
+    prompt  the first prompt of the conversation: without a chat template, the reply to text is lines of text,
+            and the reply to messages is lines that begin with a role
+
+    The message is rendered after a made-up turn, since templates may render earlier turns differently later
+    (Qwen 3 leaves out their reasoning), but sampled tokens must not change. A tool's message that the
+    template rejects or leaves out gets the role of the user.
     """
     if not tokenizer.chat_template:
-        said = message["content"]
-        in_lines = isinstance(prompt, str) or is_ids(prompt)
-        text = f"\n{said}\n" if in_lines else f"\n{message['role']}: {said}\nassistant: "
+        content = message["content"]
+        is_text = isinstance(prompt, str) or is_ids(prompt)
+        text = f"\n{content}\n" if is_text else f"\n{message['role']}: {content}\nassistant: "
         return tokenizer(text, add_special_tokens=False).input_ids
 
     def after_turn(*messages):
         before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
-        return render(tokenizer, [*before, *messages], add_generation_prompt=bool(messages)).partition("madeupturn")[2]
+        text = render(tokenizer, [*before, *messages], add_generation_prompt=bool(messages))
+        return text.partition("madeupturn")[2]
 
     try:
         text = after_turn(message)
@@ -32,37 +35,38 @@ def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[
         text = ""
     if message["content"].strip() not in text or not text:
         text = after_turn(message | {"role": "user"})
-    end, ids = (tokenizer(part, add_special_tokens=False).input_ids for part in (after_turn(), text))
-    stop = next((i for i, token in enumerate(end) if token in stop_ids), -1)     # the turn has ended with such a token already
+    end, ids = (tokenizer(x, add_special_tokens=False).input_ids for x in (after_turn(), text))
+    stop = next((i for i, token in enumerate(end) if token in stop_ids), -1)  # the turn already ends with one
     return ids[stop + 1 :] if ids[: stop + 1] == end[: stop + 1] else ids
 
 
 def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
-    """A conversation as text. Templates refuse what they do not know, such as Gemma 2's a system message.
+    """Render a conversation as text, with the tools in tokenizer.tools, if there are any.
 
-    The model is told about tools, in the form of its template, if tokenizer.tools has any.
+    raises  ValueError for messages that the template rejects, such as a system message in Gemma 2's
     """
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt, tokenize=False
+            messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt,
+            tokenize=False,
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
 
 
 def as_messages(prompt) -> list[dict]:
-    """A prompt as chat messages: text is what a user says. One that was cut, and is kept as token ids, has nothing to show."""
+    """Convert a prompt to chat messages: text has the role of the user, with no content for token ids."""
     text = "" if is_ids(prompt) else prompt
     return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
 
 
 def as_text(messages: str | list[dict]) -> str:
-    """What people read: text as it is, of messages a line for each; of a prompt that was cut its token ids."""
+    """Convert a prompt to text for people: one line per message; a truncated prompt gives its token ids."""
     if isinstance(messages, str) or isinstance(messages[0], int):
         return str(messages)
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def is_ids(prompt) -> bool:
-    """Whether a prompt is token ids."""
+    """Return True if a prompt is a list of token ids."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -1,17 +1,17 @@
 """
-Where a run computes: which device there is, one process or many, and how much memory it took. With sharding.py the only file
-that knows torch.distributed and torch_xla.
+Devices and processes: choosing the device, collectives between processes, XLA graphs, and peak memory. This
+file and sharding.py are the only ones that use torch.distributed and torch_xla.
 
     torchrun --nproc_per_node 4 train.py --use_grpo ...
 
-Every process samples and scores a share of the prompts and forwards a share of the packs. What is small, completions, rewards
-and advantages, is gathered: every process knows all of it and takes the same decisions. What is large, weights, gradients and
-the optimiser's state, is sharded (sharding.py). Processes that divide every layer's matrices among them (tensor parallelism)
-have the same share and do the same, as if they were one. Alone, everything here answers as the first of one process.
+Every process samples and scores a slice of the prompts and forwards a slice of the batches. Completions,
+rewards and advantages are small and gathered, so every process makes the same decisions. Weights, gradients
+and the optimiser's state are large and sharded (sharding.py). Processes of one tensor-parallel group have the
+same slice and do the same work on it. Without torchrun there is one process, of rank 0.
 
-XLA compiles, and one process drives all its devices. What is asked of it between two cuts becomes one program, kept for
-whenever the same is asked for again with the same shapes. So there shapes are rounded up (bucket), and programs end where
-loops turn (cut_graph). On a CPU or a GPU neither does anything.
+XLA compiles, and one process drives all its devices. The operations between two calls of cut_graph become one
+program, which is reused for the same operations with the same shapes. So shapes are rounded up (bucket), and
+each iteration of a loop ends a program (cut_graph). On a CPU or a GPU neither has an effect.
 """
 
 import ctypes
@@ -28,20 +28,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-tensor_parallel = 1                                                    # processes with the same share: --mesh tp=N
+tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
 
 
 def best_device() -> torch.device:
-    """The XLA device if PJRT_DEVICE names one (TPU, or CPU to try it out), else the GPU if there is one, else the CPU.
+    """Return the XLA device if PJRT_DEVICE is set (TPU, or CPU for tests), else the GPU, else the CPU.
 
-    A process that torchrun started joins the others first.
+    In a process started by torchrun, the process group is initialised first.
     """
     cuda, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("PJRT_DEVICE"):
         if processes > 1:
             raise ValueError(
-                f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} and WORLD_SIZE={processes}: one process drives all XLA devices; "
-                "start it without torchrun, or unset PJRT_DEVICE"
+                f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} and WORLD_SIZE={processes}: one process drives all "
+                "XLA devices; start it without torchrun, or unset PJRT_DEVICE"
             )
         return xla_device()
     if processes == 1:
@@ -50,89 +50,89 @@ def best_device() -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")        # what is gathered lies on the CPU
+        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")  # gathered tensors are on the CPU
     return device
 
 
 def shutdown() -> None:
-    """Part from the other processes at the end of a program."""
+    """Leave the process group at the end of a program."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-# ---- one process or many ---------------------------------------------------------------------------------------------
+# ---- one process or many -----------------------------------------------------------------------------------
 
 
 def num_processes() -> int:
-    """How many there are; 1 without torchrun."""
+    """Return the number of processes; 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def process_rank() -> int:
-    """Which one this is, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes and speaks."""
+    """Return True in the process that writes files and prints."""
     return process_rank() == 0
 
 
 def data_parallel_size() -> int:
-    """Among how many the work is divided."""
+    """Return the number of slices that the work is divided into."""
     return num_processes() // tensor_parallel
 
 
-def rank_slice(things: list) -> list:
-    """What this process has to do, as evenly as can be; all shares in order are all things."""
-    n, size, number = len(things), data_parallel_size(), process_rank() // tensor_parallel
-    return things[n * number // size : n * (number + 1) // size]
+def rank_slice(items: list) -> list:
+    """Return the slice of this process. Slices cover all items; their sizes differ by at most one."""
+    n, size, rank = len(items), data_parallel_size(), process_rank() // tensor_parallel
+    return items[n * rank // size : n * (rank + 1) // size]
 
 
 def lockstep_batches(batches: list) -> Iterator[tuple[object, bool]]:
-    """(batch, whether it counts) for this process, in as many rounds as everywhere.
+    """Yield (batch, True) for this process's batches, then (a batch, False) until all have the same number.
 
-    A forward pass of a sharded model needs all processes: whoever has nothing left to do repeats something for nothing.
+    A forward pass of a sharded model is a collective, so every process has to make the same number of them.
     """
     size = data_parallel_size()
     for start in range(0, len(batches), size):
-        mine = start + process_rank() // tensor_parallel
-        yield batches[min(mine, len(batches) - 1)], mine < len(batches)
+        index = start + process_rank() // tensor_parallel
+        yield batches[min(index, len(batches) - 1)], index < len(batches)
 
 
-def gather(thing) -> list:
-    """What every process has at this place, in order: [thing] when alone."""
+def all_gather_object(item) -> list:
+    """Gather an item of every process, in order of rank."""
     if num_processes() == 1:
-        return [thing]
-    things = [None] * num_processes()
-    dist.all_gather_object(things, thing)
-    return things
+        return [item]
+    items = [None] * num_processes()
+    dist.all_gather_object(items, item)
+    return items
 
 
 def gather_from_ranks(work: Callable) -> list:
-    """The results of work() for all shares, in order. What one process raises first, all raise."""
+    """Gather the results of work() for all slices. The first rank's exception is raised on every rank."""
     failure = result = None
     try:
         result = work()
     except Exception as error:
         failure = error
-    parts = gather((failure and picklable(failure), result))
-    first = next((number for number, (problem, _) in enumerate(parts) if problem), None)
+    outcomes = all_gather_object((failure and picklable(failure), result))
+    first = next((rank for rank, (error, _) in enumerate(outcomes) if error), None)
     if first is not None:
-        raise failure if first == process_rank() else parts[first][0]
-    return [result for _, result in parts[::tensor_parallel]]
+        raise failure if first == process_rank() else outcomes[first][0]
+    return [result for _, result in outcomes[::tensor_parallel]]
 
 
 def picklable(error: Exception) -> Exception:
-    """An exception that other processes can be told of."""
+    """Return an exception that can be sent to other processes."""
     try:
         return pickle.loads(pickle.dumps(error))
-    except Exception:                                     # of a class that pickle does not find, or cannot make anew
+    except Exception:  # its class cannot be imported or constructed by pickle
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def all_sum(count):
-    """The sum over all shares of a number, or of a tensor on the CPU; itself where there is one process."""
+    """Sum a number, or a tensor on the CPU, over all slices; the same object if there is one process."""
     if num_processes() == 1:
         return count
     total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
@@ -141,20 +141,22 @@ def all_sum(count):
 
 
 def sum_in_place(tensor: Tensor) -> None:
-    """In place, over all shares. Those who have the same one count once."""
+    """Sum a tensor over all slices, in place; processes of one slice count once."""
     if process_rank() % tensor_parallel:
         tensor.zero_()
     dist.all_reduce(tensor)
 
 
-# ---- XLA -------------------------------------------------------------------------------------------------------------
+# ---- XLA ---------------------------------------------------------------------------------------------------
 
 
 @cache
 def xla_device() -> torch.device:
-    """The one XLA device, or all of them behind one name, with the weights spread over them (shard_weights)."""
+    """Return the XLA device; several share one name, with the weights divided among them (shard_weights)."""
     if not importlib.util.find_spec("torch_xla"):
-        raise ValueError(f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}: needs torch_xla, see requirements-tpu.txt; or unset it")
+        raise ValueError(
+            f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}: needs torch_xla, see requirements-tpu.txt; or unset it"
+        )
     import torch_xla
     from torch_xla import backends, runtime
 
@@ -162,17 +164,17 @@ def xla_device() -> torch.device:
     if runtime.global_runtime_device_count() > 1:
         runtime.use_spmd()
     device = torch_xla.device()
-    torch.zeros(1, device=device)                         # autograd has to know the device before its first backward pass
+    torch.zeros(1, device=device)  # registers the device before the first backward pass
     return device
 
 
 def bucket(n: int, device: torch.device) -> int:
-    """A size rounded up to a power of two on XLA, so that few programs serve all sizes; elsewhere the size itself."""
+    """Round a size up to a power of two on XLA, so that few programs serve all sizes; elsewhere return it."""
     return 1 << (n - 1).bit_length() if device.type == "xla" else n
 
 
 def cut_graph(device: torch.device) -> None:
-    """On XLA, end a program here and start it, without waiting. Every tensor that is alive becomes one of its results."""
+    """End a program on XLA and start it, without waiting. Every live tensor becomes one of its results."""
     if device.type == "xla":
         import torch_xla
 
@@ -180,33 +182,33 @@ def cut_graph(device: torch.device) -> None:
 
 
 def eager_device(device: torch.device) -> torch.device:
-    """Where small tensors of many shapes are dealt with: the CPU for XLA, which would compile each shape; else the device."""
+    """Return the device for small tensors of many shapes: the CPU for XLA, which would compile each shape."""
     return torch.device("cpu") if device.type == "xla" else device
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep what tensors leave behind, in blocks of up to 128 MB, for the next ones.
+    """Make glibc's malloc keep freed blocks of up to 128 MB for later tensors.
 
-    Otherwise every large tensor on a CPU is fetched from the kernel anew and zeroed page by page, which took a third of a
-    training pass (dev/LOG.md).
+    By default it returns them to the kernel, which zeroes every large tensor page by page when it is
+    allocated again: a third of the time of a training pass (dev/LOG.md).
     """
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        set_option, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3           # names of malloc.h
-        if set_option(mmap_threshold, 128 * 2**20) or set_option(mmap_threshold, 32 * 2**20):    # older ones refuse 128
-            set_option(trim_threshold, 2**31 - 1)
+        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3  # constants of malloc.h
+        if mallopt(mmap_threshold, 128 * 2**20) or mallopt(mmap_threshold, 32 * 2**20):  # older: 32 at most
+            mallopt(trim_threshold, 2**31 - 1)
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory held so far, in 10^9 bytes: the GPU's, the TPU's, or the whole process's on a CPU."""
+    """Return the peak memory so far in 10^9 bytes: of the GPU or TPU, or on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     if device.type == "xla":
         from torch_xla.core import xla_model
 
-        with suppress(RuntimeError):                      # XLA's CPU device does not count
+        with suppress(RuntimeError):                      # XLA's CPU device has no count
             return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes on a Mac, kilobytes elsewhere
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes or kilobytes

@@ -1,195 +1,213 @@
 """
-How the rows of a rollout become passes of a model: which rows go together, and where their tokens lie.
+Packing the rows of a rollout into forward passes: which rows share a pass, and where their tokens are in it.
 
-A packed pass is one row of L tokens: a prompt, the completions of it, the next prompt, and so on; its layout says which
-token attends to which (prefix_attention.py). A plain pass has one row of prompt and completion for each completion.
-Shapes: B rows of T completion tokens, L tokens of a pass.
+A packed pass is one row of L tokens: a prompt, its completions, the next prompt, and so on; its layout
+defines which token attends to which (prefix_attention.py). A plain pass has one row for each
+completion, with its prompt.
+Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens of a pass.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.devices import bucket
-from engine.prefix_attention import Block, TokenLayout
+from engine.prefix_attention import PADDED_KEY, PADDED_QUERY, Block, TokenLayout
 
 CPU = torch.device("cpu")
-SHORTEST_IN_BLOCK = 0.75        # of the longest row of a block of attention: what is padded there is less than the rest
+SHORTEST_IN_BLOCK = 0.75        # of the longest row of a block: padding costs less than another block
 SHORTEST_ON_XLA = 16            # columns of a block, where each size is compiled
 Range = tuple[int, int]         # first token and number of tokens
 
 
 @dataclass
 class PackedBatch:
-    """The input of a pass over some rows: (1, L) packed, (rows, L) plain and right-padded."""
+    """Hold the input of a pass over some rows: (1, L) packed, (rows, L) plain and right-padded."""
 
     ids: Tensor
-    positions: Tensor           # 0, 1, ... over a prompt, and on from there in each of its completions
+    positions: Tensor           # 0, 1, ... over a prompt, continued in each of its completions
     mask: Tensor                # bool, False on padding
     layout: TokenLayout | None  # None: plain
-    predictor: Tensor           # (rows, T): index into the flattened tokens of the one that predicts this token
+    predictor: Tensor  # (rows, T): index of the token, among all flattened ones, that predicts this token
+
+    def to(self, device) -> "PackedBatch":
+        """Return a copy with the model's input on a device; predictor stays."""
+        layout = self.layout and self.layout.to(device)
+        ids, positions, mask = (x.to(device) for x in (self.ids, self.positions, self.mask))
+        return replace(self, ids=ids, positions=positions, mask=mask, layout=layout)
 
 
 def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device = CPU) -> PackedBatch:
-    """Lay out some rows of a rollout: siblings behind one copy of their prompt if shared_prompt, else one row each.
+    """Pack some rows of a rollout: siblings after one copy of their prompt if shared_prompt, else plain rows.
 
     Sizes are rounded up for devices that compile every shape. The result is on the CPU.
     """
+    if not shared_prompt:
+        return plain_rows(rollout, rows, device)
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
-    groups: dict[int, list[int]] = defaultdict(list)      # prompt (or row) -> where its completions stand in `rows`
+    groups: dict[int, list[int]] = defaultdict(list)      # prompt -> indices of its completions in `rows`
     for index, row in enumerate(rows.tolist()):
-        groups[row // group_size if shared_prompt else row].append(index)
+        groups[row // group_size].append(index)
     predictor = torch.zeros(len(rows), rollout.completion_ids.shape[1], dtype=torch.long)
-    ids: list[Tensor] = []
-    positions: list[Tensor] = []
-    prompts: list[Range] = []
-    completions: list[Range] = []                         # of groups of several
-    behind: dict[Range, Range] = {}                       # all completions of a prompt -> the prompt
-    end = 0
-    for members in groups.values():
-        number = int(rows[members[0]]) // group_size
-        prompt, start = rollout.prompt_ids[number][rollout.prompt_mask[number]], end
-        ids.append(prompt)
-        positions.append(torch.arange(len(prompt)))
-        end += len(prompt)
+    prompts: list[Range] = []                             # with the completion if there is only one
+    completions: list[Range] = []                         # of prompts with several
+    prefix_of: dict[Range, Range] = {}                    # all completions of a prompt -> the prompt
+    pieces, end = [], 0                                   # (ids, positions) of prompts and completions
+    for prompt, members in groups.items():
+        ids = rollout.prompt_ids[prompt][rollout.prompt_mask[prompt]]
+        start, prompt_length, prompt_end = end, len(ids), end + len(ids)
+        pieces.append((ids, torch.arange(prompt_length)))
+        end = prompt_end
         for index in members:
             row, length = int(rows[index]), lengths[int(rows[index])]
-            # Token t is predicted one token earlier; the first one by the end of the prompt, wherever it stands.
+            # A token is predicted by the one before it, the first one by the last token of the prompt.
             predictor[index, :length] = torch.arange(end - 1, end - 1 + length)
-            predictor[index, 0] = start + len(prompt) - 1
-            ids.append(rollout.completion_ids[row, :length])
-            positions.append(torch.arange(len(prompt), len(prompt) + length))
-            completions += [(end, length)] if len(members) > 1 else []
+            predictor[index, 0] = prompt_end - 1
+            pieces.append((rollout.completion_ids[row, :length], prompt_length + torch.arange(length)))
+            completions.append((end, length))
             end += length
-        prompts.append((start, len(prompt) if len(members) > 1 else end - start))
         if len(members) > 1:
-            behind[start + len(prompt), end - start - len(prompt)] = prompts[-1]
-    if not shared_prompt:
-        return plain_rows(ids, positions, [length for _, length in prompts], predictor, device)
-    missing = bucket(end, device) - end
-    ids, positions = (torch.cat([*parts, torch.zeros(missing, dtype=torch.long)]) for parts in (ids, positions))
-    layout = make_layout(positions.numpy(), prompts, completions, behind, device)
-    mask = torch.arange(end + missing) < end
+            prompts.append((start, prompt_length))
+            prefix_of[prompt_end, end - prompt_end] = prompts[-1]
+        else:
+            completions.pop()
+            prompts.append((start, end - start))
+    padding = (0, bucket(end, device) - end)
+    ids, positions = (pad(torch.cat(x), padding) for x in zip(*pieces, strict=True))
+    layout = make_layout(positions.numpy(), prompts, completions, prefix_of, device)
+    mask = torch.arange(len(ids)) < end
     return PackedBatch(ids[None], positions[None], mask[None], layout, predictor)
 
 
-def plain_rows(ids, positions, lengths: list[int], predictor: Tensor, device) -> PackedBatch:
-    """One row for each completion, from the pieces (prompt, completion, prompt, ...) that pack_rows has collected."""
-    width, count = bucket(max(lengths), device), bucket(len(lengths), device)
-    ids, positions = (
-        pad_sequence([torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)], batch_first=True)
-        for parts in (ids, positions)
-    )
-    shape = (0, width - ids.shape[1], 0, count - len(ids))
-    ids, positions = (torch.nn.functional.pad(part, shape) for part in (ids, positions))
-    starts = torch.tensor(np.cumsum([0, *lengths[:-1]]))[:, None]                # of the rows, end to end
-    predictor = predictor - starts + torch.arange(len(lengths))[:, None] * width
-    mask = torch.arange(width) < torch.tensor(lengths + [0] * (count - len(lengths)))[:, None]
-    return PackedBatch(ids, positions, mask, None, predictor.clamp(min=0))
+def plain_rows(rollout, rows: Tensor, device: torch.device) -> PackedBatch:
+    """Arrange one row of prompt and completion for each of `rows`, right-padded."""
+    prompts = rows // (len(rollout.completion_ids) // len(rollout.prompt_ids))
+    starts = rollout.prompt_mask[prompts].sum(dim=1)
+    lengths = starts + completion_lengths(rollout.completion_mask[rows])
+    width, height = bucket(int(lengths.max()), device), bucket(len(rows), device)
+    prompt_ids = (rollout.prompt_ids[prompt][rollout.prompt_mask[prompt]] for prompt in prompts)
+    completion_ids = (rollout.completion_ids[row] for row in rows)
+    ids = pad_rows([torch.cat(x)[:n] for *x, n in zip(prompt_ids, completion_ids, lengths, strict=True)])
+    ids = pad(ids, (0, width - ids.shape[1], 0, height - len(ids)))
+    lengths = pad(lengths, (0, height - len(lengths)))
+    mask = torch.arange(width) < lengths[:, None]
+    first = (torch.arange(len(rows)) * width + starts - 1)[:, None]  # predicts the first token of a row
+    predictor = first + torch.arange(rollout.completion_ids.shape[1])
+    return PackedBatch(ids, torch.arange(width) * mask, mask, None, predictor)
 
 
 def make_layout(
-    positions: np.ndarray, prompts: list[Range], completions: list[Range], behind: dict[Range, Range],
+    positions: np.ndarray, prompts: list[Range], completions: list[Range], prefix_of: dict[Range, Range],
     device: torch.device = CPU,
 ) -> TokenLayout:
-    """The layout of a pass: prompts and completions attend to themselves, completions also to what they are behind.
+    """Build the layout of a pass: prompts and completions attend to themselves, completions also to a prompt.
 
-    Rows of like length share a block. Where every shape is compiled there is a block of prompts and one of completions.
+    Rows of similar length share a block. On XLA there is one of prompts and one of completions.
     """
+    own_rows: list[list[Range]] = []                      # of each block
+    prefix_rows: list[list[tuple[Range, Range]]] = []     # of each block: queries, keys
+    width = 0
     if device.type == "xla":
-        kinds = [part for part in (prompts, completions) if part]
-        several = [list(behind.items())] if behind else []
+        own_rows = [ranges for ranges in (prompts, completions) if ranges]
+        prefix_rows = [list(prefix_of.items())] if prefix_of else []
         # As wide as its widest possible group, so that few shapes of this block serve all passes.
-        most = max((sum(start <= at < start + size for at, _ in completions) for start, size in behind), default=0)
-        width = bucket(max(most, 1), device) * bucket(max((SHORTEST_ON_XLA, *(size for _, size in completions))), device)
+        sizes = [sum(start <= first < start + n for first, _ in completions) for start, n in prefix_of]
+        longest = max((SHORTEST_ON_XLA, *(n for _, n in completions)))
+        width = bucket(max(sizes, default=1), device) * bucket(longest, device)
     else:
-        kinds, by_sizes, width = [], defaultdict(list), 0
-        for segment in sorted(prompts + completions, key=lambda segment: -segment[1]):
-            if not kinds or segment[1] < SHORTEST_IN_BLOCK * kinds[-1][0][1]:
-                kinds.append([])
-            kinds[-1].append(segment)
-        for queries, keys in behind.items():
-            by_sizes[queries[1], keys[1]].append((queries, keys))
-        several = list(by_sizes.values())
-    own = [make_block(part, part, positions, device) for part in kinds]
-    prefix = [make_block(*zip(*part, strict=True), positions, device, width) for part in several]
+        by_shape = defaultdict(list)
+        for row in sorted(prompts + completions, key=lambda row: -row[1]):
+            if not own_rows or row[1] < SHORTEST_IN_BLOCK * own_rows[-1][0][1]:
+                own_rows.append([])
+            own_rows[-1].append(row)
+        for queries, keys in prefix_of.items():
+            by_shape[queries[1], keys[1]].append((queries, keys))
+        prefix_rows = list(by_shape.values())
+    own = [make_block(queries, None, positions, device) for queries in own_rows]
+    prefix = [make_block(*zip(*pairs, strict=True), positions, device, width) for pairs in prefix_rows]
     size = len(positions)
-    return TokenLayout(
-        own, prefix, slots(own, "queries", "query_positions", size), slots(prefix, "queries", "query_positions", size),
-        slots(prefix, "keys", "key_positions", size),
-    )
+    slots = token_slots(own, size), token_slots(prefix, size), token_slots(prefix, size, keys=True)
+    return TokenLayout(own, prefix, *slots)
 
 
 def make_block(
-    queries: list[Range], keys: list[Range], positions: np.ndarray, device: torch.device, least_width: int = 0
+    queries: list[Range], keys: list[Range] | None, positions: np.ndarray, device: torch.device,
+    min_width: int = 0,
 ) -> Block:
-    """Row i of queries attends to row i of keys; causal if they are the same. Queries are right-padded, keys left-padded."""
-    causal, count = queries is keys, bucket(len(queries), device) - len(queries)
+    """Build a block in which row i of queries attends to row i of keys; causally to itself if keys is None.
 
-    def indices(ranges, right_aligned, least_width=least_width):
-        starts, lengths = np.array([*ranges, *[(0, 0)] * count]).T
-        width = max(bucket(int(lengths.max()), device), least_width, SHORTEST_ON_XLA if device.type == "xla" else 0)
-        offset = np.arange(width) - (width - lengths[:, None] if right_aligned else 0)
-        there = (offset >= 0) & (offset < lengths[:, None])
-        return starts[:, None] + np.clip(offset, 0, np.maximum(lengths[:, None] - 1, 0)), there
-
-    query_index, query_there = indices(queries, False)
-    key_index, key_there = (query_index, query_there) if causal else indices(keys, True, 0)
-    query_positions = np.where(query_there, positions[query_index], -1)
-    key_positions = np.where(key_there, positions[key_index], 2**30)
-    first = key_positions.min() if not causal else query_positions.max() - query_index.shape[1] + 1
+    Queries are right-padded to at least min_width, keys left-padded.
+    """
+    causal = keys is None
+    query_index, query_valid = padded_indices(queries, device, min_width)
+    key_index, key_valid = (query_index, query_valid) if causal else padded_indices(keys, device, left=True)
+    query_positions = np.where(query_valid, positions[query_index], PADDED_QUERY)
+    key_positions = np.where(key_valid, positions[key_index], PADDED_KEY)
+    distance = query_index.shape[1] - 1 if causal else query_positions.max() - key_positions.min()
     return Block(
         *map(torch.from_numpy, (query_index, key_index, query_positions, key_positions)), causal=causal,
-        longest_distance=int(query_positions.max() - first), padded_keys=not causal and not bool(key_there.all()),
+        longest_distance=int(distance), padded_keys=not causal and not bool(key_valid.all()),
     )
 
 
-def slots(blocks: list[Block], index: str, positions: str, size: int) -> Tensor:
-    """(L,) where each token lies among the indices of blocks, flattened one after the other; their number: nowhere."""
-    total = sum(getattr(block, index).numel() for block in blocks)
-    result, start = torch.full((size,), total), 0
-    for block in blocks:
-        tokens, at = getattr(block, index).flatten(), getattr(block, positions).flatten()
-        there = ((at >= 0) & (at < 2**30)).nonzero()[:, 0]
-        result[tokens[there]] = start + there
-        start += len(tokens)
+def padded_indices(ranges: list[Range], device: torch.device, min_width: int = 0, left: bool = False):
+    """Return ranges as rows of indices (b, n), padded by repeating a token, and a mask, False on padding."""
+    padding = [(0, 0)] * (bucket(len(ranges), device) - len(ranges))
+    starts, lengths = np.array([*ranges, *padding]).T[:, :, None]
+    width = max(bucket(int(lengths.max()), device), min_width, SHORTEST_ON_XLA if device.type == "xla" else 0)
+    offset = np.arange(width) - (width - lengths if left else 0)
+    valid = (offset >= 0) & (offset < lengths)
+    return starts + np.clip(offset, 0, np.maximum(lengths - 1, 0)), valid
+
+
+def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
+    """Return (L,) the slot of each token among the queries or keys of blocks; their number if in none."""
+    indices = [(b.keys, b.key_positions) if keys else (b.queries, b.query_positions) for b in blocks]
+    columns = zip([torch.empty(0, dtype=torch.long)] * 2, *indices, strict=True)
+    tokens, positions = (torch.cat([x.flatten() for x in column]) for column in columns)
+    slots = ((positions != PADDED_QUERY) & (positions != PADDED_KEY)).nonzero()[:, 0]
+    result = torch.full((size,), len(tokens))
+    result[tokens[slots]] = slots
     return result
 
 
 def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """(B,) tokens up to and including the last one that the policy chose; what follows it predicts nothing."""
+    """Count tokens (B,) up to and including the last one that the policy chose; later ones affect no loss."""
     steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
     return (completion_mask * steps).amax(dim=1)
 
 
 def micro_batches(
-    rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True, at_least: int = 1, device: torch.device = CPU
+    rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True, at_least: int = 1,
+    device: torch.device = CPU,
 ) -> list[Tensor]:
-    """Split rows into batches of at most max_tokens tokens (of plain rows: padded ones), siblings together where they fit.
+    """Split rows into batches of at most max_tokens tokens, which for plain rows include padding.
 
-    Longest first, so that rows of like length share a batch. A single completion longer than max_tokens gets a batch
-    of its own. Any split gives the same gradient, since losses take their denominators from the whole step.
+    Siblings share a batch if they fit. Rows are sorted by length, the longest first, so that similar ones
+    share a batch. A completion longer than max_tokens has a batch of its own. Any split gives the same
+    gradient, since losses take their denominators from the whole step.
 
-    at_least  number of batches, if there are as many rows: smaller ones, where several processes want some
+    at_least  number of batches, if there are as many rows: for several processes that need one each
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
-    groups: list[tuple[int, list[int]]] = []                                     # (tokens, rows)
-    open_group: dict[int, int] = {}                                              # prompt -> its group still being filled
+    groups: list[list] = []                               # [tokens, rows]
+    open_groups: dict[int, list] = {}                     # prompt -> its last group
     for row in rows.tolist():
         prompt = row // group_size
-        at = open_group.get(prompt)
-        if not shared_prompt or at is None or groups[at][0] + lengths[row] > max_tokens:
-            open_group[prompt] = len(groups)
-            groups.append((prompt_lengths[prompt] + lengths[row], [row]))
-        else:
-            groups[at] = (groups[at][0] + lengths[row], [*groups[at][1], row])
+        group = open_groups.get(prompt)
+        if not shared_prompt or group is None or group[0] + lengths[row] > max_tokens:
+            group = open_groups[prompt] = [prompt_lengths[prompt], []]
+            groups.append(group)
+        group[0] += lengths[row]
+        group[1].append(row)
     groups.sort(key=lambda group: -group[0])
     batches: list[list[int]] = []
     total = longest = count = 0
@@ -206,14 +224,18 @@ def micro_batches(
     return [torch.tensor(batch) for batch in batches]
 
 
+def pad_rows(rows: list, value=0, *, left: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    """Stack sequences of numbers to (rows, longest), padded with `value` on the right or the left."""
+    side, tensors = "left" if left else "right", [torch.as_tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+
+
 def left_pad(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids -> ids (P, Tp) and mask (P, Tp) bool, padded on the left so that all prompts end together."""
-    width = max(len(ids) for ids in sequences)
-    ids = torch.tensor([[pad_id] * (width - len(seq)) + seq for seq in sequences])
-    mask = torch.tensor([[False] * (width - len(seq)) + [True] * len(seq) for seq in sequences])
-    return ids, mask
+    """Pad token ids on the left, so that all prompts end together: ids (P, Tp) and mask (P, Tp) bool."""
+    ids = pad_rows(sequences, pad_id, left=True, dtype=torch.long)
+    return ids, pad_rows([[True] * len(sequence) for sequence in sequences], left=True, dtype=torch.bool)
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """0, 1, 2, ... over the True entries of each row; padding gets 0, and nothing attends to it."""
+    """Number the True entries of each row 0, 1, 2, ...; padding before them gets 0."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)

@@ -1,9 +1,9 @@
 """
-The state of a sampling loop, and drawing: a token is drawn by inverting the cumulative distribution at one uniform number, and
-every completion has a stream of such numbers of its own, derived from the seed, its prompt and its number in the group.
+The state of a sampling loop, and inverse transform sampling: a token is drawn with one uniform number. Every
+completion has its own stream of such numbers, derived from seed, prompt and its number in the group.
 
-Shapes: B completions of up to T tokens, V vocabulary. Row B, dummy_row, is no completion: what is drawn for padding, and for
-completions that have ended, is written there.
+Shapes: B completions of up to T tokens, V vocabulary. Row B, dummy_row, is no completion: tokens drawn for
+padding, and for completions that have ended, are written there.
 """
 
 import hashlib
@@ -19,46 +19,49 @@ from engine.logits import restrict_logits
 
 
 class SamplingState:
-    """Tokens drawn so far, and how to draw more. Tensors have more rows than there are completions: dummy_row."""
+    """Hold the tokens drawn so far, and draw more. Tensors have rows for all completions and dummy_row."""
 
     def __init__(
-        self, uniforms: np.ndarray, stop_ids: list[int], pad_id: int, policy: dict, device, conversations=None, on_tokens=None
+        self, uniforms: np.ndarray, stop_ids: list[int], pad_id: int, policy: dict, device,
+        conversations=None, on_tokens=None,
     ):
         self.dummy_row, limit = uniforms.shape
-        size = bucket(self.dummy_row + 1, device)
-        self.uniforms = torch.from_numpy(np.pad(uniforms, ((0, size - self.dummy_row), (0, 0)))).to(device)  # (B + 1, T)
+        size = bucket(self.dummy_row + 1, device)                                # B + 1 or more
+        uniforms = np.pad(uniforms, ((0, size - self.dummy_row), (0, 0)))
+        self.uniforms = torch.from_numpy(uniforms).to(device)                    # (B + 1, T)
         self.ids = torch.full((size, limit), pad_id, device=device)
-        self.forced_on_host = torch.full((size, limit), -1)                      # tokens of environments, not drawn; -1: drawn
+        self.forced_on_host = torch.full((size, limit), -1)  # tokens of environments; -1: drawn
         self.forced_tokens = self.forced_on_host.to(device, copy=True)
         self.logp = torch.zeros(size, limit, device=device)
         self.count = torch.zeros(size, dtype=torch.long, device=device)          # tokens so far
-        self.count[self.dummy_row :] = 1                  # rows of padding always forward the same token
+        self.count[self.dummy_row :] = 1                  # padding always forwards the same token
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
         self.policy, self.pad_id = policy, pad_id         # policy: temperature, top_k, top_p
         self.conversations = conversations                # B conversations with environments, or None
-        self.on_tokens, self.reported = on_tokens, 0      # callback for the first completion, and its tokens so far
+        self.on_tokens, self.reported = on_tokens, 0      # callback for tokens of the first completion
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:
-        """Append a token to each row, drawn or forced: row_ids (n,), logits (n, V). Completions that ended get none."""
+        """Append a token, drawn or forced, to each row that has not ended: row_ids (n,), logits (n, V)."""
         ended = self.stopped[row_ids] | (self.count[row_ids] >= self.ids.shape[1])
         row_ids = row_ids.masked_fill(ended, self.dummy_row)
-        at = self.count[row_ids].masked_fill(row_ids == self.dummy_row, 0)
-        tokens, logp = sample_inverse_cdf(restrict_logits(logits, **self.policy), self.uniforms[row_ids, at])
-        forced = self.forced_tokens[row_ids, at]
+        position = self.count[row_ids].masked_fill(row_ids == self.dummy_row, 0)
+        logits = restrict_logits(logits, **self.policy)
+        tokens, logp = sample_inverse_cdf(logits, self.uniforms[row_ids, position])
+        forced = self.forced_tokens[row_ids, position]
         drawn = forced < 0
-        self.ids[row_ids, at] = torch.where(drawn, tokens, forced)
-        self.logp[row_ids, at] = torch.where(drawn, logp, 0.0)
-        self.count[row_ids] = at + 1
+        self.ids[row_ids, position] = torch.where(drawn, tokens, forced)
+        self.logp[row_ids, position] = torch.where(drawn, logp, 0.0)
+        self.count[row_ids] = position + 1
         self.stopped[row_ids] = drawn & (tokens[:, None] == self.stop_ids).any(dim=1)
 
     def padded(self, row_ids: list[int]) -> Tensor:
         """Return row_ids on the device, padded with dummy_row to a size that XLA has compiled before."""
-        missing = bucket(len(row_ids), self.ids.device) - len(row_ids)
-        return torch.tensor(row_ids + [self.dummy_row] * missing).to(self.ids.device)
+        padding = bucket(len(row_ids), self.ids.device) - len(row_ids)
+        return torch.tensor(row_ids + [self.dummy_row] * padding).to(self.ids.device)
 
     def active_rows(self, row_ids: list[int]) -> list[int]:
-        """Return those rows that go on, after environments have answered ended turns. Here the host waits for the device."""
+        """Return the rows that continue once environments have replied. The host waits for the device."""
         count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
         if self.on_tokens and count[0] > self.reported:
             self.on_tokens(self.ids[0, self.reported : count[0]].cpu())
@@ -73,26 +76,29 @@ class SamplingState:
                 answered.append(row)
         if answered:
             rows = self.padded(answered)
-            self.forced_tokens[rows], self.stopped[rows] = self.forced_on_host[rows.cpu()].to(rows.device), False
+            self.forced_tokens[rows] = self.forced_on_host[rows.cpu()].to(rows.device)
+            self.stopped[rows] = False
             cut_graph(rows.device)
         return [row for row in row_ids if not stopped[row] and count[row] < self.ids.shape[1]]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ids, mask of all tokens, logp, (B, T) each, and stopped (B,), on the CPU."""
         count, stopped = self.count.cpu()[: self.dummy_row], self.stopped.cpu()[: self.dummy_row]
-        mask = torch.arange(int(count.max())) < count[:, None]                   # by position, never by id
-        ids, logp = (part.cpu()[: self.dummy_row, : mask.shape[1]] for part in (self.ids, self.logp))
+        mask = torch.arange(int(count.max())) < count[:, None]                   # by position, not by id
+        ids, logp = (x.cpu()[: self.dummy_row, : mask.shape[1]] for x in (self.ids, self.logp))
         assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
         return ids.masked_fill(~mask, self.pad_id), mask, logp, stopped
 
 
 def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token for each row by inverse transform sampling: logits (n, V), uniforms (n,) in [0, 1) -> tokens, logp (n,).
+    """Draw by inverse transform sampling: logits (n, V), uniforms (n,) in [0, 1) -> tokens, logp (n,).
 
-    In two steps, so that no sum runs over the whole vocabulary: first a block of tokens, then a token of that block.
+    First a block of tokens is drawn, then a token of that block, so no cumulative sum runs over the whole
+    vocabulary.
     """
     width = 2 ** (logits.shape[-1].bit_length() // 2)
-    # A copy, even of nothing more: reductions along rows that are not contiguous take many times as long on a CPU.
+    # This makes a contiguous copy: reductions along rows that are not contiguous take many times as long on a
+    # CPU.
     logits = pad(logits, (0, -logits.shape[-1] % width), value=-torch.inf)
     top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
     blocks = (logits - top).exp_().unflatten(-1, (-1, width))                    # (n, V / width, width)
@@ -107,16 +113,18 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
 
 
 def find_interval(lengths: Tensor, ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the interval of a point, and its distance from the start: lengths, ends (n, m), goal (n, 1) -> (n, 1), (n, 1).
+    """Find the interval of a point, and its distance from the start: lengths, ends (n, m), goal (n, 1) -> (n,
+    1), (n, 1).
 
-    Never an empty one. Rounding may put the goal at or beyond the last end; then it is the last that is not empty. Written
-    without searchsorted, which XLA does not have, and which takes it for granted that the ends of rounded sums never fall.
+    The interval is never empty. Rounding may put the goal at or beyond the last end; then it is the last
+    interval that is not empty. searchsorted is not used: XLA does not have it, and it requires ascending
+    ends, which rounding breaks.
     """
-    number = torch.arange(lengths.shape[-1], device=lengths.device).expand_as(lengths)
-    last = torch.where(lengths > 0, number, 0).amax(dim=-1, keepdim=True)
-    index = torch.where((lengths > 0) & (ends > goal), number, last).amin(dim=-1, keepdim=True)
-    begins = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
-    return index, goal - begins
+    indices = torch.arange(lengths.shape[-1], device=lengths.device).expand_as(lengths)
+    last = torch.where(lengths > 0, indices, 0).amax(dim=-1, keepdim=True)
+    index = torch.where((lengths > 0) & (ends > goal), indices, last).amin(dim=-1, keepdim=True)
+    starts = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
+    return index, goal - starts
 
 
 def occurrences(prompts: list) -> list[int]:
@@ -129,10 +137,12 @@ def occurrences(prompts: list) -> list[int]:
     return earlier
 
 
-def uniform_streams(prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int) -> np.ndarray:
-    """(B, length) float32 in [0, 1): a stream for each completion, made of seed, prompt and sibling number.
+def uniform_streams(
+    prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int
+) -> np.ndarray:
+    """Draw (B, length) float32 in [0, 1): a stream for each completion from seed, prompt and sibling number.
 
-    A prompt that occurs again in the batch has a stream of its own each time: `earlier` counts.
+    earlier  result of occurrences(): a repeated prompt has different streams each time
     """
     rows = []
     for prompt, occurrence in zip(prompts, earlier, strict=True):

@@ -1,5 +1,5 @@
 """
-Weights over several processes or XLA devices: FSDP2, tensor parallelism, and what gathers, saves and clips them.
+Sharding weights over processes or XLA devices: FSDP2, tensor parallelism, gathering, gradient clipping.
 
 Left out on purpose: pipeline parallelism.
 """
@@ -20,67 +20,70 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from engine import devices
-from engine.devices import sum_in_place, is_main, num_processes
+from engine.devices import is_main, num_processes, sum_in_place
 
-# Only checkpoints gather weights that are divided in two ways, and time does not matter there.
+# torch warns that gathering over two mesh dimensions is slow. Only checkpoints do it, where time does not
+# matter.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}      # of transformers' tensor-parallel plans, in torch
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}      # transformers' plan -> torch
 PARTIAL = "replicated_with_grad_allreduce"                             # norms of a process's own heads
 
 
 def shard(model, layers: list, mesh: dict[str, int]) -> None:
-    """Share the weights out over all processes, each layer a unit that is gathered when it is needed.
+    """Shard the weights over all processes, with each layer a unit that is gathered for its forward pass.
 
-    mesh    {"replicate": k, "fsdp": m, "tp": n}: k copies of the weights, each over m times n processes; the last n also divide
-            every layer's matrices, and the work on them
+    mesh    {"replicate": k, "fsdp": m, "tp": n}: k copies of the weights, each sharded over m times n
+            processes; n processes also divide the matrix products of every layer
     raises  ValueError in one line if the model cannot be divided like that
     """
     if num_processes() == 1:
         return
     device, devices.tensor_parallel = next(model.parameters()).device, mesh["tp"]
-    over = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    partial = divide_matrices(model, over["tp"]) if devices.tensor_parallel > 1 else []
+    device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    partial = parallelize_layers(model, device_mesh["tp"]) if devices.tensor_parallel > 1 else []
+    data_mesh = device_mesh["replicate", "fsdp"] if mesh["replicate"] > 1 else device_mesh["fsdp"]
     for module in [*layers, model]:
-        fully_shard(module, mesh=over["replicate", "fsdp"] if mesh["replicate"] > 1 else over["fsdp"])
-        module.set_gradient_divide_factor(1.0)            # a sum over processes: losses have their denominators already
+        fully_shard(module, mesh=data_mesh)
+        module.set_gradient_divide_factor(1.0)  # sum, not mean: losses have their denominators already
         module.set_force_sum_reduction_for_comms(True)
     for name, parameter in model.base_model.named_parameters():
         if any(fnmatch(name, f"{pattern}.*") for pattern in partial):
-            parameter.partial_over = over["tp"].get_group()
+            parameter.partial_over = device_mesh["tp"].get_group()
     model.mesh, model.as_forward_pass = mesh, lambda function: function()
     register_fsdp_forward_method(model, "as_forward_pass")
-    with torch.no_grad():                                 # the first pass settles which module is the outermost
+    with torch.no_grad():                                 # the first pass determines the root module
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     reshard(model)
 
 
-def divide_matrices(model, over) -> list[str]:
-    """Tensor parallelism after transformers' plan for the model: every process has some heads, and columns of the MLP.
+def parallelize_layers(model, device_mesh) -> list[str]:
+    """Apply transformers' tensor-parallel plan: every process has some heads and some columns of the MLP.
 
-    returns  patterns of the modules that all processes have, each with a gradient from its own heads alone
+    returns  patterns of the modules that are replicated, with a gradient from the heads of each process
     """
-    config = model.config.get_text_config()
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    divided = [config.num_key_value_heads, config.intermediate_size] if plan else []
-    if not plan or set(plan.values()) - {*STYLES, PARTIAL} or any(size % over.size() for size in divided):
+    text_config, n = model.config.get_text_config(), device_mesh.size()
+    plan = getattr(text_config, "base_model_tp_plan", None) or {}
+    sizes = [text_config.num_key_value_heads, text_config.intermediate_size] if plan else []
+    if not plan or set(plan.values()) - {*STYLES, PARTIAL} or any(size % n for size in sizes):
+        counts = plan and f"with {sizes[0]} key heads and {sizes[1]} columns"
+        reason = counts or "transformers has no plan for it"
         raise ValueError(
-            f"--mesh tp={over.size()}: {config.model_type} cannot be divided like that, "
-            + (f"with {divided[0]} key heads and {divided[1]} columns" if divided else "transformers has no plan for it")
-            + "; use fsdp alone"
+            f"--mesh tp={n}: {text_config.model_type} cannot be divided like that, {reason}; use fsdp alone"
         )
-    parallelize_module(model.base_model, over, {name: STYLES[how]() for name, how in plan.items() if how in STYLES})
-    return [name for name, how in plan.items() if how == PARTIAL]
+    styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
+    parallelize_module(model.base_model, device_mesh, styles)
+    return [name for name, style in plan.items() if style == PARTIAL]
 
 
 def forward_pass(model, function: Callable):
-    """function(), which asks parts of the model, as one forward pass: with the weights that it needs. Returns tensors."""
+    """Run function(), which calls parts of a model and returns tensors, as one forward pass of the model."""
     return model.as_forward_pass(function) if hasattr(model, "mesh") else function()
 
 
 @contextmanager
 def gathered_weights(model):
-    """All weights in every process, gathered once, for many forward passes without gradient."""
+    """Gather all weights in every process once, for many forward passes without gradient."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -94,15 +97,16 @@ def gathered_weights(model):
 
 
 def reshard(model) -> None:
-    """Drop what was gathered: before weights are changed, or the next pass would see the old ones."""
+    """Free gathered weights. Needed before weights change, or the next pass would use the old ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_tensor(tensor):
-    """A sharded tensor gathered, on the CPU; only in the process that writes, elsewhere None. From XLA on the CPU, too; others,
-    and what is no tensor, as they are.
+    """Gather a sharded tensor to the CPU of the main process, None in the others.
+
+    A tensor on XLA is moved to the CPU. Other tensors and values are returned unchanged.
     """
     if isinstance(tensor, DTensor):
         full = tensor.full_tensor()
@@ -111,29 +115,29 @@ def full_tensor(tensor):
 
 
 def sharded_like(tensor, parameter):
-    """A whole tensor, shared out as a parameter of the same shape is; other things as they are."""
+    """Shard a full tensor like a parameter of the same shape; other values are returned unchanged."""
     if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
         return tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor, or what is still under way to it; others as they are."""
+    """Return the local shard of a tensor, after waiting for its collective; other tensors unchanged."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def bytes_here(tensor) -> int:
-    """What a tensor takes in this process."""
-    part = local(tensor)
-    return part.numel() * part.element_size()
+    """Return the bytes of a tensor in this process."""
+    shard = local(tensor)
+    return shard.numel() * shard.element_size()
 
 
-def clip_gradient(parameters: list, longest: float) -> float:
-    """Cut the gradient to a length. Returns its length before, over all processes.
+def clip_gradient(parameters: list, max_norm: float) -> float:
+    """Clip the gradient to a norm, in place, and return its norm before, over all processes.
 
-    Adds up first what processes found out apart: gradients of parameters that are not sharded, and of norms of a process's
-    own heads. Once here, and not with every backward pass, so that what is added up already is not added up again.
+    First sums over processes the gradients of parameters that are not sharded, and of norms of a process's
+    own heads. This happens here once, after the last backward pass, so that no gradient is summed twice.
     """
     by_mesh: dict[object, list] = {}                      # None: not sharded
     for parameter in parameters:
@@ -144,17 +148,17 @@ def clip_gradient(parameters: list, longest: float) -> float:
     if num_processes() > 1:
         for parameter in by_mesh.get(None, []):
             sum_in_place(parameter.grad)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in part]) for part in by_mesh.values()]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
     norm = math.hypot(*(float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms))
-    for part in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(part, longest, torch.tensor(norm))
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, torch.tensor(norm))
     return norm
 
 
 def shard_weights(model: torch.nn.Module) -> None:
-    """Spread every matrix of a model over all XLA devices along its longest side, where there are several.
+    """Shard every matrix of a model over all XLA devices along its longest dimension, if there are several.
 
-    Everything else is replicated, and the compiler works out which part of which product each device computes.
+    Other parameters are replicated. The compiler divides the matrix products among the devices.
     """
     if next(model.parameters()).device.type != "xla":
         return
@@ -166,5 +170,6 @@ def shard_weights(model: torch.nn.Module) -> None:
     mesh = spmd.get_1d_mesh("fsdp")
     for weight in model.parameters():
         if weight.ndim > 1:
-            longest = max(range(weight.ndim), key=lambda side: weight.shape[side])
-            spmd.mark_sharding(weight, mesh, tuple("fsdp" if side == longest else None for side in range(weight.ndim)))
+            longest = max(range(weight.ndim), key=lambda dim: weight.shape[dim])
+            spec = tuple("fsdp" if dim == longest else None for dim in range(weight.ndim))
+            spmd.mark_sharding(weight, mesh, spec)

@@ -21,13 +21,14 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from engine.errors import RunError
 from engine.chat_template import as_messages, encode_reply, is_ids
 from engine.packing import completion_lengths
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
 
-class EnvironmentRaised(RuntimeError):
+class EnvironmentRaised(RunError):
     """Report that an environment failed. The message has its name, the error and the turn."""
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.errors import RunError
 from reward_functions.answers import text_of
 from reward_functions.loading import ANSWER_NAMES, columns_of, name_of
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """Report that a reward function failed. The message has the function, the error and the completion."""
 
 

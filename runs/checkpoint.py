@@ -23,10 +23,10 @@ import transformers
 from safetensors import SafetensorError
 from torch.utils._pytree import tree_map
 
-from engine.devices import gather, is_main, num_processes
+from engine.devices import all_gather_object, is_main, num_processes
+from engine.errors import RunError
 from engine.sharding import full_tensor, sharded_like
 from model import AdapterReference, full_state_dict, save_policy
-from engine.errors import RunError
 
 CHECKSUMS = "SHA256SUMS"        # in the format of `sha256sum --check`
 
@@ -66,7 +66,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             problem = f"could not save {target}: {error}"
-    if problem := gather(problem)[0]:
+    if problem := all_gather_object(problem)[0]:
         raise NotSaved(problem)
     return target
 

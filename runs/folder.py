@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from analysis.report import write_report
 from config import PROFILES, Config
-from engine.devices import gather, is_main, num_processes
+from engine.devices import all_gather_object, is_main, num_processes
 from runs.curves import draw_curves
 from runs.records import held_out_text, or_none, points_text, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
@@ -49,7 +49,7 @@ class RunFolder:
 
     def __init__(self, config: Config):
         training = config.training
-        self.path = Path(gather(training.output_dir or time.strftime("outputs/%Y-%m-%d_%H-%M-%S"))[0])
+        self.path = Path(all_gather_object(training.output_dir or time.strftime("outputs/%Y-%m-%d_%H-%M-%S"))[0])
         self.config = config
         if training.resume and not (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")

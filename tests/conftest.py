@@ -14,8 +14,10 @@ from config import GRPOConfig
 from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from runs.command_line import parse_config
+from engine.packing import left_pad
 from model import byte_tokenizer
 from runs.setup import set_up
+from sample import Rollout
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -133,3 +135,12 @@ def experience_of(run, rollout, rewards):
         groups, advantages, run.config.grpo, run.model, reference=run.reference, value_head=run.value_head,
         kl_coef=run.progress.kl_coef, **run.forwarding,
     )
+
+
+def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
+    """Random ids: groups of one size, ragged completions."""
+    draws = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, vocab_size, (n,), generator=draws).tolist() for n in prompt_lengths]
+    ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids))

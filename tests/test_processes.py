@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 from test_train import length_reward
 
 from runs.checkpoint import latest_checkpoint
-from engine.devices import picklable, lockstep_batches, rank_slice
-from rewards import RewardError
 from runs.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -128,31 +126,3 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
 def test_what_several_processes_cannot_do_is_one_line(tmp_path, flags, message):
     done = launch(2, tmp_path / "run", *EVERYTHING.split(), *flags, fails=True)
     assert done.stderr.count("train.py: error:") == 1 and f"error: {message}" in done.stderr
-
-
-def test_shares_and_rounds_cover_everything_once(monkeypatch):
-    from engine import devices
-
-    for size in 1, 2, 3, 5:
-        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
-        for n in range(12):
-            things, shares, counted = list(range(n)), [], []
-            lengths = set()
-            for rank in range(size):
-                monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
-                shares += rank_slice(things)
-                mine = list(lockstep_batches(things))
-                lengths.add(len(mine))
-                counted += [thing for thing, counts in mine if counts]
-            assert shares == things and sorted(counted) == things and len(lengths) == 1
-
-
-def test_what_one_process_raises_can_be_told_to_the_others():
-    class Local(Exception):
-        def __init__(self, one, two):
-            super().__init__(one)
-
-    told = picklable(RewardError("no good"))
-    assert type(told) is RewardError and str(told) == "no good"
-    for odd in Local("no good", 2), Local(lambda: 0, 2):
-        assert type(picklable(odd)) is RuntimeError and str(picklable(odd)).startswith("Local: ")

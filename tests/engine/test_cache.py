@@ -52,10 +52,12 @@ def test_growing_compacting_and_refilling_change_no_log_probability(architecture
     assert all(rows == active for active, rows, _ in compactions), "finished completions leave the batch"
 
 
-def test_a_compacted_cache_answers_as_before_and_a_token_forwarded_twice_changes_nothing(model):
-    """Hidden states of a next token, with all completions in the cache and with those that are left."""
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 4), (2, 9)])
+@pytest.mark.parametrize("left,prompt_of", [([0, 2, 3, 5], [0, 0, 0, 1]), ([5, 2, 7, 0, 4], [1, 0, 1, 0, 1]), ([6, 7], [1, 1])])
+def test_a_compacted_cache_answers_as_before_and_a_token_forwarded_twice_changes_nothing(model, lengths, left, prompt_of):
+    """Hidden states of a next token, with all completions in the cache and with those that are left, in any order."""
     torch.manual_seed(0)
-    prompts = torch.randint(3, 200, (2, 7)).tolist()
+    prompts = [torch.randint(3, 200, (length,)).tolist() for length in lengths]
     tokens = torch.randint(3, 200, (8, 6))                # of eight completions
 
     def forward(held, row_ids, t):
@@ -75,8 +77,7 @@ def test_a_compacted_cache_answers_as_before_and_a_token_forwarded_twice_changes
         row_ids = other.compact(list(range(8)), [0] * 4 + [1] * 4, 8, 4)
         for t in range(4):
             forward(other, row_ids, t)
-        left = [0, 2, 3, 5]
-        after = forward(other, other.compact(left, [0, 0, 0, 1], 8, 7), 4)
+        after = forward(other, other.compact(left, prompt_of, 8, 7), 4)
     assert set(after) == set(left)
     for row in range(8):
         torch.testing.assert_close(again[row], before[row], atol=0, rtol=0)

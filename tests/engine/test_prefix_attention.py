@@ -1,21 +1,18 @@
 """Prefix attention against attention written out densely: values, gradients, kernels, layouts, memory, architectures."""
 
-import itertools
-from collections import Counter
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS
+from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_rollout
 
 import logprobs
 from config import GRPOConfig
 from engine import attention_kernels, prefix_attention
-from engine.attention_kernels import Chunked, EfficientOnCUDA, FlashOnCPU, FlashOnCUDA, Options, choose_kernel
-from engine.packing import make_layout, pack_rows
+from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
+from engine.packing import make_layout
 from logprobs import completion_log_probs
 from model import recompute_activations
-from engine.packing import left_pad
-from sample import Rollout, sample_completions_for_prompts
+from sample import sample_completions_for_prompts
 
 # Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8 behind the last prompt.
 SEGMENTS = [(0, 5), (5, 12), (17, 3), (20, 1), (21, 20), (41, 30), (71, 7), (78, 17)]
@@ -85,22 +82,28 @@ def test_values_and_gradients_are_those_of_dense_attention(
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
-def test_the_kernel_is_chosen_from_a_table():
-    """Every combination of device, numbers, head sizes, mask and soft cap."""
-    for device, dtype, sizes, masked, softcap in itertools.product(
-        ("cpu", "cuda", "xla", "mps"), (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-        ((64, 64), (256, 256), (512, 512), (192, 128)), (True, False), (True, False),
-    ):
-        half = dtype in (torch.bfloat16, torch.float16)
-        if softcap or sizes == (192, 128):
-            expected = Chunked
-        elif device == "cpu":
-            expected = FlashOnCPU
-        elif device == "cuda" and dtype != torch.float64 and not masked:
-            expected = FlashOnCUDA if half and sizes != (512, 512) else EfficientOnCUDA
-        else:
-            expected = Chunked
-        assert choose_kernel(device, dtype, sizes, masked, softcap) is expected, (device, dtype, sizes, masked, softcap)
+@pytest.mark.parametrize("window", [None, 4, 13, 64])
+@pytest.mark.parametrize("chunk", [256, 5])
+def test_rounded_sizes_change_neither_values_nor_gradients_and_padding_is_finite(window, chunk, monkeypatch):
+    """The layout that XLA would have, on a CPU: one block of prompts, one of completions, one of their prefixes."""
+    monkeypatch.setattr(attention_kernels, "QUERIES_PER_CHUNK", chunk)
+    positions, _, visible = layout_by_hand()
+    size, rounded = len(positions), 128
+    padded = torch.nn.functional.pad(positions, (0, rounded - size))
+    prompts, completions = [SEGMENTS[0], SEGMENTS[4], SEGMENTS[7]], [SEGMENTS[number] for number in PROMPT_OF]
+    layout = make_layout(padded.numpy(), prompts, completions, BEHIND, torch.device("xla"))
+    assert len(layout.own) == 2 and len(layout.prefix) == 1
+    draws = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, heads, rounded, 8, generator=draws, dtype=torch.float64) for heads in (4, 2, 2)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    slopes = torch.randn(1, size, 4, 8, generator=draws, dtype=torch.float64)
+    options = Options(window, None, 0.4)
+    ours = layout.attend(None, *leaves, source=None, sinks=None, **options._asdict())
+    assert ours.isfinite().all()
+    theirs = dense(*(x[:, :, :size] for x in leaves), None, visible, positions, options)
+    torch.testing.assert_close(ours[:, :size], theirs, rtol=0, atol=1e-12)
+    for left, right in zip(*(torch.autograd.grad((x[:, :size] * slopes).sum(), leaves) for x in (ours, theirs))):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 13])
@@ -157,15 +160,6 @@ def test_a_pass_keeps_neither_a_mask_nor_a_prompts_keys_for_each_completion():
         output = layout.attend(None, *leaves, source=None, sinks=None, window=20, softcap=None, scaling=0.25)
     assert sum(kept.values()) == 4 * size * ((4 + 2 + 2 + 4) * 16 + 4)
     del output
-
-
-def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
-    """Random ids: groups of one size, ragged completions."""
-    draws = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, vocab_size, (n,), generator=draws).tolist() for n in prompt_lengths]
-    ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids))
 
 
 def log_probs_and_gradient(model, rollout, **options):
@@ -263,43 +257,3 @@ def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(mode
             patch.setattr(place, name, wrong)
             _, gradient = log_probs_and_gradient(model, rollout)
             assert (gradient - plain).norm() / plain.norm() > 1e-3, name
-
-
-def test_who_sees_whom():
-    """Written out for two prompts of two tokens, with completions of one token, behind each other in one pass."""
-    rollout = made_up_rollout([2, 2], [1, 1, 1, 1])
-    batch = pack_rows(rollout, torch.arange(4), True)
-    assert batch.positions.tolist() == [[0, 1, 2, 2, 0, 1, 2, 2]]
-    sees = visible_tokens(batch.layout, 8, None)
-    assert sees.int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0, 0],                         # the first completion: its prompt and itself
-        [1, 1, 0, 1, 0, 0, 0, 0],                         # its sibling
-        [0, 0, 0, 0, 1, 0, 0, 0],                         # another prompt
-        [0, 0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 0, 1, 1, 0, 1],
-    ]
-    assert visible_tokens(batch.layout, 8, 2).int()[3].tolist() == [0, 1, 0, 1, 0, 0, 0, 0], (
-        "counted in positions: the sibling in between does not matter"
-    )
-
-
-def visible_tokens(layout, size: int, window):
-    """(L, L) bool, from the blocks of a layout."""
-    sees = torch.zeros(size, size, dtype=torch.bool)
-    for block in layout.own + layout.prefix:
-        visible = prefix_attention.attends_to(block.query_positions, block.key_positions, window)
-        for row, column, key in visible.nonzero().tolist():
-            sees[block.queries[row, column], block.keys[row, key]] = True
-    return sees
-
-
-def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
-    rollout = made_up_rollout([4, 4], [10, 10, 9, 2])
-    layout = pack_rows(rollout, torch.arange(4), True).layout
-    assert sorted(tuple(block.queries.shape) for block in layout.own) == [(1, 2), (2, 4), (3, 10)]
-    assert Counter(block.keys.shape[1] for block in layout.prefix) == {4: 2}
-    lone = pack_rows(rollout, torch.tensor([0, 2]), True).layout
-    assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]

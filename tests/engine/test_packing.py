@@ -1,0 +1,114 @@
+"""Packing: layouts written out, blocks of similar rows, micro-batches within a budget."""
+
+from collections import Counter
+
+import pytest
+import torch
+from conftest import PROMPTS, made_up_rollout
+
+from engine import prefix_attention
+from engine.packing import left_pad, micro_batches, pack_rows, pad_rows, positions_of
+from sample import sample_completions_for_prompts
+
+
+def test_who_sees_whom():
+    """Written out for two prompts of two tokens, with completions of one token, behind each other in one pass."""
+    rollout = made_up_rollout([2, 2], [1, 1, 1, 1])
+    batch = pack_rows(rollout, torch.arange(4), True)
+    assert batch.positions.tolist() == [[0, 1, 2, 2, 0, 1, 2, 2]]
+    sees = visible_tokens(batch.layout, 8, None)
+    assert sees.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],                         # the first completion: its prompt and itself
+        [1, 1, 0, 1, 0, 0, 0, 0],                         # its sibling
+        [0, 0, 0, 0, 1, 0, 0, 0],                         # another prompt
+        [0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 1, 1, 0, 1],
+    ]
+    assert visible_tokens(batch.layout, 8, 2).int()[3].tolist() == [0, 1, 0, 1, 0, 0, 0, 0], (
+        "counted in positions: the sibling in between does not matter"
+    )
+
+
+def visible_tokens(layout, size: int, window):
+    """(L, L) bool, from the blocks of a layout."""
+    sees = torch.zeros(size, size, dtype=torch.bool)
+    for block in layout.own + layout.prefix:
+        visible = prefix_attention.attends_to(block.query_positions, block.key_positions, window)
+        for row, column, key in visible.nonzero().tolist():
+            sees[block.queries[row, column], block.keys[row, key]] = True
+    return sees
+
+
+def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
+    rollout = made_up_rollout([4, 4], [10, 10, 9, 2])
+    layout = pack_rows(rollout, torch.arange(4), True).layout
+    assert sorted(tuple(block.queries.shape) for block in layout.own) == [(1, 2), (2, 4), (3, 10)]
+    assert Counter(block.keys.shape[1] for block in layout.prefix) == {4: 2}
+    lone = pack_rows(rollout, torch.tensor([0, 2]), True).layout
+    assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]
+
+
+def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, settings):
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    rows = torch.tensor([0, 1, 2, 5, 6, 9, 13, 15])
+    for shared_prompt in True, False:
+        for budget in 1, 60, 150, 10**6:
+            batches = micro_batches(rollout, rows, budget, shared_prompt)
+            assert sorted(torch.cat(batches).tolist()) == rows.tolist()
+            for batch in batches:
+                pack = pack_rows(rollout, batch, shared_prompt)
+                assert pack.ids.numel() <= budget or len(batch) == 1, f"{budget=} {pack.ids.shape=}"
+            assert budget < 10**6 or len(batches) == 1
+
+
+def test_rows_are_padded_on_either_side():
+    assert pad_rows([[1, 2], [3]], 9).tolist() == [[1, 2], [3, 9]]
+    assert pad_rows([torch.tensor([1.5]), torch.tensor([2.5, 3.5])], left=True).tolist() == [[0, 1.5], [2.5, 3.5]]
+    ids, mask = left_pad([[5, 6, 7], [8]], 4)
+    assert ids.tolist() == [[5, 6, 7], [4, 4, 8]] and mask.tolist() == [[True] * 3, [False, False, True]]
+    assert positions_of(mask).tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
+def test_plain_rows_written_out():
+    """Two prompts, one completion each; the second row is shorter, so its padding is masked and has position 0."""
+    rollout = made_up_rollout([2, 1], [3, 2])
+    batch = pack_rows(rollout, torch.tensor([0, 1]), False)
+    prompts, completions = rollout.prompt_ids, rollout.completion_ids
+    assert batch.ids[0].tolist() == [*prompts[0].tolist(), *completions[0].tolist()]
+    assert batch.ids[1].tolist() == [int(prompts[1, 1]), *completions[1, :2].tolist(), 0, 0]
+    assert batch.mask.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
+    assert batch.predictor[rollout.completion_mask].tolist() == [1, 2, 3, 5, 6] and batch.layout is None
+
+
+def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
+    """Rows of 10 + 5 tokens: two fit 30 tokens, siblings share a prompt, and one token less than needed splits them."""
+    rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
+    rows = torch.arange(4)
+    assert [len(b) for b in micro_batches(rollout, rows, 30, shared_prompt=False)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 29, shared_prompt=False)] == [1, 1, 1, 1]
+    assert [len(b) for b in micro_batches(rollout, rows, 40)] == [4]
+    assert [len(b) for b in micro_batches(rollout, rows, 39)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 20)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 19)] == [1, 1, 1, 1]
+    assert len(micro_batches(rollout, rows, 1000, at_least=3)) >= 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_the_longest_distance_of_a_block_is_the_largest_of_its_pairs(device):
+    """A window of this length hides a key, one more hides none. Ragged groups and a prompt with one completion."""
+    rollout = made_up_rollout([2, 9, 4], [3, 6, 5, 5, 7, 1])
+    layout = pack_rows(rollout, torch.tensor([0, 1, 2, 3, 4]), True, torch.device(device)).layout
+    for block in layout.own + layout.prefix:
+        longest, valid = block.longest_distance, (block.query_positions >= 0)[:, :, None]
+        every, fewer, all_again = (
+            prefix_attention.attends_to(block.query_positions, block.key_positions, window) & valid
+            for window in (None, longest, longest + 1)
+        )
+        assert torch.equal(every, all_again)
+        assert longest == 0 or device == "xla" or not torch.equal(every, fewer)  # rounded sizes make it a bound
+        keys = (block.key_positions < 2**30).sum(dim=1)
+        assert block.causal or block.padded_keys == bool((keys < block.keys.shape[1]).any())
