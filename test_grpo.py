@@ -570,6 +570,8 @@ def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_e
     following = torch.cat([values[:, 1:], torch.zeros(2, 1)], dim=1)
     td_error = rewards + 0.9 * following - values
     close(generalized_advantage_estimation(rewards, values, mask, gamma=0.9, lam=0.0)[0], td_error, 1e-12)
+    of_one_token = generalized_advantage_estimation(rewards[:, :1], values[:, :1], mask[:, :1])
+    close(of_one_token[0], rewards[:, :1] - values[:, :1], 1e-12)
 
 
 def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
