@@ -93,16 +93,14 @@ CASES = {
         "print(float(policy_loss(logp, logp, torch.ones(1), mask, num_tokens=1)[1]['policy_kl']))",
     ),
     "walls": Case(
-        "engine/packing.py", "prompts, completions, behind, device)\n    mask",
-        "prompts, list(behind), behind, device)\n    mask",
+        "engine/packing.py", "prompts, completions, prefix_of, device)", "prompts, list(prefix_of), prefix_of, device)",
         "largest difference between packed and plain log-probabilities, nat", PACKED_AND_ALONE,
     ),
     "first tokens": Case(
-        "engine/packing.py", "predictor[index, 0] = start + len(prompt) - 1", "pass", "the same", PACKED_AND_ALONE,
+        "engine/packing.py", "predictor[index, 0] = prompt_end - 1", "pass", "the same", PACKED_AND_ALONE,
     ),
     "positions": Case(
-        "engine/packing.py", "torch.arange(len(prompt), len(prompt) + length)",
-        "torch.arange(end - start, end - start + length)",
+        "engine/packing.py", "prompt_length + torch.arange(length)", "end - start + torch.arange(length)",
         "the same", PACKED_AND_ALONE,
     ),
     "temperature": Case(
