@@ -22,10 +22,9 @@ TOKENS_AT_ONCE = 64             # at least, since every chunk goes through the w
 class HeadLogProbs(torch.autograd.Function):
     """Compute logp, entropy and exact KL, (N,) nats each, of next tokens chosen (N,), from hidden (N, H).
 
-        log p(i) = logits[i] - logsumexp(logits)            d log p(chosen) / d logits[i] = [i = chosen] -
-        p(i) H = -sum_i p(i) log p(i)                            d H / d logits[i] = -p(i) (log p(i) + H)
-        KL = sum_i p(i) (log p(i) - log q(i))               d KL / d logits[i] = p(i) (log p(i) - log q(i) -
-        KL)
+        log p(i) = logits[i] - logsumexp(logits)      d log p(chosen) / d logits[i] = [i = chosen] - p(i)
+        H = -sum_i p(i) log p(i)                      d H / d logits[i] = -p(i) (log p(i) + H)
+        KL = sum_i p(i) (log p(i) - log q(i))         d KL / d logits[i] = p(i) (log p(i) - log q(i) - KL)
 
     autograd would keep and traverse a dozen (n, V) tensors for this, which took longer than the matrix
     products, and a gradient of the whole embedding for every chunk. Here a handful of tensors of one chunk
