@@ -2,11 +2,12 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from engine.logits import restrict_logits
-from engine.sampling_state import sample_inverse_cdf, uniform_streams
+from engine.sampling_state import SamplingState, find_interval, sample_inverse_cdf, uniform_streams
 
 
 def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
@@ -34,3 +35,24 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
     tokens, _ = sample_inverse_cdf(logits, torch.tensor([0.0, 1.0]))    # what u * total may round up to
     assert tokens.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("lengths,ends,goal,index,distance", [
+    ([1.0, 1.0], [1.0, 2.0], 1.0, 1, 0.0),                # an interval does not contain its end
+    ([0.5, 0.0, 0.5], [0.5, 0.625, 1.0], 0.5625, 2, -0.0625),                    # rounded ends: never an empty interval
+    ([0.5, 0.5, 0.0], [0.5, 1.0, 1.0], 1.0, 1, 0.5),      # beyond the last end: the last interval that is not empty
+    ([0.0, 2.0], [0.0, 2.0], 0.5, 1, 0.5),
+])
+def test_the_interval_of_a_point(lengths, ends, goal, index, distance):
+    found, inside = find_interval(torch.tensor([lengths]), torch.tensor([ends]), torch.tensor([[goal]]))
+    assert (found.item(), inside.item()) == (index, distance)
+
+
+def test_a_completion_of_full_length_gets_no_more_tokens():
+    policy = dict(temperature=1.0, top_k=0, top_p=1.0)
+    state = SamplingState(np.full((2, 3), 0.5, dtype=np.float32), [9], 0, policy, torch.device("cpu"))
+    for _ in range(5):
+        state.step(torch.tensor([0, 1]), torch.zeros(2, 5))
+    ids, mask, logp, stopped = state.results()
+    assert ids.tolist() == [[2, 2, 2]] * 2 and mask.all() and not stopped.any()
+    torch.testing.assert_close(logp, torch.full((2, 3), 0.2).log())
