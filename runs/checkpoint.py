@@ -4,8 +4,9 @@ uninterrupted one with the same versions and number of processes, otherwise equa
 
 A checkpoint is a folder that infer.py can load as a model, with the rest of the run beside it: the reference
 as another such folder, and state.pt with settings, progress, optimiser, schedule, value head, data position
-and random states. It does not depend on the number of processes: sharded tensors are gathered first. It is written under another name, flushed to the disk with checksums of all files, and renamed when
-complete, so a run that is killed, or a disk that is full, leaves the previous checkpoint intact.
+and random states. It does not depend on the number of processes: sharded tensors are gathered first. It is
+written under another name, flushed to the disk with checksums of all files, and renamed when complete, so a
+run that is killed, or a disk that is full, leaves the previous checkpoint intact.
 """
 
 import hashlib

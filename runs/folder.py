@@ -55,13 +55,13 @@ class RunFolder:
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
         if not training.resume and (self.path / "config.json").exists():
             raise ValueError(
-                f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder"
+                f"--output_dir={self.path}: holds another run; continue it with --resume, or name a new one"
             )
         folders = self.path.resolve(), *self.path.resolve().parents
         existing = next(folder for folder in folders if os.path.exists(folder))
         writes = not (training.check or training.explain or training.replay)
         if writes and not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name another one")
+            raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         refuse_missing(training.report_to)
         self.writes = is_main()
         self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
@@ -85,7 +85,8 @@ class RunFolder:
             if kept or name in ("metrics.jsonl", "rollouts.jsonl"):
                 replace_text(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
-        self.tracker = open_tracker(self.config.training.report_to, self.path, self.config.as_dict(), last_step)
+        config = self.config
+        self.tracker = open_tracker(config.training.report_to, self.path, config.as_dict(), last_step)
 
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
@@ -96,7 +97,8 @@ class RunFolder:
         if not self.writes:
             return
         line = {"step": step, "phase": phase}
-        line |= {name: or_none(value) if isinstance(value, float) else value for name, value in metrics.items()}
+        for name, value in metrics.items():
+            line[name] = or_none(value) if isinstance(value, float) else value
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if phase == "grpo":
@@ -114,22 +116,25 @@ class RunFolder:
         self.print(f"profile {training.profile or 'none'}: {settings}")
         size = sum(p.numel() for p in model.parameters()) / 1e6
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-        where = f"on {device}" if num_processes() == 1 else f"over {num_processes()} processes on {device.type}"
+        count = num_processes()
+        where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
         adapter = f", {trainable:.2f}M of them in the adapter that is trained" if trainable < size else ""
         name = config.model.model_path or "built-in tiny Gemma 3"
         self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{adapter}")
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         for phase in phases:
-            rows = training.batch_size * (config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
+            group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
+            rows = training.batch_size * group_size
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
-        self.print(f"forward passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
+        self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         for line in config.remarks():
             self.print(f"  note   {line}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """Print a line for a step, with units, and update the progress bar. step, total: of the phase."""
-        known = {name: value for name, value in metrics.items() if value or name not in ("unscored", "skipped")}
+        optional = "unscored", "skipped"
+        known = {name: value for name, value in metrics.items() if value or name not in optional}
         shown = [form.format(known[name]) for name, form in UNITS.items() if name in known]
         counted = f" (step {step_of_run})" if step != step_of_run else ""
         self.print(f"{phase} {step:>4}/{total}{counted}  " + "  ".join(shown))
@@ -140,9 +145,9 @@ class RunFolder:
         self.progress.update(self.bars[phase], completed=step, total=total)
 
     def log_completions(self, step: int, completions: list[dict], logged: bool) -> None:
-        """Print rewards and advantages of the first --log_groups groups; if logged, also write all completions.
+        """Print rewards and advantages of the first --log_groups groups; if logged, write all completions.
 
-        A whole completion is printed then: curves do not show a policy that exploits a reward function.
+        Then one is also printed whole: curves do not show a policy that exploits a reward function.
         """
         group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
         for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
@@ -176,8 +181,8 @@ class RunFolder:
         for m in metrics:
             if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]:
                 self.print(f"held out {ends[m['step']]}: {held_out_text(m, self.config)}")
-        path = self.path
-        self.print(f"final model: {path}/final, learning curve: {path}/curves.png, report: {path}/report.html")
+        files = {"final model": "final", "learning curve": "curves.png", "report": "report.html"}
+        self.print(", ".join(f"{name}: {self.path}/{file}" for name, file in files.items()))
 
     def __enter__(self):
         self.progress.start()

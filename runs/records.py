@@ -11,7 +11,7 @@ from engine.packing import completion_lengths
 
 
 def completion_records(experience, after=None) -> list[dict]:
-    """Return a record of rollouts.jsonl for each completion: texts and rewards first, then token ids for --replay.
+    """Return the lines of rollouts.jsonl, one for each completion: texts, rewards, and tokens for --replay.
 
     experience  an Experience;  after  LogProbs of its rollout after the updates
     """
@@ -23,7 +23,7 @@ def completion_records(experience, after=None) -> list[dict]:
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
         length = int(completion_lengths(mask[None]))      # with the tokens of an environment
 
-        def sampled_only(numbers, mask=mask, length=length):                     # None for an environment's tokens
+        def sampled_only(numbers, mask=mask, length=length):                  # None for environments' tokens
             pairs = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
             return [number if sampled else None for number, sampled in pairs]
 
@@ -61,10 +61,10 @@ def held_out_text(result: dict, config: Config) -> str:
     if by_accuracy and "eval_accuracy" in result:
         low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
-    points = {n.removeprefix("eval_reward/"): or_none(p) for n, p in result.items() if n.startswith("eval_reward/")}
-    points.pop("correctness", None)
-    scored = [f"{name} {value:.3f} points" for name, value in points.items() if value is not None]
-    return ", ".join(scored) or "nothing could be scored"
+    points = {name: or_none(value) for name, value in result.items() if name.startswith("eval_reward/")}
+    points.pop("eval_reward/correctness", None)
+    scored = [(name.removeprefix("eval_reward/"), value) for name, value in points.items() if value is not None]
+    return ", ".join(f"{name} {value:.3f} points" for name, value in scored) or "nothing could be scored"
 
 
 def points_text(reward: float | None) -> str:
@@ -78,7 +78,7 @@ def or_none(value) -> float | None:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Read the objects of a .jsonl file, [] if there is no file. A last line cut off by a crash is left out."""
+    """Read a .jsonl file, [] if there is none. A last line that a crash cut off is left out."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
