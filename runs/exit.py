@@ -18,8 +18,8 @@ class Diverged(RunError):
     def __init__(self, skipped: int, checkpoint: Path):
         folder = checkpoint.parents[1]
         super().__init__(
-            f"{skipped} steps in a row had a loss or gradient that is not finite. The weights before them are "
-            f"in {checkpoint}, the batches in {folder}/skipped.jsonl: inspect them with --replay, or lower "
+            f"{skipped} steps in a row had a loss or gradient that is not finite. The weights before them are"
+            f" in {checkpoint}, the batches in {folder}/skipped.jsonl: inspect them with --replay, or lower "
             "--learning_rate"
         )
 

@@ -63,8 +63,11 @@ def held_out_text(result: dict, config: Config) -> str:
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
     points = {name: or_none(value) for name, value in result.items() if name.startswith("eval_reward/")}
     points.pop("eval_reward/correctness", None)
-    scored = [(name.removeprefix("eval_reward/"), value) for name, value in points.items() if value is not None]
-    return ", ".join(f"{name} {value:.3f} points" for name, value in scored) or "nothing could be scored"
+    scored = [
+        f"{name.removeprefix('eval_reward/')} {value:.3f} points"
+        for name, value in points.items() if value is not None
+    ]
+    return ", ".join(scored) or "nothing could be scored"
 
 
 def points_text(reward: float | None) -> str:

@@ -253,7 +253,7 @@ class Run:
                 folder.append("reward_errors.jsonl", step, phase, experience.groups.failures)
             before, after = step - metrics["updates"], None
             every = self.config.training.log_rollouts_every
-            logged = is_due(before - 1, step - 1, every)          # the updates include step 1, 1 + n, 1 + 2n, ...
+            logged = is_due(before - 1, step - 1, every)          # its updates include step 1, 1 + n, ...
             if logged:
                 policy = self.config.grpo.policy
                 after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)

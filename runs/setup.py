@@ -49,7 +49,7 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> N
     """Raise ValueError if GRPO cannot work with these settings, this tokenizer or these examples."""
     size = config.grpo.num_completions_per_prompt
     if size < 2:
-        raise ValueError(f"--num_completions_per_prompt={size}: GRPO compares completions, it needs at least 2")
+        raise ValueError(f"--num_completions_per_prompt={size}: GRPO needs at least 2, to compare them")
     if tokenizer is None or tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
         raise ValueError("GRPO needs a tokenizer with pad_token and eos_token")
     if not dataset or not all("prompt" in example for example in dataset):
@@ -153,7 +153,7 @@ def set_up(config: Config) -> Run:
 
 
 def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
-    """Return the checkpoint to resume from, if there is one. Raises ValueError if the settings do not fit it."""
+    """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
     checkpoint = latest_checkpoint(folder.path, folder.print)
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(

@@ -70,7 +70,7 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     config = GRPOConfig(reward_functions=["never"], reward_weights=[1.0])
     found = findings_of(model, tokenizer, config, [never])["rewards"]
     assert found.ok is False and found.found == "never returned None or NaN for each of 8 completions"
-    assert found.fix == "nothing could be scored: does the data have what it looks for, such as answers?"
+    assert found.fix == "nothing could be scored: does the data have the columns that it needs, such as answers?"
 
 
 def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):
@@ -80,12 +80,12 @@ def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, t
     config = GRPOConfig(reward_functions=["fussy"], reward_weights=[1.0], reward_errors="none")
     found = findings_of(model, tokenizer, config, [fussy])["rewards"]
     assert found.ok is False and found.found.startswith("fussy failed on '<reasoning>because")
-    assert found.found.endswith("KeyError: 'level'") and found.fix == "nothing could be scored: mend the function"
+    assert found.found.endswith("KeyError: 'level'") and found.fix == "nothing could be scored: correct the function"
 
 
 def test_agreement_reads_as_a_sentence(model, tokenizer, settings):
     found = findings_of(model, tokenizer, settings)["padding"].found
-    assert found.startswith("with and without padding they differ by at most")
+    assert found.startswith("log-probabilities with and without padding differ by at most")
 
 
 def test_the_mask_is_drawn(model, tokenizer):
@@ -100,7 +100,7 @@ def test_the_mask_is_drawn(model, tokenizer):
 
 @pytest.mark.parametrize("shape", [(1, 3)])
 def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
-    assert startup_check.agreement(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
+    assert startup_check.compare(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
 
 
 def test_shared_prompt_never_forwards_plain_rows_and_says_so(tmp_path, capsys):

@@ -19,7 +19,7 @@ from test_train import comparable, run_folder, weights_of
 from runs.run import Run
 from runs import checkpoint
 import train
-from runs.checkpoint import damage, latest_checkpoint
+from runs.checkpoint import find_damage, latest_checkpoint
 from runs.command_line import parse_config
 from runs.folder import RunFolder
 from runs.records import read_jsonl
@@ -67,7 +67,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, number):
     assert process.returncode == 0 and "--resume" in output
     saved = latest_checkpoint(tmp_path / "run")
     last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"]
-    assert torch.load(saved / "state.pt", weights_only=True)["step"] == last
+    assert torch.load(saved / "state.pt", weights_only=True)["progress"]["step"] == last
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     error = process.communicate(timeout=20)[1]
     assert process.returncode == 130
     assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; continue from the last checkpoint")
-    assert damage(latest_checkpoint(tmp_path / "run")) == ""
+    assert find_damage(latest_checkpoint(tmp_path / "run")) == ""
 
 
 @pytest.mark.slow
@@ -157,11 +157,11 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whol
     monkeypatch.setattr(checkpoint, "flush", no_room)
     folder = run_folder(tmp_path / "full", *FLAGS)
     said = capsys.readouterr().out
-    assert said.count("could not save") == 1 and "No space left on device" in said and "going on without" in said
+    assert said.count("could not save") == 1 and "No space left on device" in said and "continuing without" in said
     assert_same(whole, folder)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006", "step-00000008"]
-    assert all(damage(path) == "" for path in (folder / "checkpoints").iterdir())
+    assert all(find_damage(path) == "" for path in (folder / "checkpoints").iterdir())
 
 
 def test_checksums_can_be_verified_without_this_project(whole):
@@ -212,9 +212,9 @@ def test_a_list_of_checksums_that_is_empty_or_cut_off_is_damage(tmp_path, left):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "state.pt").write_bytes(b"")
     (tmp_path / "tokenizer.json").write_text("{}")
-    checkpoint.seal(tmp_path)
-    assert checkpoint.damage(tmp_path) == ""
+    checkpoint.write_checksums(tmp_path)
+    assert checkpoint.find_damage(tmp_path) == ""
     sums = (tmp_path / "SHA256SUMS").read_text()
     for text in left, sums.rstrip("\n"):
         (tmp_path / "SHA256SUMS").write_text(text)
-        assert "SHA256SUMS" in checkpoint.damage(tmp_path)
+        assert "SHA256SUMS" in checkpoint.find_damage(tmp_path)
