@@ -121,7 +121,7 @@ def check_head(model, rollout: Rollout) -> Finding:
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0]
     ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask]
-    fix = "logits of this architecture need a step that compute_logits in engine/logits.py does not have: add it"
+    fix = "logits of this architecture need a step that compute_logits in engine/logits.py lacks: add it"
     return compare(model, "head", "chunked head and the model's own", ours, own, fix)
 
 

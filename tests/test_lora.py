@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, QUICK
+from conftest import ARCHITECTURES, PROMPTS, QUICK, comparable, run_folder
 from peft import PeftModel
-from test_train import comparable, run_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infer

@@ -1,4 +1,6 @@
-"""The start-up check must find what it promises to find: each promise is broken here once."""
+"""Each assumption that the start-up check tests is broken here once."""
+
+import copy
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import logprobs
 from engine import logits
 from runs.startup_check import check_setup, draw_row
 from conftest import start_run
+from tokenizers import processors
 from config import GRPOConfig
 from rewards import correctness
 from sample import sample_completions_for_prompts
@@ -109,7 +112,10 @@ def test_shared_prompt_never_forwards_plain_rows_and_says_so(tmp_path, capsys):
     assert start_run(tmp_path / "auto").shared_prompt is True
 
 
-def test_the_tokens_of_a_pass_fit_the_device_are_said_and_written_down(tmp_path, capsys):
-    assert start_run(tmp_path).config.training.max_tokens_per_forward == 2048
-    assert "passes of up to 2048 tokens" in capsys.readouterr().out
-    assert start_run(tmp_path / "more", "--max_tokens_per_forward", "300").config.training.max_tokens_per_forward == 300
+def test_a_tokenizer_that_appends_eos_to_prompts_is_seen_by_the_check(model, tokenizer, settings):
+    appending = copy.deepcopy(tokenizer)
+    appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)]
+    )
+    findings = {f.name: f for f in check_setup(model, appending, [{"prompt": "1+1=?"}] * 2, settings, [])}
+    assert findings["open prompt"].ok is False and findings["sampler"].ok
