@@ -353,4 +353,5 @@ def test_what_dynamic_sampling_replaces_is_remembered_too(tmp_path):
     flags = f"--use_grpo --cold_start_steps 0 --dynamic_sampling 2 --reward_functions {tmp_path}/none.py:none"
     run = start_run(tmp_path, *flags.split())
     train.grpo_training_step(run, next(run.batches))
-    assert len(run.progress.prompt_memory.earned) == 3 * 4 and set(run.progress.prompt_memory.earned.values()) == {(4, 2.0, 1.0)}
+    earned = run.progress.prompt_memory.earned
+    assert len(earned) == 3 * 4 and set(earned.values()) == {(4, 2.0, 1.0)}

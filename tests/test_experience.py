@@ -123,9 +123,11 @@ def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_tog
         assert sorted(rows.tolist()) == list(range(16))
         assert (rows.view(-1, 4) - rows.view(-1, 4)[:, :1] == torch.arange(4)).all()
     assert len({tuple(rows.tolist()) for rows in epochs}) > 1
-    assert all(torch.equal(a, b) for a, b in zip(parts, minibatches(run.config.grpo, 16, seed=run.minibatch_seed))), "the same again after a resume"
+    again = minibatches(run.config.grpo, 16, seed=run.minibatch_seed)
+    assert all(torch.equal(a, b) for a, b in zip(parts, again)), "the same again after a resume"
     run.progress.step += 1
-    assert not all(torch.equal(a, b) for a, b in zip(parts, minibatches(run.config.grpo, 16, seed=run.minibatch_seed)))
+    later = minibatches(run.config.grpo, 16, seed=run.minibatch_seed)
+    assert not all(torch.equal(a, b) for a, b in zip(parts, later))
     run = with_settings(base, minibatch_size=6)
     assert [len(rows) for rows in minibatches(run.config.grpo, 16, seed=run.minibatch_seed)] == [6, 6, 4]
     assert [rows.tolist() for rows in minibatches(with_settings(base).config.grpo, 16, seed=0)] == [list(range(16))]

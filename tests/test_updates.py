@@ -49,7 +49,7 @@ def off_policy(run, seed=0):
 
 
 def gradient(run, experience, *parts):
-    """All gradients in one vector, in float64, of accumulate_gradients called for each of the parts, or for all rows at once."""
+    """All gradients in one vector, in float64, of accumulate_gradients called for each part, or for all rows at once."""
     run.model.zero_grad()
     if run.value_head is not None:
         run.value_head.zero_grad()
@@ -340,7 +340,8 @@ def test_kl_in_the_reward_lowers_the_advantage_of_completions_that_left_the_refe
     expected = plain - (kl - kl.mean(dim=1, keepdim=True))[:3]
     torch.testing.assert_close(experience.advantages.view(4, 4)[:3], expected, atol=1e-3, rtol=1e-4)
     assert experience.metrics["kl"] == pytest.approx(float((k1 * experience.mask).sum() / experience.mask.sum()), rel=1e-3)
-    assert "kl" not in accumulate_gradients(run, experience, torch.arange(16), run.config.grpo), "and the loss has no second one"
+    losses = accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
+    assert "kl" not in losses, "and the loss has no second one"
 
 
 def test_what_could_not_be_scored_is_neither_trained_on_nor_counted(base):
@@ -487,5 +488,6 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(base):
         norm = train.optimizer_step(run, math.inf if broken == "loss" else losses["total_loss"])
         same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
         assert same == (broken is not None) and math.isfinite(norm) == (broken != "gradient")
-        assert run.progress.step == step + 1 and (run.progress.skipped, run.progress.skipped_in_a_row) == ((number, number) if broken else (2, 0))
+        skipped = run.progress.skipped, run.progress.skipped_in_a_row
+        assert run.progress.step == step + 1 and skipped == ((number, number) if broken else (2, 0))
         assert all(p.grad is None for p in run.model.parameters())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import comparable, run_folder, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs.run import Run
 from runs import checkpoint
@@ -148,3 +149,9 @@ def test_a_list_of_checksums_that_is_empty_or_cut_off_is_damage(tmp_path, left):
     for text in left, sums.rstrip("\n"):
         (tmp_path / "SHA256SUMS").write_text(text)
         assert "SHA256SUMS" in checkpoint.find_damage(tmp_path)
+
+
+def test_the_final_model_loads_without_this_project(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished / "final")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "final")
+    assert model(**tokenizer("1+1=?", return_tensors="pt")).logits.isfinite().all()

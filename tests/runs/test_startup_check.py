@@ -23,7 +23,10 @@ def findings_of(model, tokenizer, settings, functions=()):
 
 
 def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, settings, monkeypatch):
-    monkeypatch.setattr(startup_check, "completion_log_probs", lambda *a, temperature=1.0, **k: logprobs.completion_log_probs(*a, **k))
+    def without_temperature(*args, temperature=1.0, **options):
+        return logprobs.completion_log_probs(*args, **options)
+
+    monkeypatch.setattr(startup_check, "completion_log_probs", without_temperature)
     found = findings_of(model, tokenizer, settings)["sampler"]
     assert found.ok is False and "nat" in found.found and "--generation_top_p" in found.fix
 
