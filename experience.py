@@ -282,8 +282,8 @@ def rank_micro_batches(
 def minibatches(config, num_rows: int, seed: int) -> Iterator[Tensor]:
     """Yield the rows of each update on a rollout: every row once per epoch, in a new order each time.
 
-    Groups stay together, unless --minibatch_size is not a multiple of their size. If it is 0, an update
-    takes all rows.
+    Groups stay together, unless --minibatch_size is not a multiple of their size; 0: all rows in
+    one update.
     """
     size = config.minibatch_size or num_rows
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM,
-    Gemma4TextConfig, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, GraniteConfig, GraniteForCausalLM, Lfm2Config, Lfm2ForCausalLM,
+    Gemma4TextConfig, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, GraniteConfig, GraniteForCausalLM,
+    Lfm2Config, Lfm2ForCausalLM,
     LlamaConfig, LlamaForCausalLM, Ministral3Config, Ministral3ForCausalLM, MistralConfig, MistralForCausalLM, Olmo3Config,
     Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM,
     Qwen3MoeConfig, Qwen3MoeForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
