@@ -1,9 +1,10 @@
 """
-What an update learns from: groups of scored completions, and an Experience, which holds everything about a rollout that stays
-the same while the policy is updated on it.
+The data of an update: groups of scored completions, and an Experience, which holds everything about a rollout
+that stays the same while the policy is updated on it.
 
-Nothing here has a gradient. The passes that have one are in train.py, accumulate_gradients.
-Shapes: P prompts, G completions of each, B = P*G rows with the completions of a prompt adjacent, T completion tokens.
+Nothing here has a gradient. The forward passes that have one are in train.py, accumulate_gradients.
+Shapes: P prompts, G completions of each, B = P*G rows with the completions of a prompt adjacent, b rows of a
+micro-batch, T completion tokens.
 Units: rewards and values in points, log-probabilities (logp) and KL in nats.
 """
 
@@ -18,7 +19,8 @@ from engine.packing import completion_lengths, micro_batches
 from engine.sampling_state import occurrences
 from engine.sharding import gathered_weights
 from grpo import (
-    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty,
+    compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
+    overlong_penalty,
 )
 from logprobs import LogProbs, completion_log_probs
 from model import moved_to
@@ -32,31 +34,32 @@ class Groups:
 
     examples: list[dict]                # P
     rollout: Rollout
-    scores: Tensor                      # (P, G) weighted sum of the reward functions; NaN where they could not score
+    scores: Tensor                      # (P, G) points, weighted sum of the reward functions; NaN: not scored
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
-    rewards: Tensor                     # (P, G) what is learned from: scores clipped, and penalised for being overlong
+    rewards: Tensor                     # (P, G) points, see shape_rewards
     replaced: int = 0                   # number of tied groups that dynamic sampling replaced
-    failures: list[dict] = field(default_factory=list)   # calls of reward functions that raised or took too long
+    failures: list[dict] = field(default_factory=list)    # calls of reward functions that raised or timed out
 
     @property
     def tied(self) -> Tensor:
-        """(P,) bool: all rewards of the group are equal, so it has no gradient."""
+        """Return (P,) bool: all rewards of the group are equal, so it has no gradient."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
 
     def select(self, keep: Tensor) -> "Groups":
         """Return the groups of the prompts where keep (P,) is True."""
         return replace(
-            self, examples=[example for example, kept in zip(self.examples, keep.tolist(), strict=True) if kept],
-            rollout=select_groups(self.rollout, keep), scores=self.scores[keep], rewards=self.rewards[keep],
+            self, rollout=select_groups(self.rollout, keep), scores=self.scores[keep],
+            rewards=self.rewards[keep],
+            examples=[example for example, kept in zip(self.examples, keep.tolist(), strict=True) if kept],
             per_function={name: points[keep] for name, points in self.per_function.items()},
         )
 
     @staticmethod
     def join(parts: list["Groups"]) -> "Groups":
-        """Return several groups as one."""
+        """Concatenate along P."""
         return Groups(
-            [example for part in parts for example in part.examples], join_rollouts([part.rollout for part in parts]),
-            torch.cat([part.scores for part in parts]),
+            [example for part in parts for example in part.examples],
+            join_rollouts([part.rollout for part in parts]), torch.cat([part.scores for part in parts]),
             {name: torch.cat([part.per_function[name] for part in parts]) for name in parts[0].per_function},
             torch.cat([part.rewards for part in parts]), sum(part.replaced for part in parts),
             [failure for part in parts for failure in part.failures],
@@ -64,68 +67,75 @@ class Groups:
 
 
 def sample_on_all_ranks(model, sample_and_score: Callable, examples: list[dict], attempt: int) -> Groups:
-    """Join the groups that sample_and_score(examples, prompt_occurrences, attempt) returns for each rank's slice."""
+    """Call sample_and_score(examples, prompt_occurrences, attempt) on each rank's slice, join the groups."""
     mine, repeats = rank_slice(examples), rank_slice(occurrences([example["prompt"] for example in examples]))
     with gathered_weights(model):
         parts = gather_from_ranks(lambda: sample_and_score(mine, repeats, attempt) if mine else None)
     return Groups.join([part for part in parts if part is not None])
 
 
-def replace_tied_groups(sample: Callable, examples: list[dict], next_examples: Callable, attempts: int) -> tuple[Groups, list]:
+def replace_tied_groups(
+    sample_all: Callable, examples: list[dict], next_examples: Callable, attempts: int
+) -> tuple[Groups, list[Groups]]:
     """Sample groups, and replace tied ones by groups of the next prompts (DAPO, arXiv:2503.14476 sec. 3.2).
 
-    sample         examples, number of the attempt -> Groups
+    sample_all     examples, number of the attempt -> Groups
     next_examples  n -> the next n examples of the data
-    attempts       at most so many replacements; groups that are still tied after the last one stay
+    attempts       maximum number of replacements; groups that are still tied after the last one stay
     returns        the groups, and a list of everything that was sampled
     """
-    groups = sample(examples, 0)
+    groups = sample_all(examples, 0)
     sampled = [groups]
     for attempt in range(1, attempts + 1):
         tied = groups.tied
         if not tied.any():
             break
-        new = sample(next_examples(int(tied.sum())), attempt)
+        new = sample_all(next_examples(int(tied.sum())), attempt)
         groups = Groups.join([groups.select(~tied), replace(new, replaced=int(tied.sum()))])
         sampled.append(new)
     return groups, sampled
 
 
-def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor] | None = None) -> Tensor:
-    """Return the rewards (P, G) that are learned from: scores combined, clipped and penalised as the flags say.
+def shape_rewards(
+    config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Compute the rewards (P, G) that are learned from: scores combined, clipped and penalised by length.
 
-    With --reward_combination gdpo (arXiv:2601.05242) the group advantages of the functions are added up, not their points:
-    a function whose points differ little counts as much as one whose points differ widely.
+    With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced by
         sum of weight * (r - mean(group)) / std(group)
+    so that a function whose points differ little counts as much as one whose points differ widely.
     """
     if config.reward_combination == "gdpo" and per_function:
         advantages = {}
-        for (name, points), clip in zip(per_function.items(), config.reward_clips or [0] * len(per_function), strict=True):
+        clips = config.reward_clips or [0] * len(per_function)
+        for (name, points), clip in zip(per_function.items(), clips, strict=True):
             clipped = points.clamp(-(clip or torch.inf), clip or torch.inf)
             scaled = compute_group_advantages(clipped, epsilon=config.advantage_epsilon)
             advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
         scores = weighted_sum(advantages, config.weights)
-    rewards = scores.clamp(-config.reward_clip, config.reward_clip) if config.reward_clip else scores    # NaN stays NaN
+    if config.reward_clip:
+        scores = scores.clamp(-config.reward_clip, config.reward_clip)           # NaN stays NaN
     if config.overlong != "penalise":
-        return rewards
+        return scores
     limit = config.generation_max_length
-    lengths = completion_lengths(rollout.completion_mask).view_as(rewards)
-    return rewards + overlong_penalty(lengths, max_tokens=limit, buffer=config.overlong_buffer or max(1, limit // 5))
+    lengths = completion_lengths(rollout.completion_mask).view_as(scores)
+    buffer = config.overlong_buffer or max(1, limit // 5)
+    return scores + overlong_penalty(lengths, max_tokens=limit, buffer=buffer)
 
 
 @dataclass
 class Experience:
-    """A rollout as the updates use it, on the CPU; (B, T) unless stated otherwise."""
+    """A rollout with everything that its updates need, on the CPU. Tensors are (B, T) unless stated."""
 
     examples: list[dict]                # P
     rollout: Rollout
     mask: Tensor                        # bool, tokens that are trained on
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
     sampling_logp: Tensor               # nats, under the distribution that was sampled from
-    old_logp: Tensor                    # nats, denominators of ratios: sampling_logp, or the trainer's with importance weights
-    weights: Tensor | None = None       # importance weights
-    reference_logp: Tensor | None = None
-    old_values: Tensor | None = None    # points expected before each token
+    old_logp: Tensor                    # nats, denominators of the ratios: sampling_logp, or recomputed
+    weights: Tensor | None = None       # importance weights; with them old_logp is recomputed
+    reference_logp: Tensor | None = None                  # nats
+    old_values: Tensor | None = None    # points that the value head expected before each token
     returns: Tensor | None = None       # points, targets of the value head
     groups: Groups | None = None        # None: demonstrations
     metrics: dict = field(default_factory=dict)
@@ -137,34 +147,40 @@ class Experience:
         return dict(num_tokens=max(1, int(mask.sum())), num_sequences=num_sequences, max_tokens=max_tokens)
 
     def has_gradient(self, rows: Tensor, config) -> Tensor:
-        """(b,) bool: rows with a gradient. Rows of tied groups have none, unless a term of the loss needs no advantage."""
-        needs_no_advantage = (config.kl_coef > 0 and config.kl_in == "loss") or config.entropy_coef or config.use_value_head
-        return self.mask[rows].any(dim=1) & (bool(needs_no_advantage) | (self.advantages[rows] != 0).any(dim=1))
+        """Return (b,) bool: the rows that have a gradient.
+
+        Rows of tied groups have none, unless a term of the loss does not depend on advantages.
+        """
+        kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
+        always = bool(kl_in_loss or config.entropy_coef or config.use_value_head)
+        return self.mask[rows].any(dim=1) & (always | (self.advantages[rows] != 0).any(dim=1))
 
     def sampled_kl(self, logp: Tensor, estimator: str) -> Tensor:
-        """Estimate KL(policy || reference) (b, T) from the sampled tokens. ratio_k3: k3 times the differentiable ratio."""
+        """Estimate KL(policy || reference) (b, T) in nats. ratio_k3 is k3 times the differentiable ratio."""
         ratio = None
         if estimator == "ratio_k3":
             ratio = torch.where(self.mask, logp - self.sampling_logp, 0.0).clamp(-20, 20).exp()
         return kl_penalty(logp, self.reference_logp, estimator=estimator.removeprefix("ratio_"), ratio=ratio)
 
     def select(self, rows: Tensor, device) -> "Experience":
-        """Return the tensors of some rows on a device. The rollout stays whole: rows are indices into it."""
+        """Return the tensors of some rows, on a device. The rollout stays whole: rows are indices into it."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: t[rows].to(device) for name, t in tensors.items() if isinstance(t, Tensor)})
+        tensors = {name: t[rows].to(device) for name, t in tensors.items() if isinstance(t, Tensor)}
+        return replace(self, **tensors)
 
 
 def compute_experience(
-    groups: Groups, advantages: Tensor, config, model, *, reference=None, value_head=None, kl_coef: float = 0.0, **forwarding
+    groups: Groups, advantages: Tensor, config, model, *, reference=None, value_head=None,
+    kl_coef: float = 0.0, **forwarding,
 ) -> Experience:
-    """Compute what the updates need besides group advantages (P, G): forward passes without gradient, once per rollout.
+    """Compute what the updates need besides group advantages (P, G), once per rollout and without gradient.
 
     config      a GRPOConfig;  kl_coef  points per nat, for --kl_in reward
     forwarding  max_tokens, shared_prompt: see log_probs_of_rollout
     """
-    rollout, rewards, metrics = groups.rollout, groups.rewards, {}
-    # What could not be scored is not trained on, and not counted either.
-    mask = rollout.completion_mask & ~rewards.reshape(-1, 1).isnan()             # (B, T)
+    rollout, metrics = groups.rollout, {}
+    # Completions that could not be scored are neither trained on nor counted in the denominators.
+    mask = rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()      # (B, T)
     if config.overlong == "mask":
         mask = mask & rollout.finished[:, None]
     reference_logp = logp = values = weights = returns = None
@@ -177,25 +193,25 @@ def compute_experience(
     if config.importance_cap:
         weights = importance_weights(logp, rollout.sampling_logp, mask, cap=config.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())
-    penalty = torch.zeros(mask.shape)                                            # (B, T) points
+    penalty = torch.zeros(mask.shape)                                            # (B, T), in points
     if reference is not None and config.kl_in == "reward":
         kl = torch.where(mask, kl_penalty(rollout.sampling_logp, reference_logp, estimator="k1"), 0.0)
-        metrics["kl"] = float(kl.sum() / mask.sum())                             # NaN where nothing is trained on
+        metrics["kl"] = float(kl.sum() / mask.sum())      # NaN if no token is trained on
         penalty = kl_coef * kl
 
     if value_head is None:
-        # The penalty is centred within the group and not scaled, so that its weight means the same in every group and
-        # in the loss. Divided by the standard deviation of the rewards it would be enormous where they hardly differ.
-        penalties = compute_group_advantages(-penalty.sum(dim=1).view_as(rewards), scale="none")
+        # The penalty is centred within the group and not scaled, so that kl_coef means the same in all groups
+        # and in the loss. Divided by the standard deviation of almost equal rewards it would be enormous.
+        penalties = compute_group_advantages(-penalty.sum(dim=1).view_as(groups.rewards), scale="none")
         advantages = (advantages + penalties).float().view(-1, 1)
     else:
         advantages, returns = token_advantages(
-            config, rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points
+            config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points
         )
     old_logp = rollout.sampling_logp if weights is None else logp
     return Experience(
-        groups.examples, rollout, mask, advantages, rollout.sampling_logp, old_logp, weights, reference_logp, values, returns,
-        groups, metrics,
+        groups.examples, rollout, mask, advantages, rollout.sampling_logp, old_logp, weights, reference_logp,
+        values, returns, groups, metrics,
     )
 
 
@@ -208,21 +224,23 @@ def demonstrations_as_experience(examples: list[dict], rollout: Rollout) -> Expe
 def token_advantages(
     config, rewards: Tensor, penalty: Tensor, values: Tensor, mask: Tensor, turn_points: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """rewards (B, 1), penalty, values, mask (B, T) -> advantages, returns (B, T), by GAE.
+    """Compute advantages and returns (B, T) by GAE.
 
-    A completion's reward comes with its last token, penalties with each token. The environment's part of it, turn_points
-    (B, T), comes with the last token of each turn, if it counts among the rewards.
+    rewards      (B, 1) points of completions, assigned to their last tokens
+    penalty      (B, T) points, subtracted at each token;  values, mask  (B, T)
+    turn_points  (B, T) the environment's part of the rewards, assigned to the last token of each turn
     """
     last = torch.arange(mask.shape[1]) == completion_lengths(mask)[:, None] - 1  # (B, T)
-    early = torch.zeros(mask.shape)                       # (B, T) points
+    turn_rewards = torch.zeros(mask.shape)                                       # (B, T)
     if turn_points is not None:
-        early = torch.where(mask, turn_points * config.environment_weight, 0.0)
-    by_token = torch.where(last, rewards.float() - early.sum(dim=1, keepdim=True), 0.0) + early - penalty
+        turn_rewards = torch.where(mask, turn_points * config.environment_weight, 0.0)
+    remaining = rewards.float() - turn_rewards.sum(dim=1, keepdim=True)          # (B, 1)
+    token_rewards = torch.where(last, remaining, 0.0) + turn_rewards - penalty   # (B, T)
     advantages, returns = generalized_advantage_estimation(
-        by_token, values, mask, gamma=config.gae_gamma, lam=config.gae_lambda
+        token_rewards, values, mask, gamma=config.gae_gamma, lam=config.gae_lambda
     )
     if config.normalize_advantages and mask.sum() > 1:
-        # Centred as well as scaled: the baseline is the value, and what it misses early in training is the same everywhere.
+        # Centred as well as scaled: early in training the value head is wrong by about the same everywhere.
         scaled = (advantages - advantages[mask].mean()) / (advantages[mask].std() + config.advantage_epsilon)
         advantages = torch.where(mask, scaled, 0.0)
     return advantages, returns
@@ -232,18 +250,21 @@ def token_advantages(
 def log_probs_of_rollout(
     model, rollout: Rollout, policy: dict, *, value_head=None, max_tokens: int, shared_prompt: bool
 ) -> LogProbs:
-    """Return the log-probabilities of a whole rollout under a model, on the CPU; each rank forwards some of the rows.
+    """Compute log-probabilities of a whole rollout under a model, on the CPU. Each rank forwards some rows.
 
     policy  temperature, top_k, top_p;  max_tokens, shared_prompt: see rank_micro_batches
     """
-    shape = rollout.completion_mask.shape
-    found = {name: torch.zeros(shape) for name in ["logp", "entropy"] + ["values"] * (value_head is not None)}
-    batches = rank_micro_batches(rollout, torch.arange(shape[0]), max_tokens, shared_prompt, next(model.parameters()).device)
-    for rows, counts in batches:
-        now = completion_log_probs(model, rollout, rows, **policy, shared_prompt=shared_prompt, value_head=value_head)
-        for name in found if counts else ():
-            found[name][rows] = getattr(now, name).cpu()
-    return LogProbs(**{name: all_sum(values) for name, values in found.items()})             # 0 on all ranks but one
+    shape, device = rollout.completion_mask.shape, next(model.parameters()).device
+    names = ["logp", "entropy"] + ["values"] * (value_head is not None)
+    results = {name: torch.zeros(shape) for name in names}
+    all_rows = torch.arange(shape[0])
+    for rows, counts in rank_micro_batches(rollout, all_rows, max_tokens, shared_prompt, device):
+        new = completion_log_probs(
+            model, rollout, rows, **policy, shared_prompt=shared_prompt, value_head=value_head
+        )
+        for name in names if counts else ():
+            results[name][rows] = getattr(new, name).cpu()
+    return LogProbs(**{name: all_sum(values) for name, values in results.items()})     # 0 on the other ranks
 
 
 def rank_micro_batches(
@@ -251,15 +272,18 @@ def rank_micro_batches(
 ) -> Iterator[tuple[Tensor, bool]]:
     """Split rows into micro-batches of at most max_tokens tokens, and yield those of this rank.
 
-    Each comes with whether it counts: a rank without work repeats a micro-batch for the others (lockstep_batches).
+    Each comes with a bool, False if it must not be counted: a rank that has no micro-batch left repeats one,
+    because the other ranks need its part of the weights (lockstep_batches).
     """
-    return lockstep_batches(micro_batches(rollout, rows, max_tokens, shared_prompt, data_parallel_size(), device))
+    batches = micro_batches(rollout, rows, max_tokens, shared_prompt, data_parallel_size(), device)
+    return lockstep_batches(batches)
 
 
 def minibatches(config, num_rows: int, seed: int) -> Iterator[Tensor]:
     """Yield the rows of each update on a rollout: every row once per epoch, in a new order each time.
 
-    Groups stay together, unless --minibatch_size is not a multiple of them. Without it an update takes all rows.
+    Groups stay together, unless --minibatch_size is not a multiple of their size; 0: all rows in
+    one update.
     """
     size = config.minibatch_size or num_rows
     generator = torch.Generator().manual_seed(seed)

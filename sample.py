@@ -1,12 +1,12 @@
 """
-Sampling: prompts in, groups of completions out, each token with the log-probability it was drawn with.
+Sampling: prompts in, groups of completions out, with the log-probability of each sampled token.
 
-A prompt is forwarded once and its keys and values shared by the G siblings (engine/cache.py). Tokens
-are drawn from a random stream of each completion (engine/sampling_state.py), so a completion is the same alone, in a batch, after
-others have ended, or from a queue.
+A prompt is forwarded once, and its keys and values are shared by its G completions (engine/cache.py).
+Each completion has a random stream of its own (engine/sampling_state.py), so it does not depend on the
+others: it is the same alone, in a batch, and from a queue.
 
-Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with siblings adjacent, T completion tokens,
-R active rows, H hidden size.
+Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
+adjacent, T completion tokens, R active rows, H hidden size.
 """
 
 from collections import defaultdict, deque
@@ -28,41 +28,41 @@ from model import merged_adapter
 
 INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5)       # share of active rows; XLA pads to powers of two
-STEPS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)     # by device: checking which completions ended waits for the device
+STEPS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)     # checking for ended rows waits for the device
 
 
 @dataclass
 class Rollout:
-    """P prompts with G completions each, as ids from here on: text is for reward functions and people. On the CPU."""
+    """P prompts with G completions each, on the CPU. Training uses the ids, reward functions the texts."""
 
     prompt_ids: Tensor          # (P, Tp) left-padded
     prompt_mask: Tensor         # (P, Tp) bool
     completion_ids: Tensor      # (B, T) right-padded
-    completion_mask: Tensor     # (B, T) bool, True on tokens the policy chose, stop tokens included; not on an environment's
-    sampling_logp: Tensor       # (B, T) nats under the distribution that was drawn from; 0 where completion_mask is False
-    finished: Tensor            # (B,) bool, False where the length limit came before a stop token, or before an answer
-    completions: list           # B texts, without the stop token; of conversations, lists of the messages after the prompt
-    turn_points: Tensor | None = None       # (B, T) an environment's points at the last token of each turn; NaN: it raised
+    completion_mask: Tensor     # (B, T) bool, True on sampled tokens, False on those of an environment
+    sampling_logp: Tensor       # (B, T) nats, under the distribution that was sampled from; 0 elsewhere
+    finished: Tensor            # (B,) bool, False if the length limit came before a stop token or answer
+    completions: list           # B texts without stop token, or lists of the messages after the prompt
+    turn_points: Tensor | None = None   # (B, T) of an environment, at the last token of a turn; NaN: error
 
 
 def sample_completions_for_prompts(
-    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None, shared_prompt: bool = True,
-    batch_size: int | None = None, prompt_occurrences: list[int] | None = None, responders: list | None = None,
-    on_tokens=None,
+    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
+    shared_prompt: bool = True, batch_size: int | None = None, prompt_occurrences: list[int] | None = None,
+    responders: list | None = None, on_tokens=None,
 ) -> Rollout:
     """Sample a group of completions for each prompt.
 
     prompts  strings, lists of chat messages, or lists of token ids
-    config   has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature (0: the most
-             likely token), generation_top_k (0: all), generation_top_p (1: all), generation_batch_size (completions
-             at once, the others wait in a queue; 0: all)
-    seed     the same seed, prompt and number in the group give the same completion, whatever else is in the batch
+    config   has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
+             (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
+             generation_batch_size (completions at once, the others wait in a queue; 0: all)
+    seed     the same seed, prompt and number in the group give the same completion in every batch
     num_completions     G, if not the config's
     shared_prompt       False for models whose layers carry state, as in completion_log_probs
     batch_size          completions at once, if not the config's
     prompt_occurrences  result of occurrences() for these prompts, if they are part of a larger batch
     responders          for each prompt a function of its conversation that returns the environment's message
-    on_tokens           a function of the new tokens (n,) of the first completion, called while they are drawn
+    on_tokens           called with the new tokens (n,) of the first completion while they are sampled
     """
     group_size = num_completions or config.num_completions_per_prompt
     greedy = config.generation_temperature == 0
@@ -80,37 +80,41 @@ def sample_completions_for_prompts(
         Conversation(tokenizer, prompt, respond, config, stop_ids)
         for prompt, respond in zip(prompts, responders, strict=True) for _ in range(group_size)
     ]
-    state = SamplingState(uniforms, stop_ids, tokenizer.pad_token_id, policy, device, conversations, on_tokens)
+    pad_id, limit = tokenizer.pad_token_id, batch_size or config.generation_batch_size or len(uniforms)
+    state = SamplingState(uniforms, stop_ids, pad_id, policy, device, conversations, on_tokens)
     cut_graph(device)
     with sampling_mode(model, shared_prompt):
         sample_from_queue(
             model, encoded, state, group_size, shared_prompt=shared_prompt,
-            groups_at_once=max(1, (batch_size or config.generation_batch_size or len(uniforms)) // group_size),
+            groups_at_once=max(1, limit // group_size),
         )
     return as_rollout(state, encoded, tokenizer)
 
 
 def sample_from_queue(
-    model, prompts: list[list[int]], state: SamplingState, group_size: int, *, groups_at_once: int, shared_prompt: bool
+    model, prompts: list[list[int]], state: SamplingState, group_size: int, *, groups_at_once: int,
+    shared_prompt: bool,
 ) -> None:
-    """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, and so on."""
+    """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, repeat."""
     queue, cache, active = deque(range(len(prompts))), None, []
     while queue or active:
         room = groups_at_once - -(-len(active) // group_size)
-        if queue and (not active or (room > 0 and shared_prompt)):               # PlainCache takes prompts once
+        if queue and (not active or (room > 0 and shared_prompt)):        # PlainCache takes prompts once
             if not active:
                 cache = PrefixCache(model) if shared_prompt else PlainCache(model)
             new_prompts = [queue.popleft() for _ in range(min(len(queue), room))]
             new_rows = prefill(model, prompts, new_prompts, state, cache, group_size)
-            active = state.active_rows(active + new_rows)                        # a completion may be a single token
+            active = state.active_rows(active + new_rows)                 # a completion may be a single token
         else:
             active = decode(model, active, state, cache, group_size)
 
 
-def prefill(model, prompts: list[list[int]], numbers: list[int], state: SamplingState, cache, group_size: int) -> list[int]:
-    """Forward some of the prompts and draw the first token of their completions. Return the rows of these."""
-    hidden = cache.add_prompts(numbers, [prompts[p] for p in numbers])           # (number of prompts or more, H)
-    row_ids = [p * group_size + g for p in numbers for g in range(group_size)]
+def prefill(
+    model, prompts: list[list[int]], new_prompts: list[int], state: SamplingState, cache, group_size: int
+) -> list[int]:
+    """Forward the new prompts and sample the first token of their completions. Return the rows of these."""
+    hidden = cache.add_prompts(new_prompts, [prompts[p] for p in new_prompts])   # (new prompts or more, H)
+    row_ids = [p * group_size + g for p in new_prompts for g in range(group_size)]
     padding = [state.dummy_row] * (len(hidden) * group_size - len(row_ids))
     logits = compute_logits(model, hidden).repeat_interleave(group_size, dim=0)
     state.step(torch.tensor(row_ids + padding).to(logits.device), logits)
@@ -119,20 +123,20 @@ def prefill(model, prompts: list[list[int]], numbers: list[int], state: Sampling
 
 
 def decode(model, active: list[int], state: SamplingState, cache, group_size: int) -> list[int]:
-    """Draw tokens for the active rows until enough of them have ended or the cache is full. Return those still active."""
+    """Sample tokens until enough rows have ended or the cache is full. Return the rows still active."""
     device, max_length = state.ids.device, state.ids.shape[1]
     longest = int(state.count.cpu()[active].max())        # tokens so far; the last one is forwarded next
     capacity = min(longest + max(INITIAL_CAPACITY, longest), max_length) - 1
-    row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)        # (R,)
+    row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)   # (R,)
     cut_graph(device)                                     # so that every step is the same program
-    # Recurrent layers cannot go back, so with PlainCache an ended turn is answered before the next token.
+    # Recurrent layers cannot go back: with PlainCache an environment replies as soon as a turn has ended.
     must_check = state.conversations and isinstance(cache, PlainCache)
     steps_between_checks = 1 if must_check else STEPS_BETWEEN_CHECKS[device.type]
     enough = int(len(active) * COMPACT_BELOW[device.type])
     while longest <= capacity and len(active) > enough:
         for _ in range(min(capacity - longest + 1, steps_between_checks)):
             count = state.count[row_ids]
-            hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                            # (R, H)
+            hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
             state.step(row_ids, compute_logits(model, hidden))
             longest += 1
             cut_graph(device)
@@ -141,19 +145,21 @@ def decode(model, active: list[int], state: SamplingState, cache, group_size: in
 
 
 def as_rollout(state: SamplingState, prompts: list[list[int]], tokenizer) -> Rollout:
-    """Collect what was sampled. An environment's tokens are not part of the mask."""
+    """Return the sampled completions as a Rollout. The mask is False on an environment's tokens."""
     ids, mask, logp, stopped = state.results()
     prompt_ids, prompt_mask = left_pad(prompts, tokenizer.pad_token_id)
     lengths = mask.sum(dim=1).tolist()
     if not state.conversations:
-        texts = [row[: n - ended] for row, n, ended in zip(ids.tolist(), lengths, stopped.tolist(), strict=True)]
+        ends = (mask.sum(dim=1) - stopped.long()).tolist()                       # without the stop token
+        texts = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
         completions = tokenizer.batch_decode(texts, skip_special_tokens=True)
         return Rollout(prompt_ids, prompt_mask, ids, mask, logp, stopped, completions)
     points = torch.zeros(mask.shape)
     for row, conversation in enumerate(state.conversations):
         points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
+    sampled = mask & (state.forced_on_host[: len(ids), : ids.shape[1]] < 0)      # not an environment's
     return Rollout(
-        prompt_ids, prompt_mask, ids, mask & (state.forced_on_host[: len(ids), : ids.shape[1]] < 0), logp,
+        prompt_ids, prompt_mask, ids, sampled, logp,
         finished=stopped & ~torch.tensor([conversation.too_long for conversation in state.conversations]),
         completions=[
             conversation.completion_messages(row[:n])
@@ -164,12 +170,13 @@ def as_rollout(state: SamplingState, prompts: list[list[int]], tokenizer) -> Rol
 
 
 def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
-    """The groups of the prompts where keep (P,) is True."""
+    """Return the groups of the prompts where keep (P,) is True."""
     rows = keep.repeat_interleave(len(rollout.completions) // len(rollout.prompt_ids))           # (B,)
     by_row = rollout.completion_ids, rollout.completion_mask, rollout.sampling_logp, rollout.finished
     texts = [text for text, kept in zip(rollout.completions, rows.tolist(), strict=True) if kept]
     points = None if rollout.turn_points is None else rollout.turn_points[rows]
-    return Rollout(rollout.prompt_ids[keep], rollout.prompt_mask[keep], *(tensor[rows] for tensor in by_row), texts, points)
+    prompts = rollout.prompt_ids[keep], rollout.prompt_mask[keep]
+    return Rollout(*prompts, *(tensor[rows] for tensor in by_row), texts, points)
 
 
 def join_rollouts(rollouts: list[Rollout]) -> Rollout:
@@ -178,28 +185,28 @@ def join_rollouts(rollouts: list[Rollout]) -> Rollout:
         return pad_rows([row for rollout in rollouts for row in getattr(rollout, name)], left=left)
 
     return Rollout(
-        join("prompt_ids", left=True), join("prompt_mask", left=True), join("completion_ids"), join("completion_mask"),
-        join("sampling_logp"), torch.cat([rollout.finished for rollout in rollouts]),
+        join("prompt_ids", left=True), join("prompt_mask", left=True), join("completion_ids"),
+        join("completion_mask"), join("sampling_logp"), torch.cat([rollout.finished for rollout in rollouts]),
         [text for rollout in rollouts for text in rollout.completions],
         None if rollouts[0].turn_points is None else join("turn_points"),
     )
 
 
 def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout:
-    """What somebody else wrote ("completion"), as if it had been sampled: one completion for each prompt."""
+    """Return the demonstrations of examples as a rollout with one completion for each prompt."""
     stops = stop_token_ids(model, tokenizer)
     texts = [example["completion"] for example in examples]
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    rows = [encode_demonstration(tokenizer, example["prompt"], example["completion"], stops) for example in examples]
+    rows = [encode_demonstration(tokenizer, e["prompt"], e["completion"], stops) for e in examples]
     completion_ids, mask = map(pad_rows, zip(*rows, strict=True))
     return Rollout(
-        *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, sampling_logp=torch.zeros(mask.shape),
+        *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, torch.zeros(mask.shape),
         finished=torch.ones(len(texts), dtype=torch.bool), completions=texts,
     )
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
-    """Every id that ends a completion: the generation config's and the tokenizer's (Gemma 3 has two)."""
+    """Return the ids that end a completion: the generation config's and the tokenizer's. Gemma 3 has two."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     configured = configured if isinstance(configured, list) else [configured]
     return sorted({i for i in [*configured, tokenizer.eos_token_id] if i is not None})
@@ -207,11 +214,11 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 
 @contextmanager
 def sampling_mode(model, shared_prompt: bool):
-    """No gradients, so nothing to recompute, no dropout, adapters merged; restored afterwards."""
+    """Turn gradients, recomputation and dropout off and merge adapters; restore the model afterwards."""
     training = model.training
     try:
         model.eval()
-        # Autocast forgets its copies of the weights when the outermost context ends: with this one, after all the tokens.
+        # Autocast frees its copies of the weights when the outermost context ends: here, after all tokens.
         with (
             torch.no_grad(), merged_adapter(model), torch.autocast(model.device.type, enabled=False),
             use_prefix_attention(model) if shared_prompt else nullcontext(),

@@ -1,12 +1,12 @@
 """
-Saving everything that a run consists of, and restoring it: bit for bit on the same number of processes and versions of the
-libraries, otherwise up to the order of summation.
+Checkpoints: everything that a run consists of, saved and restored. A resumed run is bit-identical to an
+uninterrupted one with the same versions and number of processes, otherwise equal up to rounding.
 
-A checkpoint is a folder that infer.py can load as a model, with what training needs beside it: the reference as another
-such folder, and state.pt with settings, progress, optimiser, schedule, value head, data position and random states. It does
-not depend on the number of processes: sharded tensors are gathered on the rank that writes. It is written under another
-name, flushed to the disk with the checksums of all its files, and renamed when complete, so a run that is killed, or a disk
-that is full, leaves the previous checkpoint intact.
+A checkpoint is a folder that infer.py can load as a model, with the rest of the run beside it: the reference
+as another such folder, and state.pt with settings, progress, optimiser, schedule, value head, data position
+and random states. It does not depend on the number of processes: sharded tensors are gathered first. It is
+written under another name, flushed to the disk with checksums of all files, and renamed when complete, so a
+run that is killed, or a disk that is full, leaves the previous checkpoint intact.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class NotSaved(RunError):
 
 
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
-    """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Called on all ranks.
+    """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
 
     reference  a model, an AdapterReference (which state holds already), or None
     state      contents of state.pt
@@ -44,7 +44,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     raises     NotSaved, on all ranks
     """
     target = folder / f"step-{step:08d}"
-    while target.exists():                                # saved at this step before: sorts after it
+    while target.exists():                                # saved at this step before; a "+" sorts after it
         target = target.with_name(target.name + "+")
     weights = full_state_dict(model)
     has_weights = reference is not None and not isinstance(reference, AdapterReference)
@@ -58,7 +58,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
             if has_weights:
                 save_policy(reference, tokenizer, partial / "reference", reference_weights)
             torch.save(state, partial / "state.pt")
-            seal(partial)
+            write_checksums(partial)
             partial.rename(target)
             flush(folder)
             for old in sorted(folder.glob("step-*"))[:-keep]:
@@ -72,7 +72,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 
 
 def write_final(model, tokenizer, folder: Path) -> None:
-    """Write the policy into a folder, completely or not at all: its presence means that the run is complete."""
+    """Write the policy into a folder, completely or not at all: if it exists, the run is complete."""
     new = folder.with_name(folder.name + ".new")
     save_policy(model, tokenizer, new)
     if is_main():
@@ -81,23 +81,25 @@ def write_final(model, tokenizer, folder: Path) -> None:
 
 
 def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
-    """Return the part of state.pt that belongs to a phase, with gathered tensors; between two phases without optimiser."""
+    """Return the part of state.pt that belongs to a phase. optimizer: None between two phases."""
     state = {
         "scaler": scaler.state_dict(),
         "value_head": None if value_head is None else tree_map(full_tensor, value_head.state_dict()),
     }
     if optimizer is not None:
-        state |= {"optimizer": tree_map(full_tensor, optimizer.state_dict()), "scheduler": scheduler.state_dict()}
-        state["position"] = batches.position
+        state |= {"scheduler": scheduler.state_dict(), "position": batches.position}
+        state["optimizer"] = tree_map(full_tensor, optimizer.state_dict())
     return state
 
 
 def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
-    """Restore what optimizer_state returned. Learning rate, betas and weight decay are those of the new optimiser."""
+    """Restore the result of optimizer_state, but keep the new learning rate, betas and weight decay."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, tensors in state["optimizer"]["state"].items():
-        state["optimizer"]["state"][number] = {k: sharded_like(v, parameters[number]) for k, v in tensors.items()}
-    new = [{name: group[name] for name in ("initial_lr", "betas", "weight_decay")} for group in optimizer.param_groups]
+    moments = state["optimizer"]["state"]
+    for i, tensors in moments.items():
+        moments[i] = {name: sharded_like(tensor, parameters[i]) for name, tensor in tensors.items()}
+    names = "initial_lr", "betas", "weight_decay"
+    new = [{name: group[name] for name in names} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     scheduler.base_lrs = [settings["initial_lr"] for settings in new]            # a flag may have changed it
@@ -112,12 +114,12 @@ def reference_state(reference) -> list | None:
     return [full_tensor(kept) for kept in reference.kept] if isinstance(reference, AdapterReference) else None
 
 
-def seal(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in a folder, and flush everything to the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{checksum(path)}  {path.relative_to(folder)}\n" for path in files]
     (folder / CHECKSUMS).write_text("".join(lines))
-    for path in [*files, folder / CHECKSUMS, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+    for path in [*folder.rglob("*"), folder]:             # files, CHECKSUMS among them, and folders
         flush(path)
 
 
@@ -136,8 +138,8 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damage(folder: Path) -> str:
-    """Return what is damaged in a checkpoint; "" if nothing is."""
+def find_damage(folder: Path) -> str:
+    """Return a description of what is damaged in a checkpoint, "" if nothing is."""
     try:
         sums = (folder / CHECKSUMS).read_text()
         if "  state.pt\n" not in sums or not sums.endswith("\n"):
@@ -152,31 +154,31 @@ def damage(folder: Path) -> str:
 
 
 def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
-    """Return the newest intact checkpoint of a run folder, None if there is none; print which ones are damaged.
+    """Return the newest intact checkpoint of a run folder, None if it has none; print which are damaged.
 
-    raises  ValueError in one line if all are
+    raises  ValueError if all are damaged
     """
     checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
     for checkpoint in checkpoints:
-        problem = damage(checkpoint)
+        problem = find_damage(checkpoint)
         if not problem:
             return checkpoint
         notify(f"checkpoint {checkpoint} is damaged ({problem}); trying the one before it")
     if checkpoints:
-        raise ValueError(f"--output_dir={folder}: all its checkpoints are damaged; begin anew in another folder")
+        raise ValueError(f"--output_dir={folder}: all its checkpoints are damaged; start in another folder")
     return None
 
 
 def versions() -> dict:
-    """Return what the results of a run depend on."""
+    """Return the versions and the number of processes that the last bits of a run depend on."""
     return {
-        "python": platform.python_version(), "torch": str(torch.__version__), "transformers": transformers.__version__,
-        "processes": num_processes(),
+        "python": platform.python_version(), "torch": str(torch.__version__),
+        "transformers": transformers.__version__, "processes": num_processes(),
     }
 
 
 def random_states() -> dict:
-    """Return the states of the global random generators, which reward functions may use. The sampler uses none of them."""
+    """Return the states of the global random generators, which reward functions may use."""
     numbers = np.random.get_state(legacy=False)
     numbers["state"]["key"] = numbers["state"]["key"].tolist()
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
@@ -184,7 +186,7 @@ def random_states() -> dict:
 
 
 def set_random_states(states: dict) -> None:
-    """Restore what random_states() returned."""
+    """Restore the result of random_states."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     states["numpy"]["state"]["key"] = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)

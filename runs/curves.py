@@ -1,5 +1,5 @@
 """
-The learning curve of a run as a picture.
+Plot of the learning curve of a run.
 """
 
 import itertools
@@ -24,10 +24,12 @@ def draw_curves(folder: Path) -> None:
             axes.plot(*zip(*points, strict=True), label=label, **style)
 
     line(top, steps, "mean_reward", "mean reward in training (points)", color="tab:orange", alpha=0.6)
-    scores = {name for m in evals for name in m if name.startswith("eval_reward/")} - {"eval_reward/correctness"}
-    for i, name in enumerate(sorted(scores)):
-        line(top, evals, name, f"held out: {name.removeprefix('eval_reward/')} (points)", color=f"C{i + 2}", linestyle="--")
-    line(top, evals, "eval_accuracy", "held out: accuracy, sampled, 95 % interval", color="tab:blue", marker=".")
+    scores = {name for m in evals for name in m if name.startswith("eval_reward/")}
+    for i, name in enumerate(sorted(scores - {"eval_reward/correctness"})):
+        label = f"held out: {name.removeprefix('eval_reward/')} (points)"
+        line(top, evals, name, label, color=f"C{i + 2}", linestyle="--")
+    label = "held out: accuracy, sampled, 95 % interval"
+    line(top, evals, "eval_accuracy", label, color="tab:blue", marker=".")
     known = [m for m in evals if m.get("eval_accuracy") is not None]
     if known:
         low, high = [m["eval_accuracy_low"] for m in known], [m["eval_accuracy_high"] for m in known]
@@ -39,7 +41,8 @@ def draw_curves(folder: Path) -> None:
         if previous["phase"] != current["phase"]:
             for axes in top, bottom:
                 axes.axvline(previous["step"], color="grey", linestyle=":")
-            top.annotate(f" {current['phase']}", (previous["step"], top.get_ylim()[1]), va="top", color="grey")
+            corner = previous["step"], top.get_ylim()[1]
+            top.annotate(f" {current['phase']}", corner, va="top", color="grey")
     for axes in top, bottom:
         if axes.lines:
             axes.legend(loc="best")

@@ -1,5 +1,5 @@
 """
-How a run ends early: Ctrl-C, errors, exit codes.
+Early ends of a run: Ctrl-C, errors, exit codes.
 """
 
 import errno
@@ -13,32 +13,34 @@ from engine.errors import RunError
 
 
 class Diverged(RunError):
-    """Too many steps in a row that were not finite."""
+    """Too many steps in a row had a loss or gradient that is not finite."""
 
     def __init__(self, skipped: int, checkpoint: Path):
         folder = checkpoint.parents[1]
         super().__init__(
-            f"{skipped} steps in a row had a loss or gradient that is not finite. The weights before them are in {checkpoint}, "
-            f"the batches in {folder}/skipped.jsonl: inspect them with --replay, or lower --learning_rate"
+            f"{skipped} steps in a row had a loss or gradient that is not finite. The weights before them are"
+            f" in {checkpoint}, the batches in {folder}/skipped.jsonl: inspect them with --replay, or lower "
+            "--learning_rate"
         )
 
 
 class StopOnSignal:
-    """Let the current step finish after Ctrl-C or SIGTERM, which schedulers send. A second Ctrl-C ends the program at once."""
+    """Let the current step finish after Ctrl-C or SIGTERM. A second Ctrl-C ends the program at once."""
 
     def __enter__(self):
         self.received = False
-        self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        signals = signal.SIGINT, signal.SIGTERM
+        self.previous = {number: signal.signal(number, self.receive) for number in signals}
         return self
 
     def receive(self, number, _):
         self.received = True
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-            print("\nstopping after this step; Ctrl-C again: at once", file=sys.stderr)
+            print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
 
     def requested(self) -> bool:
-        """Return whether to stop: on all ranks, as soon as one has received a signal."""
+        """Return True on all ranks as soon as one has received a signal."""
         return all_sum(int(self.received)) > 0
 
     def __exit__(self, *exception):
@@ -48,7 +50,7 @@ class StopOnSignal:
 
 @contextmanager
 def exit_on_mistakes():
-    """End the program with one line: a mistake of the user with exit code 2, a reward function that raises with 1."""
+    """Exit with one line: with code 2 for a mistake of the user, 1 for a reward function that raises."""
     try:
         yield
     except ValueError as error:
@@ -59,7 +61,7 @@ def exit_on_mistakes():
 
 @contextmanager
 def exit_on_failures(folder: Path):
-    """End the program with one line and exit code 1 if the run in a folder cannot go on, 130 after a second Ctrl-C."""
+    """Exit with one line: with code 1 if the run in a folder cannot continue, 130 after a second Ctrl-C."""
     try:
         yield
     except RunError as error:
@@ -69,7 +71,8 @@ def exit_on_failures(folder: Path):
             raise
         end_program(f"{error.strerror}: {folder}; make room, then continue with --resume", 1)
     except KeyboardInterrupt:
-        end_program(f"stopped at once; continue from the last checkpoint with --output_dir {folder} --resume", 130)
+        resume = f"continue from the last checkpoint with --output_dir {folder} --resume"
+        end_program(f"stopped at once; {resume}", 130)
 
 
 def end_program(message: str, code: int) -> None:

@@ -1,14 +1,14 @@
 """
 The run folder: files that a run writes, and lines that it prints.
 
-    config.json      every setting
-    metrics.jsonl    one object per optimiser step or evaluation; docs/metrics.md says what each number means
-    rollouts.jsonl   every few steps: prompts, completions, rewards by function, advantages, token ids
-    skipped.jsonl    the same of steps that were not finite, if there were any
-    reward_errors.jsonl  calls of reward functions that raised or took too long, if there were any
-    curves.png       the learning curve
-    report.html      everything above, to look at in a browser
-    tensorboard/     the same metrics, or with --report_to wandb what that keeps here
+    config.json          every setting
+    metrics.jsonl        one object per optimiser step or evaluation; docs/metrics.md defines each number
+    rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
+    skipped.jsonl        the same of steps that were not finite, if any
+    reward_errors.jsonl  calls of reward functions that raised or timed out, if any
+    curves.png           the learning curve
+    report.html          everything above, for a browser
+    tensorboard/         the same metrics; with --report_to wandb its local files
     checkpoints/, final/
 """
 
@@ -45,7 +45,7 @@ UNITS = {                       # the console line: metric, label, format
 
 
 class RunFolder:
-    """The folder of one run, and its console. Used as a context manager around the training loop."""
+    """The folder of one run, and its console. A context manager around the training loop."""
 
     def __init__(self, config: Config):
         training = config.training
@@ -54,24 +54,27 @@ class RunFolder:
         if training.resume and not (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
         if not training.resume and (self.path / "config.json").exists():
-            raise ValueError(f"--output_dir={self.path}: holds another run; continue it with --resume, or name another folder")
+            raise ValueError(
+                f"--output_dir={self.path}: holds another run; continue it with --resume, or name a new one"
+            )
+        folders = self.path.resolve(), *self.path.resolve().parents
+        existing = next(folder for folder in folders if os.path.exists(folder))
         writes = not (training.check or training.explain or training.replay)
-        there = next(folder for folder in (self.path.resolve(), *self.path.resolve().parents) if os.path.exists(folder))
-        if writes and not (there.is_dir() and os.access(there, os.W_OK)):
-            raise ValueError(f"--output_dir={self.path}: {there} is no folder that can be written to; name another one")
+        if writes and not (existing.is_dir() and os.access(existing, os.W_OK)):
+            raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         refuse_missing(training.report_to)
         self.writes = is_main()
         self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console,
-            disable=not self.writes,
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            console=self.console, disable=not self.writes,
         )
         self.tracker = None
         self.bars: dict[str, int] = {}                    # progress bar of each phase
         self.history: list[dict] = []                     # metrics of the GRPO steps
 
     def open(self, last_step: int) -> None:
-        """Create the folder, or remove lines of steps after the checkpoint at last_step: these steps are repeated."""
+        """Create the folder, or remove the lines of steps after last_step: a resumed run repeats these."""
         if not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -82,7 +85,8 @@ class RunFolder:
             if kept or name in ("metrics.jsonl", "rollouts.jsonl"):
                 replace_text(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
-        self.tracker = open_tracker(self.config.training.report_to, self.path, self.config.as_dict(), last_step)
+        config = self.config
+        self.tracker = open_tracker(config.training.report_to, self.path, config.as_dict(), last_step)
 
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
@@ -93,39 +97,44 @@ class RunFolder:
         if not self.writes:
             return
         line = {"step": step, "phase": phase}
-        line |= {name: or_none(value) if isinstance(value, float) else value for name, value in metrics.items()}
+        for name, value in metrics.items():
+            line[name] = or_none(value) if isinstance(value, float) else value
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if phase == "grpo":
             self.history.append(line)
         if self.tracker:
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            numbers.pop("step")
             self.tracker.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
     def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
         """Print the settings, the model and the amount of work."""
         training, config = self.config.training, self.config
-        values = {name: value for section in config.as_dict().values() for name, value in section.items()}
+        values = {name: value for part in config.as_dict().values() for name, value in part.items()}
         settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
         self.print(f"profile {training.profile or 'none'}: {settings}")
-        size, trainable = (
-            sum(p.numel() for p in model.parameters() if p.requires_grad or not only) / 1e6 for only in (False, True)
-        )
-        where = f"on {device}" if num_processes() == 1 else f"over {num_processes()} processes on {device.type}"
+        size = sum(p.numel() for p in model.parameters()) / 1e6
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+        count = num_processes()
+        where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
         adapter = f", {trainable:.2f}M of them in the adapter that is trained" if trainable < size else ""
         name = config.model.model_path or "built-in tiny Gemma 3"
         self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{adapter}")
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         for phase in phases:
-            rows = training.batch_size * (config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1)
-            self.print(f"phase {phase.name}: {phase.steps} steps of {training.batch_size} prompts, {rows} completions")
+            group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
+            rows = training.batch_size * group_size
+            amount = f"{training.batch_size} prompts, {rows} completions"
+            self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         for line in config.remarks():
             self.print(f"  note   {line}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
-        """Print a line for a step, with units, and move the progress bar. step, total: of the phase."""
-        known = {name: value for name, value in metrics.items() if value or name not in ("unscored", "skipped")}
+        """Print a line for a step, with units, and update the progress bar. step, total: of the phase."""
+        optional = "unscored", "skipped"
+        known = {name: value for name, value in metrics.items() if value or name not in optional}
         shown = [form.format(known[name]) for name, form in UNITS.items() if name in known]
         counted = f" (step {step_of_run})" if step != step_of_run else ""
         self.print(f"{phase} {step:>4}/{total}{counted}  " + "  ".join(shown))
@@ -136,9 +145,9 @@ class RunFolder:
         self.progress.update(self.bars[phase], completed=step, total=total)
 
     def log_completions(self, step: int, completions: list[dict], logged: bool) -> None:
-        """Print rewards and advantages of the first --log_groups groups; if logged, also write all completions.
+        """Print rewards and advantages of the first --log_groups groups; if logged, write all completions.
 
-        One completion is printed whole with its reward, because curves do not show a policy that exploits a reward function.
+        Then one is also printed whole: curves do not show a policy that exploits a reward function.
         """
         group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
         for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
@@ -151,15 +160,8 @@ class RunFolder:
             if self.tracker:
                 self.tracker.show(step, completions)
             first = completions[0]
-            self.print(f"  {first['prompt']!r} -> {first['completion']!r}: {points_text(first['reward'])} points")
-
-    def is_logged(self, step: int, updates: int) -> bool:
-        """Return whether a rollout goes into rollouts.jsonl: whether its updates include step 1, 1 + n, 1 + 2n, ...
-
-        step, updates  optimiser steps so far, and how many of them were taken on this rollout
-        """
-        every = self.config.training.log_rollouts_every
-        return every > 0 and (step - 1) // every > (step - 1 - updates) // every
+            points = points_text(first["reward"])
+            self.print(f"  {first['prompt']!r} -> {first['completion']!r}: {points} points")
 
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
         """Append records to a file of the folder."""
@@ -169,17 +171,18 @@ class RunFolder:
             file.writelines(json.dumps({"step": step, "phase": phase} | record) + "\n" for record in records)
 
     def print_summary(self) -> None:
-        """Print the held-out results after each phase, and where the files are."""
+        """Print the held-out results after each phase, and the paths of the most important files."""
         if not self.writes:
             return
         metrics = read_jsonl(self.path / "metrics.jsonl")
-        ends = {0: "before training"} | {m["step"]: f"after {m['phase']}" for m in metrics if m["phase"] != "eval"}
+        ends = {m["step"]: f"after {m['phase']}" for m in metrics if m["phase"] != "eval"}
+        ends = {0: "before training"} | ends
         last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
         for m in metrics:
             if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]:
                 self.print(f"held out {ends[m['step']]}: {held_out_text(m, self.config)}")
-        path = self.path
-        self.print(f"final model: {path}/final, learning curve: {path}/curves.png, all of it: {path}/report.html")
+        files = {"final model": "final", "learning curve": "curves.png", "report": "report.html"}
+        self.print(", ".join(f"{name}: {self.path}/{file}" for name, file in files.items()))
 
     def __enter__(self):
         self.progress.start()

@@ -1,5 +1,5 @@
 """
-Metrics of a step: what docs/metrics.md lists, and the time that its parts take.
+Metrics of a step, which docs/metrics.md lists, and its durations.
 """
 
 import time
@@ -12,7 +12,7 @@ from runs.doctor import mean_of
 
 
 def timed(name: str) -> Callable:
-    """Decorate a function of a run: write the seconds that a call took to run.seconds[name]."""
+    """Decorate a function of a run: write the duration of each call to run.seconds[name]."""
     def decorate(function):
         @wraps(function)
         def call(run, *args, **kwargs):
@@ -27,15 +27,16 @@ def timed(name: str) -> Callable:
 
 
 def summarize_updates(updates: list[dict]) -> dict:
-    """Return the means of the updates' metrics; of policy_kl the last value."""
+    """Return the means of the metrics of a step's updates, and the last policy_kl."""
     means = {name: mean_of(updates, name) for name in updates[0]}
     return means | {"policy_kl": updates[-1]["policy_kl"], "updates": len(updates)}
 
 
 def summarize_groups(groups: Groups, experience: Experience) -> dict:
-    """Return metrics of what was sampled."""
+    """Return the metrics of sampled groups."""
     scores, mask, advantages = groups.scores, groups.rollout.completion_mask, experience.advantages
-    advantages = advantages[experience.mask] if advantages.shape[1] > 1 else advantages      # of tokens, or of completions
+    if advantages.shape[1] > 1:                           # of tokens
+        advantages = advantages[experience.mask]
     return experience.metrics | {
         "mean_reward": float(scores.nanmean()),
         "mean_advantage": float(advantages.mean()),

@@ -1,5 +1,5 @@
 """
-Lines of the files in a run folder, and how figures are shown.
+Records of a run folder, and numbers as text.
 """
 
 import json
@@ -11,20 +11,21 @@ from engine.packing import completion_lengths
 
 
 def completion_records(experience, after=None) -> list[dict]:
-    """Return a line of rollouts.jsonl for each completion: what people look at first, then what --replay needs.
+    """Return the lines of rollouts.jsonl, one for each completion: texts, rewards, and tokens for --replay.
 
-    experience  an Experience; after: LogProbs of its rollout after the updates
+    experience  an Experience;  after  LogProbs of its rollout after the updates
     """
-    examples, rollout, groups, advantages = experience.examples, experience.rollout, experience.groups, experience.advantages
+    examples, rollout = experience.examples, experience.rollout
+    groups, advantages = experience.groups, experience.advantages
     group_size = len(rollout.completions) // len(examples)
     records = []
     for row, text in enumerate(rollout.completions):
         p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
-        length = int(completion_lengths(mask[None]))      # with tokens of an environment
+        length = int(completion_lengths(mask[None]))      # with the tokens of an environment
 
-        def sampled_only(numbers, mask=mask, length=length):                     # None: the policy did not choose this token
-            numbers = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
-            return [number if own else None for number, own in numbers]
+        def sampled_only(numbers, mask=mask, length=length):                  # None for environments' tokens
+            pairs = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
+            return [number if sampled else None for number, sampled in pairs]
 
         record = {"prompt": examples[p]["prompt"], "completion": text}
         if groups is not None:
@@ -38,7 +39,7 @@ def completion_records(experience, after=None) -> list[dict]:
                 record["token_advantages"] = sampled_only(advantages[row])
             if after is not None:
                 for name, numbers in ("logp_after", after.logp), ("entropies", after.entropy):
-                    finite = (None if number is None else or_none(number) for number in sampled_only(numbers[row]))
+                    finite = map(or_none, sampled_only(numbers[row]))
                     record[name] = [None if number is None else round(number, 5) for number in finite]
         record |= {
             "finished": bool(rollout.finished[row]),
@@ -55,27 +56,32 @@ def completion_records(experience, after=None) -> list[dict]:
 
 
 def held_out_text(result: dict, config: Config) -> str:
-    """'accuracy 0.910 [0.870, 0.940] of 256', or the points of what is trained on instead of correctness, for people."""
-    if "eval_accuracy" in result and (not config.training.use_grpo or "correctness" in config.grpo.reward_functions):
+    """Return "accuracy 0.910 [0.870, 0.940] of 256", or points if correctness is not a reward function."""
+    by_accuracy = not config.training.use_grpo or "correctness" in config.grpo.reward_functions
+    if by_accuracy and "eval_accuracy" in result:
         low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
-    points = {n.removeprefix("eval_reward/"): p for n, p in result.items() if n.startswith("eval_reward/")}
-    scored = [f"{n} {p:.3f} points" for n, p in points.items() if p is not None and math.isfinite(p) and n != "correctness"]
+    points = {name: or_none(value) for name, value in result.items() if name.startswith("eval_reward/")}
+    points.pop("eval_reward/correctness", None)
+    scored = [
+        f"{name.removeprefix('eval_reward/')} {value:.3f} points"
+        for name, value in points.items() if value is not None
+    ]
     return ", ".join(scored) or "nothing could be scored"
 
 
 def points_text(reward: float | None) -> str:
-    """'+1.30', or '?' where no function could score."""
+    """Return a reward as "+1.30", or "?" if no function could score."""
     return "?" if reward is None else f"{reward:+.2f}"
 
 
 def or_none(value) -> float | None:
-    """A number that JSON can hold: NaN and infinities become null, and what is None stays it."""
+    """Return a number for JSON: None for NaN, infinities and None."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; none if there is no file. A last line cut off by a crash is left out."""
+    """Read a .jsonl file, [] if there is none. A last line that a crash cut off is left out."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -83,7 +89,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file anew, all of it or nothing: a run that is killed meanwhile keeps the old one."""
+    """Replace a file, completely or not at all: a run that is killed meanwhile keeps the old one."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)

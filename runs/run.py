@@ -1,6 +1,6 @@
 """
-The state of a run: what stays the same from its first step to its last one, its progress, and what belongs to the current
-phase. begin_phase, save_checkpoint and restore are all that changes it outside the training steps.
+The state of a run: constants, progress, and the objects of the current phase. Outside the training steps,
+only begin_phase, end_phase and restore change it.
 """
 
 import math
@@ -18,51 +18,54 @@ from data import PromptMemory, ShuffledBatches
 from engine.devices import peak_memory_gb
 from engine.errors import RunError
 from experience import Experience, Groups, log_probs_of_rollout
-from model import AdapterReference, ValueHead, frozen_copy, has_adapter, merged_copy, move, save_policy, trainable_parameters
+from model import (
+    AdapterReference, ValueHead, frozen_copy, has_adapter, merged_copy, move, save_policy,
+    trainable_parameters,
+)
 from runs.checkpoint import (
-    NotSaved, load_optimizer_state, optimizer_state, random_states, reference_state, set_random_states, versions,
-    write_checkpoint, write_final,
+    NotSaved, load_optimizer_state, optimizer_state, random_states, reference_state, set_random_states,
+    versions, write_checkpoint, write_final,
 )
 from runs.doctor import diagnose
 from runs.folder import RunFolder
-from runs.phases import Phase, make_optimizer, make_scheduler
+from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from runs.records import completion_records, held_out_text
 
 
 @dataclass
 class Progress:
-    """How far a run has come, in plain numbers: a checkpoint saves all of it."""
+    """Progress of a run, in plain numbers. A checkpoint saves all of it."""
 
     phase: int = 0                                        # index of the current phase
     phase_step: int = 0                                   # optimiser steps taken in this phase
     step: int = 0                                         # optimiser steps taken in all
-    skipped: int = 0                                      # of these, steps that were not finite and changed nothing
-    skipped_in_a_row: int = 0                             # of the last steps
+    skipped: int = 0                                      # steps that were not finite and changed nothing
+    skipped_in_a_row: int = 0                             # the latest of them
     kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
-    reward_sum: float = 0.0                               # points, over all completions trained on in this run
+    reward_sum: float = 0.0                               # points, of all completions of the steps so far
     reward_count: int = 0                                 # number of these completions
-    prompt_memory: PromptMemory = field(default_factory=PromptMemory)            # rewards of each prompt in this run
+    prompt_memory: PromptMemory = field(default_factory=PromptMemory)     # rewards of each prompt so far
 
     def add_rewards(self, rewards: torch.Tensor) -> None:
-        """Count rewards (P, G) in the running mean; NaN is left out."""
+        """Add rewards (P, G) to the running mean; NaN is left out."""
         scored = rewards[~rewards.isnan()]
         self.reward_sum += float(scored.sum())
         self.reward_count += len(scored)
 
     def record_scores(self, sampled: list[Groups]) -> None:
-        """Record the scores of everything that a step sampled, also of groups that were replaced."""
+        """Record the scores of all groups that a step sampled, also of replaced ones."""
         for groups in sampled:
             prompts = [example["prompt"] for example in groups.examples]
             self.prompt_memory.record(prompts, groups.scores.tolist())
 
     @property
     def mean_reward(self) -> float:
-        """Points, over all completions trained on in this run."""
+        """Return the mean reward of all completions of the steps so far, in points."""
         return self.reward_sum / max(1, self.reward_count)
 
     @classmethod
     def from_dict(cls, saved: dict) -> "Progress":
-        """Return the progress that asdict(progress) described."""
+        """Return the progress from the result of asdict."""
         return cls(**saved | {"prompt_memory": PromptMemory(**saved["prompt_memory"])})
 
 
@@ -70,7 +73,7 @@ class Progress:
 class Run:
     """Everything that a run consists of."""
 
-    # What stays the same.
+    # Constants.
     config: Config
     folder: RunFolder
     device: torch.device
@@ -80,46 +83,50 @@ class Run:
     train_set: Sequence[dict]
     eval_set: Sequence[dict]
     phases: list[Phase]
-    shared_prompt: bool                                   # forward a prompt once for its completions; see startup_check.py
-    # What is trained, and how far it has come.
+    shared_prompt: bool                                   # a prompt is forwarded once for all its completions
+    # The policy and its progress.
     model: torch.nn.Module
     progress: Progress = field(default_factory=Progress)
-    saved_state: dict = field(default_factory=dict)       # of the checkpoint to continue from, until its phase begins
-    # What belongs to the current phase.
+    saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
+    # Objects of the current phase.
     batches: ShuffledBatches | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
-    reference: torch.nn.Module | AdapterReference | None = None                  # frozen; None without a KL penalty
+    reference: torch.nn.Module | AdapterReference | None = None                  # None without a KL penalty
     value_head: ValueHead | None = None
-    seconds: dict[str, float] = field(default_factory=dict)                      # duration of the last call, by name (timed)
+    seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/metrics.py
 
     @property
     def phase(self) -> Phase:
-        """The current phase."""
+        """Return the current phase."""
         return self.phases[self.progress.phase]
 
     @property
     def minibatch_seed(self) -> int:
-        """Seed of the order of minibatches in this step."""
+        """Return the seed of the order of minibatches in this step."""
         return (self.config.training.seed << 32) + self.progress.step
 
     def sampling_seed(self, attempt: int) -> int:
-        """Return the seed of sampling in this step. Evaluations use that of step 0."""
+        """Return the seed of an attempt at sampling in this step (--dynamic_sampling makes several)."""
         return self.minibatch_seed + 1 + (attempt << 96)
 
     @property
     def forwarding(self) -> dict:
-        """How rollouts are forwarded, for the functions of experience.py."""
-        return {"max_tokens": self.config.training.max_tokens_per_forward, "shared_prompt": self.shared_prompt}
+        """Return the options of the forward passes in experience.py."""
+        max_tokens = self.config.training.max_tokens_per_forward
+        return {"max_tokens": max_tokens, "shared_prompt": self.shared_prompt}
 
     @property
     def is_complete(self) -> bool:
-        """Whether all phases have ended and the final model has been saved."""
+        """Return True if all phases have ended and the final model has been saved."""
         return self.progress.phase == len(self.phases) and (self.folder.path / "final").exists()
 
     def begin_phase(self, phase: Phase) -> None:
-        """Make optimiser, schedule and data order and, if needed, reference and value head; or restore the saved ones."""
+        """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
+
+        A run that is resumed within the phase restores them from saved_state.
+        """
         training, config = self.config.training, self.config.grpo
         memory = self.progress.prompt_memory if self.config.data.prefer_mixed else None
         seed = training.seed + self.progress.phase
@@ -141,26 +148,28 @@ class Run:
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
         elif phase.name == "grpo":
-            self.folder.print("the loss stays near 0 by construction (advantages of a group cancel): watch reward and entropy")
+            reason = "by construction (advantages of a group cancel)"
+            self.folder.print(f"the loss stays near 0 {reason}: watch reward and entropy")
 
     def end_phase(self) -> None:
-        """Continue with the next phase."""
+        """Advance to the next phase."""
         self.progress.phase += 1
         self.progress.phase_step, self.optimizer = 0, None
 
     def save_checkpoint(self) -> Path:
-        """Save everything to checkpoints/step-<step> of the run folder. Called on all ranks. Raises NotSaved."""
+        """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises NotSaved."""
         state = {
-            "progress": asdict(self.progress), "settings": self.config.as_dict(), "shared_prompt": self.shared_prompt,
-            "versions": versions(), "random_states": random_states(), "reference_adapter": reference_state(self.reference),
+            "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
+            "shared_prompt": self.shared_prompt, "random_states": random_states(),
+            "reference_adapter": reference_state(self.reference),
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         return write_checkpoint(
-            self.folder.path / "checkpoints", self.progress.step, self.model, self.tokenizer, self.reference, state,
-            keep=self.config.training.keep_checkpoints,
+            self.folder.path / "checkpoints", self.progress.step, self.model, self.tokenizer, self.reference,
+            state, keep=self.config.training.keep_checkpoints,
         )
 
     def save_checkpoint_if_possible(self) -> None:
-        """Save a checkpoint in the middle of a phase; print if that fails: there may be room for the next one."""
+        """Save a checkpoint within a phase; print an error and continue, because the next one may succeed."""
         if self.progress.phase_step < self.phase.steps:
             try:
                 self.save_checkpoint()
@@ -172,7 +181,7 @@ class Run:
         write_final(self.model, self.tokenizer, self.folder.path / "final")
 
     def save_base_of_adapter(self) -> None:
-        """Save the built-in model that an adapter belongs to: no hub has those weights."""
+        """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
         if has_adapter(self.model) and not self.config.model.model_path:
             base = self.folder.path.resolve() / "base"
             self.model.peft_config["default"].base_model_name_or_path = str(base)
@@ -180,52 +189,60 @@ class Run:
                 save_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore the progress and random states of a checkpoint; begin_phase restores the rest. Loading cannot run code."""
+        """Restore progress and random states from a checkpoint; begin_phase restores the rest."""
         state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu")
         set_random_states(state.pop("random_states"))
         self.progress = Progress.from_dict(state.pop("progress"))
         if not self.config.grpo.kl_target:
             self.progress.kl_coef = self.config.grpo.kl_coef                     # a flag may have changed it
         if state["versions"] != versions():
-            before, now = (", ".join(f"{k} {v}" for k, v in which.items()) for which in (state["versions"], versions()))
-            self.folder.print(f"  note   resumed with {now}, begun with {before}: equal up to rounding, not bit for bit")
+            before, now = (
+                ", ".join(f"{name} {version}" for name, version in found.items())
+                for found in (state["versions"], versions())
+            )
+            self.folder.print(
+                f"  note   resumed with {now}, begun with {before}: equal up to rounding, not bit for bit"
+            )
         self.saved_state = state
 
     @contextmanager
     def checkpoint_on_error(self):
-        """Save a checkpoint if a reward function or an environment raises, so that the steps so far are not lost."""
+        """Save a checkpoint if a reward function or an environment raises, and name it in the error."""
         position = self.batches.position
         try:
             yield
         except RunError as error:
-            self.batches.position = position              # nothing was learned from this batch
+            self.batches.position = position              # the batch was not trained on: repeat it
             try:
                 checkpoint = self.save_checkpoint()
-                end = f"Saved to {checkpoint}: fix it and continue with --output_dir {self.folder.path} --resume"
+                resume = f"--output_dir {self.folder.path} --resume"
+                end = f"Saved to {checkpoint}: fix it and continue with {resume}"
             except NotSaved as problem:
                 end = f"And {problem}"
             raise type(error)(f"{error} {end}") from error
 
     def log_evaluation(self) -> float:
-        """Measure the policy on the held-out problems, always with the same random numbers. Return the accuracy or NaN."""
+        """Evaluate the policy on the held-out problems, always with one seed. Return the accuracy or NaN."""
         if not self.eval_set:
             return math.nan
         training, config = self.config.training, self.config.grpo
+        num_rows = training.batch_size * config.num_completions_per_prompt
         result = evaluate(
             self.model, self.tokenizer, self.eval_set, config, seed=training.seed << 32,
-            reward_functions=self.reward_functions, on_error=config.reward_errors, reward_timeout=config.reward_timeout,
-            shared_prompt=self.shared_prompt, environment=self.environment,
-            batch_size=config.generation_batch_size or training.batch_size * config.num_completions_per_prompt,
+            reward_functions=self.reward_functions, on_error=config.reward_errors,
+            reward_timeout=config.reward_timeout, shared_prompt=self.shared_prompt,
+            environment=self.environment, batch_size=config.generation_batch_size or num_rows,
         )
         self.folder.log(self.progress.step, "eval", result)
         self.folder.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
         return result.get("eval_accuracy", math.nan)
 
     def log_step(self, metrics: dict, experience: Experience) -> None:
-        """Write the metrics of a step, print them, and every --log_rollouts_every steps write its completions."""
+        """Write and print the metrics of a step. Every --log_rollouts_every steps write its completions."""
         folder, step, phase = self.folder, self.progress.step, self.phase.name
         metrics |= self.step_seconds() | {
-            "learning_rate": float(self.scheduler.get_last_lr()[0]), "peak_memory_gb": peak_memory_gb(self.device)
+            "learning_rate": float(self.scheduler.get_last_lr()[0]),
+            "peak_memory_gb": peak_memory_gb(self.device),
         }
         if phase == "grpo" and (advice := diagnose([*folder.history, metrics], self.config)):
             metrics["advice"] = advice
@@ -234,7 +251,9 @@ class Run:
         if phase == "grpo":
             if experience.groups.failures:
                 folder.append("reward_errors.jsonl", step, phase, experience.groups.failures)
-            logged, after = folder.is_logged(step, metrics["updates"]), None
+            before, after = step - metrics["updates"], None
+            every = self.config.training.log_rollouts_every
+            logged = is_due(before - 1, step - 1, every)          # its updates include step 1, 1 + n, ...
             if logged:
                 policy = self.config.grpo.policy
                 after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)
@@ -243,7 +262,7 @@ class Run:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))
 
     def step_seconds(self) -> dict[str, float]:
-        """Return the metrics of time of the last step."""
+        """Return the durations of the last step."""
         step, sampling = self.seconds["step_seconds"], self.seconds.get("sampling_seconds", 0.0)
         if self.phase.name != "grpo":
             return {"training_seconds": step, "step_seconds": step}

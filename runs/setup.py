@@ -1,8 +1,8 @@
 """
-From settings to a run, or to one line that tells which setting to change.
+Set up a run from its settings, or raise ValueError with one line that names the setting to change.
 
-Cheap checks come first: config.py rejects what needs no reading, then reward functions are imported, data read, the tokenizer
-loaded and the prompts measured; the model comes last, and the start-up check after it.
+Cheap checks come first. config.py has rejected incompatible flags; then reward functions are imported, data
+is read, the tokenizer loaded, and prompts are counted in tokens. The model and its start-up check come last.
 """
 
 import math
@@ -18,7 +18,8 @@ from engine.sharding import gathered_weights, shard, sharded_like
 from environments.conversations import EnvironmentRaised
 from environments.loading import load_environment, refuse_missing_columns
 from model import (
-    AdapterReference, copy_into, layers_of, load_policy, load_tokenizer, move, recompute_activations, refuse_too_long,
+    AdapterReference, copy_into, layers_of, load_policy, load_tokenizer, move, recompute_activations,
+    refuse_too_long,
 )
 from reward_functions.calling import RewardError
 from reward_functions.loading import missing_columns, name_of
@@ -39,38 +40,44 @@ def load_reward_functions(config: Config) -> list[Callable]:
     functions = [load_reward_function(name) for name in config.grpo.reward_functions]
     names = [name_of(function) for function in functions]
     if len(set(names)) < len(names):
-        raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: two have the same name; rename one")
+        flag = f"--reward_functions {' '.join(config.grpo.reward_functions)}"
+        raise ValueError(f"{flag}: two have the same name; rename one")
     return functions
 
 
 def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> None:
-    """Raise ValueError, one line, for a GRPO run that cannot work. dataset: examples, each with at least a prompt."""
+    """Raise ValueError if GRPO cannot work with these settings, this tokenizer or these examples."""
     size = config.grpo.num_completions_per_prompt
     if size < 2:
-        raise ValueError(f"--num_completions_per_prompt={size}: GRPO compares siblings, so it needs at least 2")
+        raise ValueError(f"--num_completions_per_prompt={size}: GRPO needs at least 2, to compare them")
     if tokenizer is None or tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
-        raise ValueError("GRPO needs a tokenizer with pad_token and eos_token, to batch completions and to end them")
+        raise ValueError("GRPO needs a tokenizer with pad_token and eos_token")
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
     columns = {name for example in dataset for name in example}
     for name in config.grpo.reward_functions:
         if missing := missing_columns(load_reward_function(name), columns):
             raise ValueError(
-                f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does not have "
-                f"(columns: {', '.join(sorted(columns))})"
+                f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does "
+                f"not have (columns: {', '.join(sorted(columns))})"
             )
     refuse_missing_columns(config.grpo.environment, load_environment(config.grpo.environment), dataset)
 
 
-def start_up_check(model, tokenizer, examples: list[dict], config: Config, functions: list, environment, notify: Callable) -> bool:
-    """Run the start-up check; print notes, with --check everything. Raises ValueError if a check failed.
+def start_up_check(
+    model, tokenizer, examples: list[dict], config: Config, reward_functions: list, environment,
+    notify: Callable,
+) -> bool:
+    """Run the start-up check and print its notes; with --check, print all results.
 
-    returns  whether completions can share their prompt
+    returns  True if completions can share their prompt
+    raises   ValueError if a check failed
     """
     try:
         with gathered_weights(model):
             findings = check_setup(
-                model, tokenizer, examples, config.grpo, functions, environment, share=config.training.shared_prompt == "auto"
+                model, tokenizer, examples, config.grpo, reward_functions, environment,
+                shared_prompt=config.training.shared_prompt == "auto",
             )
     except RewardError as error:
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
@@ -90,16 +97,16 @@ def start_up_check(model, tokenizer, examples: list[dict], config: Config, funct
 
 
 def set_up(config: Config) -> Run:
-    """Prepare everything that comes before the first step. Raises ValueError, one line, for what the user has to change."""
+    """Prepare a run up to its first step. Raises ValueError if the user has to change something."""
     device = best_device()
     keep_freed_memory()
     training = config.training
     if device.type == "xla" and config.model.precision == "float16":
-        raise ValueError("--precision=float16: on XLA its loss would not be scaled; take bfloat16")
+        raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
     if training.adam_8bit:
         adam_8bit()
     mesh = parse_mesh(config)
-    if not training.max_tokens_per_forward:               # written to config.json, so a resumed run uses the same number
+    if not training.max_tokens_per_forward:               # in config.json, for a resumed run
         tokens = max(2048 if device.type == "cpu" else 8192, 2 * config.data.max_prompt_length)
         training = replace(training, max_tokens_per_forward=tokens)
         config = replace(config, training=training)
@@ -110,41 +117,48 @@ def set_up(config: Config) -> Run:
     checkpoint = find_checkpoint(config, folder) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
-    tokenizer.tools = getattr(environment, "tools", None)                        # for its chat template
+    tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
     if training.use_grpo:
         validate_grpo_setup(config, tokenizer, train_set)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, folder.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, folder.print)
 
     torch.manual_seed(training.seed)
-    model, _ = load_policy(model_config)
-    move(model, device)
+    policy, _ = load_policy(model_config)
+    move(policy, device)
     if training.gradient_checkpointing:
-        recompute_activations(model)
-    shard(model, layers_of(model), mesh)
-    refuse_too_long(model, max(longest_prompt, longest_held_out), config.grpo.generation_max_length)
+        recompute_activations(policy)
+    shard(policy, layers_of(policy), mesh)
+    refuse_too_long(policy, max(longest_prompt, longest_held_out), config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
-    folder.describe(model, device, phases, len(train_set), len(eval_set))
-    shared_prompt = start_up_check(model, tokenizer, train_set, config, reward_functions, environment, folder.print)
+    folder.describe(policy, device, phases, len(train_set), len(eval_set))
+    shared_prompt = start_up_check(
+        policy, tokenizer, train_set, config, reward_functions, environment, folder.print
+    )
     run = Run(
-        config, folder, device, tokenizer, reward_functions, environment, train_set, eval_set, phases, shared_prompt, model,
-        Progress(kl_coef=config.grpo.kl_coef),
+        config, folder, device, tokenizer, reward_functions, environment, train_set, eval_set, phases,
+        shared_prompt, policy, Progress(kl_coef=config.grpo.kl_coef),
     )
     if training.use_grpo:
-        examples = train_set[:2]
-        for line in describe_step(model, tokenizer, examples, config, longest_prompt=longest_prompt, shared_prompt=shared_prompt):
+        lines = describe_step(
+            policy, tokenizer, train_set[:2], config, longest_prompt=longest_prompt,
+            shared_prompt=shared_prompt,
+        )
+        for line in lines:
             folder.print(line)
     if checkpoint:
         run.restore(checkpoint)
-        run.reference = load_reference(model, config, checkpoint, run.saved_state)
+        run.reference = load_reference(policy, config, checkpoint, run.saved_state)
     return run
 
 
 def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
-    """Return the checkpoint to resume from, None to begin anew. Raises ValueError if the settings do not fit it."""
+    """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
     checkpoint = latest_checkpoint(folder.path, folder.print)
     if not checkpoint and (folder.path / "final").exists():
-        raise ValueError(f"--resume: {folder.path} is complete and its checkpoints are gone; take its final as --model_path")
+        raise ValueError(
+            f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path"
+        )
     folder.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
     if checkpoint:
         compare_settings(config, checkpoint, folder.print)
@@ -152,7 +166,7 @@ def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
 
 
 def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None:
-    """Print which settings of a resumed run have changed; raise ValueError for changes that its state does not fit."""
+    """Print which settings of a resumed run have changed. Raises ValueError if its state does not fit."""
     state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=True)
     saved, now = ({name: value for part in settings.values() for name, value in part.items()}
                   for settings in (state["settings"], config.as_dict()))
@@ -167,19 +181,20 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
     for name in fixed:
         if name in changed:
             raise ValueError(
-                f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one instead, from a checkpoint as "
-                "--model_path"
+                f"--{name}={now[name]}: this run began with {saved[name]!r}; start a new one, with a "
+                "checkpoint as --model_path"
             )
     if changed:
         notify("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
 
 
 def load_reference(model, config: Config, checkpoint: Path, state: dict):
-    """Return the reference saved with a checkpoint; None if there is none or no KL penalty. state: of its state.pt."""
+    """Return the reference saved with a checkpoint, None without a KL penalty. state: from state.pt."""
     adapter = state.get("reference_adapter")
     if config.grpo.kl_coef and adapter:
         reference = AdapterReference(model)
-        copy_into(reference.kept, [sharded_like(new, old) for new, old in zip(adapter, reference.kept, strict=True)])
+        pairs = zip(adapter, reference.kept, strict=True)
+        copy_into(reference.kept, [sharded_like(new, old) for new, old in pairs])
         return reference
     if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
         return None
@@ -190,14 +205,15 @@ def load_reference(model, config: Config, checkpoint: Path, state: dict):
 
 
 def parse_mesh(config: Config) -> dict[str, int]:
-    """Return the device mesh for shard: all processes in one dimension, or as --mesh says. Raises ValueError."""
+    """Return the device mesh: the sizes in --mesh, else all processes in fsdp. Raises ValueError."""
     processes, text = num_processes(), config.training.mesh
     sizes = [part.partition("=") for part in text.split(",")] if text else [("fsdp", "=", str(processes))]
     mesh = {"replicate": 1, "fsdp": 1, "tp": 1}
     mesh |= {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
     if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
-            f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, here {processes}"
+            f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "
+            f"here {processes}"
         )
     several = {
         "reference_offload": config.grpo.reference_offload, "precision": config.model.precision == "float16",
@@ -205,7 +221,7 @@ def parse_mesh(config: Config) -> dict[str, int]:
     }
     for name in several:
         if several[name] and processes > 1:
-            raise ValueError(f"--{name}: not in several processes; leave it out, or take bfloat16 for a precision")
+            raise ValueError(f"--{name}: not in several processes; leave it out, or use bfloat16")
     if config.model.lora_rank and mesh["tp"] > 1:
-        raise ValueError(f"--lora_rank={config.model.lora_rank}: not with tp in --mesh; shard with fsdp alone")
+        raise ValueError(f"--lora_rank={config.model.lora_rank}: not with tp in --mesh; use fsdp alone")
     return mesh

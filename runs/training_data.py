@@ -1,5 +1,5 @@
 """
-The training and held-out examples of a run, and prompts that are too long.
+Training and held-out examples of a run, and prompts that are too long.
 """
 
 import random
@@ -14,34 +14,38 @@ from sources.readers import READERS, View
 
 
 def load_data(config: Config) -> tuple[Sequence[dict], list[dict]]:
-    """Return (training examples, held-out examples). Prompts that are held out, or differ from such prompts only in white
-    space or case, are removed from the training examples.
+    """Return (training examples, held-out examples).
+
+    Held-out prompts are removed from the training examples, also if they differ in white space or case.
     """
     data_config = config.data
     options = dict(seed=config.training.seed, bad_lines=data_config.bad_lines, columns=data_config.columns)
-    train = load_examples(data_config.dataset, "train", limit=data_config.limit or None, **options)
-    chosen = range(len(train))
+    examples = load_examples(data_config.dataset, "train", limit=data_config.limit or None, **options)
+    chosen = range(len(examples))
     if data_config.eval_limit == 0:
         held_out = []
     elif data_config.eval_dataset:
         held_out = load_examples(data_config.eval_dataset, "test", limit=data_config.eval_limit, **options)
-    elif Path(data_config.dataset).suffix in READERS:                                   # one file: set some of it aside
-        order = random.Random(config.training.seed).sample(chosen, len(train))
-        count = min(data_config.eval_limit, len(train) // 5)
-        chosen, held_out = order[count:], [train[i] for i in order[:count]]
+    elif Path(data_config.dataset).suffix in READERS:     # one file: hold out some of it
+        order = random.Random(config.training.seed).sample(chosen, len(examples))
+        count = min(data_config.eval_limit, len(examples) // 5)
+        chosen, held_out = order[count:], [examples[i] for i in order[:count]]
     else:
         held_out = load_examples(data_config.dataset, "test", limit=data_config.eval_limit, **options)
-    held_out_prompts = {prompt_key(example["prompt"]) for example in held_out}
-    overlap = {i for i, example in enumerate(train) if prompt_key(example["prompt"]) in held_out_prompts}
+    held_out_keys = {prompt_key(example["prompt"]) for example in held_out}
+    overlap = {i for i, example in enumerate(examples) if prompt_key(example["prompt"]) in held_out_keys}
     chosen = array("q", (i for i in chosen if i not in overlap))
     if not chosen:
-        raise ValueError(f"--dataset={data_config.dataset}: all its prompts are held out; choose another --eval_dataset")
+        flag = f"--dataset={data_config.dataset}"
+        raise ValueError(f"{flag}: all its prompts are held out; choose another --eval_dataset")
     instruct = partial(with_instruction, instruction=data_config.instruction)
-    return View(train, chosen, instruct), [instruct(example) for example in held_out]
+    return View(examples, chosen, instruct), [instruct(example) for example in held_out]
 
 
-def fit_prompts(examples: Sequence[dict], tokenizer, config: Config, notify: Callable) -> tuple[Sequence[dict], int]:
-    """Reject, cut or drop prompts longer than --max_prompt_length, as --long_prompts says, and print how many there are.
+def fit_prompts(
+    examples: Sequence[dict], tokenizer, config: Config, notify: Callable
+) -> tuple[Sequence[dict], int]:
+    """Apply --long_prompts to prompts longer than --max_prompt_length: raise ValueError, truncate or drop.
 
     returns  the examples, and the length of the longest prompt in tokens
     """
@@ -53,20 +57,22 @@ def fit_prompts(examples: Sequence[dict], tokenizer, config: Config, notify: Cal
     if data_config.long_prompts == "error":
         raise ValueError(
             f"--max_prompt_length={limit}: {len(too_long)} of {len(examples)} prompts are longer, such as "
-            f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to {max(lengths)}, or pass "
-            "--long_prompts truncate or drop"
+            f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to "
+            f"{max(lengths)}, or pass --long_prompts truncate or drop"
         )
-    notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens: {data_config.long_prompts}")
+    count = f"{len(too_long)} of {len(examples)}"
+    notify(f"{count} prompts have more than {limit} tokens: {data_config.long_prompts}")
     if data_config.long_prompts == "truncate":
-        return View(examples, range(len(examples)), partial(truncated, tokenizer=tokenizer, limit=limit)), limit
+        cut = partial(truncate_prompt, tokenizer=tokenizer, limit=limit)
+        return View(examples, range(len(examples)), cut), limit
     kept = array("q", (i for i, length in enumerate(lengths) if length <= limit))
     if not kept:
         raise ValueError(f"--max_prompt_length={limit} --long_prompts drop: no prompt is left")
     return View(examples, kept, dict), max(lengths[i] for i in kept)
 
 
-def truncated(example: dict, tokenizer, limit: int) -> dict:
-    """Return the example; a longer prompt is replaced by the ids of its BOS, if it has one, and its last tokens."""
+def truncate_prompt(example: dict, tokenizer, limit: int) -> dict:
+    """Return the example; a longer prompt is replaced by its BOS, if it has one, and its last tokens."""
     ids = encode_prompt(tokenizer, example["prompt"])
     if len(ids) <= limit:
         return example
@@ -77,11 +83,15 @@ def truncated(example: dict, tokenizer, limit: int) -> dict:
 def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
     """Raise ValueError if supervised steps are planned and examples have no demonstration."""
     training = config.training
-    without = sum(not e.get("completion") for e in dataset) if training.cold_start_steps or not training.use_grpo else 0
+    if training.use_grpo and not training.cold_start_steps:
+        return
+    without = sum(not example.get("completion") for example in dataset)
     if without:
-        wish = f"--cold_start_steps={training.cold_start_steps}" if training.use_grpo else "supervised training (no --use_grpo)"
-        instead = "--cold_start_steps 0" if training.use_grpo else "--use_grpo --cold_start_steps 0"
+        steps, instead = "supervised training (no --use_grpo)", "--use_grpo --cold_start_steps 0"
+        if training.use_grpo:
+            steps, instead = f"--cold_start_steps={training.cold_start_steps}", "--cold_start_steps 0"
         raise ValueError(
-            f"{wish} needs demonstrations, but {config.data.dataset} has no completion for {without} of {len(dataset)} "
-            f"examples; name a --completion_column, or pass {instead} to learn from rewards alone"
+            f"{steps} needs demonstrations, but {config.data.dataset} has no completion for {without} of "
+            f"{len(dataset)} examples; name a --completion_column, or pass {instead} to learn from rewards "
+            "alone"
         )

@@ -1,21 +1,27 @@
 """Small models of six architectures, with random weights large enough that every logit matters."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
-    Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, GPT2Config,
-    GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, GraniteConfig, GraniteForCausalLM, Lfm2Config, Lfm2ForCausalLM,
+    AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM,
+    Gemma4TextConfig, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, GraniteConfig, GraniteForCausalLM,
+    Lfm2Config, Lfm2ForCausalLM,
     LlamaConfig, LlamaForCausalLM, Ministral3Config, Ministral3ForCausalLM, MistralConfig, MistralForCausalLM, Olmo3Config,
     Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM,
     Qwen3MoeConfig, Qwen3MoeForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
 )
 
+import train
 from config import GRPOConfig
+from data import ShuffledBatches
 from experience import Groups, compute_experience
 from grpo import compute_group_advantages
+from model import ValueHead, byte_tokenizer, frozen_copy
 from runs.command_line import parse_config
 from engine.packing import left_pad
-from model import byte_tokenizer
+from runs.records import read_jsonl
 from runs.setup import set_up
 from sample import Rollout
 
@@ -114,6 +120,27 @@ PROMPTS = ["1+1=?", "a somewhat longer prompt than the first", "é", "a somewhat
 QUICK = "--limit 400 --eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0".split()
 
 
+def length_reward(folder):
+    """A reward that hardly ever ties a group."""
+    (folder / "length.py").write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")
+    return f"{folder}/length.py:length"
+
+
+def run_folder(path, *flags):
+    train.main([*QUICK, "--output_dir", str(path), *flags])
+    return path
+
+
+def comparable(folder):
+    """What must not depend on when a run was stopped: all but the times."""
+    drop = ("seconds", "memory")
+    return [{k: v for k, v in m.items() if not any(d in k for d in drop)} for m in read_jsonl(folder / "metrics.jsonl")]
+
+
+def weights_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+
+
 def start_run(folder, *flags):
     """A run of the built-in model that is ready for a step of its last phase, later than the first one."""
     config = parse_config([*QUICK, "--output_dir", str(folder / "unused"), "--eval_limit", "0", "--max_steps", "10", *flags])
@@ -144,3 +171,29 @@ def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
     ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=draws)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return Rollout(*left_pad(prompts, 0), ids, mask, torch.zeros(mask.shape), mask[:, 0], [""] * len(ids))
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A GRPO run; with_settings makes the runs of the tests from it."""
+    return start_run(tmp_path_factory.mktemp("base"), "--use_grpo", "--cold_start_steps", "0")
+
+
+def with_settings(base, architecture="gemma3", **grpo):
+    """The run with other settings, on a model of two narrow layers, so that rounding has less to add up."""
+    torch.manual_seed(0)
+    config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
+    run = replace(base, config=config, progress=replace(base.progress))
+    run.batches = ShuffledBatches(base.train_set, 4, 0)
+    run.model, run.progress.kl_coef = ARCHITECTURES[architecture]().eval(), run.config.grpo.kl_coef
+    if run.progress.kl_coef:                                       # a reference that differs, or its gradient would vanish
+        run.reference = frozen_copy(run.model)
+        with torch.no_grad():
+            run.reference.get_output_embeddings().weight.mul_(1.5)
+    if run.config.grpo.use_value_head:
+        run.value_head = ValueHead(32)
+        torch.nn.init.normal_(run.value_head.layers[-1].weight)
+    parameters = [*run.model.parameters(), *(run.value_head.parameters() if run.value_head is not None else [])]
+    run.optimizer = torch.optim.SGD(parameters, lr=1.0)
+    run.scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer)
+    return run

@@ -8,9 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import start_run
-from test_train import comparable, run_folder, weights_of
-from tokenizers import processors
+from conftest import comparable, run_folder, start_run, weights_of
 
 import train
 from data import PromptMemory, ShuffledBatches, encode_completion, encode_prompt, load_examples, prompt_key, with_instruction
@@ -53,8 +51,8 @@ def test_columns_can_be_named(tmp_path):
                                                                 "answer": "7"}]
     both = load_examples(path, columns={"prompt": "frage", "answer": "solution", "completion": "solution"})
     assert both == [{"prompt": "q", "answer": "because", "completion": "because", "gold": 7}]
-    config = parse_config(["--dataset", path, "--eval_limit", "0", "--prompt_column", "frage", "--answer_column", "gold"])
-    assert [e["prompt"] for e in load_data(config)[0]] == ["q"]
+    train_set, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "frage", "--answer_column", "gold")
+    assert [e["prompt"] for e in train_set] == ["q"]
 
 
 @pytest.mark.parametrize("name", ["prompt", "answer", "completion"])
@@ -85,63 +83,12 @@ def data_of(*flags):
     return load_data(parse_config([*flags]))
 
 
-def test_what_is_held_out_is_never_trained_on(tmp_path):
-    train = ["a b", "c", "A  B\n", "d", "e ", "f"]
-    rows = [{"prompt": p} for p in train] + [{"prompt": [{"role": "user", "content": " D"}]}]
-    train_file = write_lines(tmp_path / "train.jsonl", rows)
-    test_file = write_lines(tmp_path / "test.jsonl", [{"prompt": p} for p in (" a b", "d", "E")])
-    train_set, held_out = data_of("--dataset", train_file, "--eval_dataset", test_file)
-    assert [e["prompt"] for e in train_set] == ["c", "f"] and len(held_out) == 3
-    assert len(data_of("--dataset", train_file, "--eval_limit", "0")[0]) == 7
-    with pytest.raises(ValueError, match="all its prompts are held out"):
-        data_of("--dataset", test_file, "--eval_dataset", test_file)
-
-
-@pytest.mark.parametrize("seed", ["0", "1"])
-def test_of_one_file_some_is_set_aside_as_it_always_was(tmp_path, seed):
-    rows = [{"prompt": f"{i % 40}", "number": i} for i in range(100)]
-    train_set, held_out = data_of("--dataset", write_lines(tmp_path / "data.jsonl", rows), "--eval_limit", "12", "--seed", seed)
-    order = random.Random(int(seed)).sample(rows, 100)
-    assert held_out == order[:12]
-    taken = {row["prompt"] for row in held_out}
-    assert train_set == [row for row in order[12:] if row["prompt"] not in taken] and len(train_set) < 88
-    assert len(data_of("--dataset", str(tmp_path / "data.jsonl"))[1]) == 20, "a fifth at most"
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")
-def test_gsm8k_is_never_both_trained_and_tested_on():
-    flags = ["--dataset", str(GSM8K / "train.jsonl"), "--bad_lines", "skip", "--instruction", "Think."]
-    train_set, held_out = data_of(*flags, "--eval_dataset", str(GSM8K / "test.jsonl"), "--eval_limit", "2000")
-    assert len(held_out) == 1319 and len(train_set) >= 7400 and train_set[0]["prompt"].startswith("Think.\n")
-    assert not {prompt_key(e["prompt"]) for e in train_set} & {prompt_key(e["prompt"]) for e in held_out}
-    aside, held_out = data_of(*flags)
-    assert len(held_out) == 256 and len(aside) >= 7200
-    assert not {prompt_key(e["prompt"]) for e in aside} & {prompt_key(e["prompt"]) for e in held_out}
-
-
 def test_prompts_that_say_the_same_have_one_key_and_others_have_not():
     same = ["What is  2+2?", "what is\n2+2? ", [{"role": "user", "content": "What is 2+2?"}]]
     assert len({prompt_key(prompt) for prompt in same}) == 1
     others = ["What is 2+3?", [{"role": "system", "content": "What is 2+2?"}], [5, 6], [5, 7],
               [{"role": "user", "content": "What is"}, {"role": "user", "content": "2+2?"}]]
     assert len({prompt_key(prompt) for prompt in [same[0], *others]}) == 6
-
-
-@pytest.mark.parametrize("limit", [20, 1])
-def test_a_truncated_prompt_keeps_its_bos_and_its_end(tmp_path, limit, capsys):
-    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "x" * 30 + "1+1=?", "answer": "2"}])
-    flags = ["--dataset", path, "--max_prompt_length", str(limit), "--long_prompts", "truncate"]
-    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
-    assert run.tokenizer.decode(run.train_set[0]["prompt"]) == "<bos>" + ("x" * 30 + "1+1=?")[36 - limit :]
-    assert f"prompts of up to {limit} tokens" in capsys.readouterr().out and run.train_set[0]["answer"] == "2"
-
-
-def test_demonstrations_and_lengths_are_those_of_the_prompts_that_are_left(tmp_path, capsys):
-    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "x" * n, "answer": str(n)} for n in (3, 90, 7, 80, 5)])
-    flags = ["--dataset", path, "--max_prompt_length", "20", "--long_prompts", "drop"]
-    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
-    assert [e["answer"] for e in run.train_set] == ["3", "7", "5"]
-    assert "prompts of up to 8 tokens" in capsys.readouterr().out, "with BOS"
 
 
 USER, ASSISTANT = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "<answer>2</answer>"}
@@ -234,19 +181,6 @@ def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match=r"refuses the prompt.*System role not supported"):
         encode_prompt(chat_tokenizer, [{"role": "system", "content": "s"}])
-
-
-def test_a_tokenizer_that_appends_eos_to_prompts_is_seen_by_the_check(model, tokenizer, settings):
-    import copy
-
-    from runs.startup_check import check_setup
-
-    appending = copy.deepcopy(tokenizer)
-    appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)]
-    )
-    findings = {f.name: f for f in check_setup(model, appending, [{"prompt": "1+1=?"}] * 2, settings, [])}
-    assert findings["open prompt"].ok is False and findings["sampler"].ok
 
 
 def test_an_instruction_goes_before_the_prompt_or_into_the_first_message():
@@ -419,4 +353,5 @@ def test_what_dynamic_sampling_replaces_is_remembered_too(tmp_path):
     flags = f"--use_grpo --cold_start_steps 0 --dynamic_sampling 2 --reward_functions {tmp_path}/none.py:none"
     run = start_run(tmp_path, *flags.split())
     train.grpo_training_step(run, next(run.batches))
-    assert len(run.progress.prompt_memory.earned) == 3 * 4 and set(run.progress.prompt_memory.earned.values()) == {(4, 2.0, 1.0)}
+    earned = run.progress.prompt_memory.earned
+    assert len(earned) == 3 * 4 and set(earned.values()) == {(4, 2.0, 1.0)}

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUICK
+from conftest import QUICK, length_reward
 from safetensors.torch import load_file
-from test_train import length_reward
 
 from runs.checkpoint import latest_checkpoint
 from runs.records import read_jsonl

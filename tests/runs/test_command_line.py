@@ -124,7 +124,7 @@ MISTAKES = {
     "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
     "nothing to resume": (["--output_dir", "{tmp}/empty", "--resume"], "--output_dir=.*empty: there is no run in it"),
     "resume what": (["--resume"], "--resume: needs --output_dir"),
-    "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is no folder that can be written to"),
+    "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is not a writable folder"),
     "settings behind flags": (["--seed", "1", "settings.json"], "settings.json: .*comes before all flags"),
     "negative": (["--max_steps", "-1"], "--max_steps=-1: cannot be negative"),
     "settings file": (["{tmp}/no.json"], "no.json: not a readable JSON file"),

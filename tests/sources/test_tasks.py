@@ -3,8 +3,8 @@
 import re
 
 import pytest
+from conftest import run_folder
 from test_data import data_of
-from test_train import run_folder
 
 from data import load_examples
 from rewards import correctness, countdown, reasoning_coherence

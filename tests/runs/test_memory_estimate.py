@@ -1,4 +1,4 @@
-"""What is said about a step before it is taken."""
+"""Tokens and memory of a step are estimated before the first one."""
 
 import json
 import re

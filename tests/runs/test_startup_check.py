@@ -1,4 +1,6 @@
-"""The start-up check must find what it promises to find: each promise is broken here once."""
+"""Each assumption that the start-up check tests is broken here once."""
+
+import copy
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import logprobs
 from engine import logits
 from runs.startup_check import check_setup, draw_row
 from conftest import start_run
+from tokenizers import processors
 from config import GRPOConfig
 from rewards import correctness
 from sample import sample_completions_for_prompts
@@ -20,7 +23,10 @@ def findings_of(model, tokenizer, settings, functions=()):
 
 
 def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, settings, monkeypatch):
-    monkeypatch.setattr(startup_check, "completion_log_probs", lambda *a, temperature=1.0, **k: logprobs.completion_log_probs(*a, **k))
+    def without_temperature(*args, temperature=1.0, **options):
+        return logprobs.completion_log_probs(*args, **options)
+
+    monkeypatch.setattr(startup_check, "completion_log_probs", without_temperature)
     found = findings_of(model, tokenizer, settings)["sampler"]
     assert found.ok is False and "nat" in found.found and "--generation_top_p" in found.fix
 
@@ -70,7 +76,7 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     config = GRPOConfig(reward_functions=["never"], reward_weights=[1.0])
     found = findings_of(model, tokenizer, config, [never])["rewards"]
     assert found.ok is False and found.found == "never returned None or NaN for each of 8 completions"
-    assert found.fix == "nothing could be scored: does the data have what it looks for, such as answers?"
+    assert found.fix == "nothing could be scored: does the data have the columns that it needs, such as answers?"
 
 
 def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):
@@ -80,12 +86,12 @@ def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, t
     config = GRPOConfig(reward_functions=["fussy"], reward_weights=[1.0], reward_errors="none")
     found = findings_of(model, tokenizer, config, [fussy])["rewards"]
     assert found.ok is False and found.found.startswith("fussy failed on '<reasoning>because")
-    assert found.found.endswith("KeyError: 'level'") and found.fix == "nothing could be scored: mend the function"
+    assert found.found.endswith("KeyError: 'level'") and found.fix == "nothing could be scored: correct the function"
 
 
 def test_agreement_reads_as_a_sentence(model, tokenizer, settings):
     found = findings_of(model, tokenizer, settings)["padding"].found
-    assert found.startswith("with and without padding they differ by at most")
+    assert found.startswith("log-probabilities with and without padding differ by at most")
 
 
 def test_the_mask_is_drawn(model, tokenizer):
@@ -100,7 +106,7 @@ def test_the_mask_is_drawn(model, tokenizer):
 
 @pytest.mark.parametrize("shape", [(1, 3)])
 def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
-    assert startup_check.agreement(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
+    assert startup_check.compare(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
 
 
 def test_shared_prompt_never_forwards_plain_rows_and_says_so(tmp_path, capsys):
@@ -109,7 +115,10 @@ def test_shared_prompt_never_forwards_plain_rows_and_says_so(tmp_path, capsys):
     assert start_run(tmp_path / "auto").shared_prompt is True
 
 
-def test_the_tokens_of_a_pass_fit_the_device_are_said_and_written_down(tmp_path, capsys):
-    assert start_run(tmp_path).config.training.max_tokens_per_forward == 2048
-    assert "passes of up to 2048 tokens" in capsys.readouterr().out
-    assert start_run(tmp_path / "more", "--max_tokens_per_forward", "300").config.training.max_tokens_per_forward == 300
+def test_a_tokenizer_that_appends_eos_to_prompts_is_seen_by_the_check(model, tokenizer, settings):
+    appending = copy.deepcopy(tokenizer)
+    appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)]
+    )
+    findings = {f.name: f for f in check_setup(model, appending, [{"prompt": "1+1=?"}] * 2, settings, [])}
+    assert findings["open prompt"].ok is False and findings["sampler"].ok

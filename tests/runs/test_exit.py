@@ -1,0 +1,98 @@
+"""Early ends of a run: signals, exit codes, and the line that each prints."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import QUICK, length_reward, run_folder
+
+import train
+from runs.checkpoint import find_damage, latest_checkpoint
+from runs.records import read_jsonl
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import kills
+
+FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, number):
+    endless = ["--max_steps", "1000", "--save_steps", "0", "--num_epochs", "99"]
+    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, *endless]
+    process = subprocess.Popen(
+        [sys.executable, str(kills.ROOT / "train.py"), *flags], cwd=kills.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    while kills.num_steps(tmp_path / "run") < 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "--resume" in output
+    saved = latest_checkpoint(tmp_path / "run")
+    last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"]
+    assert torch.load(saved / "state.pt", weights_only=True)["progress"]["step"] == last
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
+    slow = tmp_path / "slow.py"                           # the start-up check scores too: quick until the folder is there
+    slow.write_text(
+        "import os, time\ndef wait(completions, **columns):\n"
+        f"    time.sleep(60 * os.path.exists({str(tmp_path / 'run')!r}))\n    return [0.0] * len(completions)\n"
+    )
+    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
+             "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
+    process = subprocess.Popen(
+        [sys.executable, str(kills.ROOT / "train.py"), *flags], cwd=kills.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )
+    while kills.num_steps(tmp_path / "run") < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2)                                         # now it waits in the reward function
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None                         # the step has not ended
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=20)[1]
+    assert process.returncode == 130
+    assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; continue from the last checkpoint")
+    assert find_damage(latest_checkpoint(tmp_path / "run")) == ""
+
+
+@pytest.mark.slow
+def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
+    real, calls = train.accumulate_gradients, []
+
+    def broken(*args):
+        run, losses = args[0], real(*args)
+        calls.append(1)
+        if len(calls) in (2, 4, 5):
+            run.model.get_output_embeddings().weight.grad.fill_(float("nan"))
+        return losses
+
+    monkeypatch.setattr(train, "accumulate_gradients", broken)
+    flags = (
+        "--use_grpo --cold_start_steps 0 --max_steps 9 --max_skipped_steps 2 --eval_limit 0 --learning_rate 1e-3 "
+        f"--reward_functions {length_reward(tmp_path)}"
+    )
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "out", *flags.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
+    assert "2 steps in a row had a loss or gradient that is not finite" in error and "step-00000005" in error
+    lines = read_jsonl(tmp_path / "out/metrics.jsonl")
+    assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1] and lines[1]["grad_norm"] is None
+    skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
+    assert {record["step"] for record in skipped} == {2, 4, 5} and len(skipped) == 3 * 16
+    monkeypatch.setattr(train, "accumulate_gradients", real)
+    train.main(["--replay", str(tmp_path / "out/skipped.jsonl")])
+    replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in replayed] == [2, 4, 5] and all(line["grad_norm"] > 0 for line in replayed)

@@ -1,0 +1,130 @@
+"""The state of a run is complete: stopped, resumed or mended, it is the run that never stopped."""
+
+import signal
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import QUICK, comparable, run_folder, weights_of
+
+import train
+from rewards import load_reward_function
+from runs import phases
+from runs.records import read_jsonl
+from runs.run import Run
+
+
+# Whatever a run carries from step to step: reference, coefficient, running mean, value head, order of minibatches, advice.
+CARRIED = (
+    "--reference_mode ema --ema_alpha 0.5 --kl_target 0.01 --kl_horizon 20 --baseline global_mean --ppo_epochs 2 "
+    "--minibatch_size 8 --dynamic_sampling 1 --max_steps 16"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_after,more", [
+    (0, ""), (2, ""), (5, ""), (20, CARRIED), (5, "--use_value_head"),
+    pytest.param(5, "--adam_8bit", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")),
+])
+def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, more, capsys):
+    flags = f"--use_grpo --use_kl_penalty --max_steps 4 --save_steps 0 --learning_rate 1e-3 {more}".split()
+    whole = run_folder(tmp_path / "whole", *flags)
+
+    where = "log_step" if stop_after else "log_evaluation"
+    original = getattr(Run, where)
+
+    def press_ctrl_c(run, *rest):
+        result = original(run, *rest)
+        if run.progress.step == stop_after:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(Run, where, press_ctrl_c)
+    stopped = run_folder(tmp_path / "stopped", *flags)
+    assert f"python train.py --output_dir {stopped} --resume" in capsys.readouterr().out
+    assert not (stopped / "final").exists() and len(comparable(stopped)) < len(comparable(whole))
+    monkeypatch.setattr(Run, where, original)
+    train.main(["--output_dir", str(stopped), "--resume"])
+    assert comparable(stopped) == comparable(whole)
+    for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.slow
+def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases(tmp_path, monkeypatch, capsys):
+    real = Run.log_step
+
+    def press_ctrl_c(run, *rest):
+        real(run, *rest)
+        if run.progress.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Run, "log_step", press_ctrl_c)
+    flags = "--use_grpo --cold_start_steps 1 --max_steps 5 --eval_limit 0 --learning_rate 1e-3"
+    folder = run_folder(tmp_path / "out", *flags.split())
+    monkeypatch.setattr(Run, "log_step", real)
+    again = ["--output_dir", str(folder), "--resume"]
+    for changed in ["--use_grpo", "false"], ["--cold_start_steps", "0"], ["--profile", "balanced"], ["--lora_alpha", "8"]:
+        with pytest.raises(SystemExit):
+            train.main([*again, *changed])
+        assert f"{changed[0]}=" in capsys.readouterr().err.splitlines()[-1]
+    train.main([*again, "--learning_rate", "1e-5", "--weight_decay", "0.25"])
+    assert "changed: learning_rate 0.001 -> 1e-05, weight_decay 0.0 -> 0.25" in " ".join(capsys.readouterr().out.split())
+    rates = [m["learning_rate"] for m in read_jsonl(folder / "metrics.jsonl") if m["phase"] == "grpo"]
+    peaks = [1e-3, *[1e-5] * 4]
+    factors = [phases.learning_rate_factor(step, steps=5, warmup=1, schedule="cosine") for step in range(1, 6)]
+    assert rates == pytest.approx([peak * factor for peak, factor in zip(peaks, factors)], rel=1e-6)
+    newest = max((folder / "checkpoints").glob("step-00000006*"))
+    assert torch.load(newest / "state.pt", weights_only=True)["settings"]["training"]["weight_decay"] == 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call,evaluated,saved", [(4, "0", 2), (8, "4", 5)])     # in the third step; in the last evaluation
+def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, evaluated, saved):
+    """The run that was mended and resumed is the one that never raised. The first call is the start-up check's."""
+    file = tmp_path / "late.py"
+    file.write_text("calls = 0\ndef late(completions, **columns):\n    global calls\n    calls += 1\n"
+                    f"    if calls == {call}: raise KeyError('late')\n    return [float(len(c) % 7) for c in completions]\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 5 --eval_limit {evaluated} --eval_steps 0".split()
+    flags += ["--reward_functions", f"{file}:late"]
+    with pytest.raises(SystemExit) as stop:
+        train.main([*QUICK, *flags, "--output_dir", str(tmp_path / "a")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
+    assert "reward function late raised KeyError: 'late' (late.py, line 5)" in error
+    assert f"step-0000000{saved}" in error and "--resume" in error
+    file.write_text(file.read_text().replace(f"calls == {call}", "False"))
+    load_reward_function.cache_clear()
+    train.main(["--output_dir", str(tmp_path / "a"), "--resume"])
+    load_reward_function.cache_clear()
+    never = run_folder(tmp_path / "b", *flags)
+    assert comparable(tmp_path / "a") == comparable(never)
+    ours, theirs = weights_of(tmp_path / "a"), weights_of(never)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys):
+    file = tmp_path / "fussy.py"
+    file.write_text("def fussy(completions, **columns):\n    raise KeyError('always')\n")
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "never", "--use_grpo", "--reward_functions", f"{file}:fussy")
+    assert stop.value.code == 2 and "reward function fussy raised KeyError: 'always'" in capsys.readouterr().err
+
+    def later(name):                                      # raises when training, not in the start-up check
+        (tmp_path / name).write_text(
+            "calls = []\n"
+            "def later(completions, **columns):\n"
+            "    calls.append(1)\n"
+            "    if len(calls) > 1: raise KeyError('no such thing')\n"
+            "    return [0.0] * len(completions)\n"
+        )
+        return f"{tmp_path}/{name}:later"
+
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions".split()
+    with pytest.raises(SystemExit):
+        run_folder(tmp_path / "a", *flags, later("one.py"))
+    assert "reward function later raised KeyError: 'no such thing'" in capsys.readouterr().err
+    folder = run_folder(tmp_path / "b", *flags, later("two.py"), "--reward_errors", "none")
+    (line,) = read_jsonl(folder / "metrics.jsonl")
+    assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0

@@ -1,0 +1,76 @@
+"""Setting up a run: settings that are filled in, and changed settings of a resumed run."""
+
+import shutil
+import signal
+
+import pytest
+import torch
+from conftest import run_folder, start_run
+
+import train
+from runs.run import Run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("began,changed,flag", [
+    ("--use_kl_penalty false", "--use_kl_penalty true", "use_kl_penalty=True"),
+    ("--use_kl_penalty true", "--kl_penalty_coef 0", "use_kl_penalty=False"),
+    ("--use_value_head false", "--use_value_head true", "use_value_head=True"),
+])
+def test_what_a_phase_began_without_cannot_be_switched_on_when_resuming(tmp_path, monkeypatch, capsys, began, changed, flag):
+    real = Run.log_step
+
+    def press_ctrl_c(run, *rest):
+        real(run, *rest)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Run, "log_step", press_ctrl_c)
+    folder = run_folder(tmp_path / "out", *f"--use_grpo --cold_start_steps 0 --max_steps 3 --eval_limit 0 {began}".split())
+    monkeypatch.setattr(Run, "log_step", real)
+    settings = (folder / "config.json").read_text()
+    with pytest.raises(SystemExit):
+        train.main(["--output_dir", str(folder), "--resume", *changed.split()])
+    error = capsys.readouterr().err.rpartition("at once\n")[2]
+    assert f"--{flag}: this run began with" in error and len(error.strip().splitlines()) == 1
+    assert (folder / "config.json").read_text() == settings
+    train.main(["--output_dir", str(folder), "--resume", "--learning_rate", "1e-5"])
+    assert (folder / "final").exists()
+
+
+@pytest.mark.slow
+def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, capsys):
+    folder = run_folder(tmp_path / "out", *"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0".split())
+    (begun, *_) = sorted((folder / "checkpoints").iterdir())
+    state = torch.load(begun / "state.pt", weights_only=True)
+    assert state["progress"]["phase"] == 1, "complete"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    again = ["--output_dir", str(folder), "--resume"]
+    for flags, flag in (["--lora_rank", "8"], "lora_rank=8"), (["--model_path", str(begun)], f"model_path={begun}"), (
+            ["--use_grpo", "false"], "use_grpo=False"):
+        with pytest.raises(SystemExit) as stop:
+            train.main([*again, *flags])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and f"--{flag}: this run began with" in error and len(error.strip().splitlines()) == 1
+    train.main([*again, "--learning_rate", "0.5"])
+    said = capsys.readouterr().out
+    assert f"from {begun}" in said and "changed: learning_rate 0.0004 -> 0.5" in said and "this run is complete" in said
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(SystemExit):
+        train.main(again)
+    assert "is complete and its checkpoints are gone" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before[folder / "metrics.jsonl"]
+
+
+def test_check_prints_and_stops(tmp_path, capsys):
+    train.main(["--use_grpo", "--check", "--output_dir", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    for word in "BOS", "stop ids", "padding", "head", "sampler", "packing", "pppTTT", "gold 1.30":
+        assert word in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp_path, capsys):
+    assert start_run(tmp_path).config.training.max_tokens_per_forward == 2048
+    assert "passes of up to 2048 tokens" in capsys.readouterr().out
+    assert start_run(tmp_path / "more", "--max_tokens_per_forward", "300").config.training.max_tokens_per_forward == 300

@@ -1,0 +1,78 @@
+"""Examples of a run: nothing held out is trained on, and prompts that are too long are dropped or cut."""
+
+import json
+import random
+
+import pytest
+from conftest import start_run
+from test_data import GSM8K, data_of, write_lines
+
+import train
+from data import prompt_key
+
+
+def test_what_is_held_out_is_never_trained_on(tmp_path):
+    train = ["a b", "c", "A  B\n", "d", "e ", "f"]
+    rows = [{"prompt": p} for p in train] + [{"prompt": [{"role": "user", "content": " D"}]}]
+    train_file = write_lines(tmp_path / "train.jsonl", rows)
+    test_file = write_lines(tmp_path / "test.jsonl", [{"prompt": p} for p in (" a b", "d", "E")])
+    train_set, held_out = data_of("--dataset", train_file, "--eval_dataset", test_file)
+    assert [e["prompt"] for e in train_set] == ["c", "f"] and len(held_out) == 3
+    assert len(data_of("--dataset", train_file, "--eval_limit", "0")[0]) == 7
+    with pytest.raises(ValueError, match="all its prompts are held out"):
+        data_of("--dataset", test_file, "--eval_dataset", test_file)
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_of_one_file_some_is_set_aside_as_it_always_was(tmp_path, seed):
+    rows = [{"prompt": f"{i % 40}", "number": i} for i in range(100)]
+    train_set, held_out = data_of("--dataset", write_lines(tmp_path / "data.jsonl", rows), "--eval_limit", "12", "--seed", seed)
+    order = random.Random(int(seed)).sample(rows, 100)
+    assert held_out == order[:12]
+    taken = {row["prompt"] for row in held_out}
+    assert train_set == [row for row in order[12:] if row["prompt"] not in taken] and len(train_set) < 88
+    assert len(data_of("--dataset", str(tmp_path / "data.jsonl"))[1]) == 20, "a fifth at most"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")
+def test_gsm8k_is_never_both_trained_and_tested_on():
+    flags = ["--dataset", str(GSM8K / "train.jsonl"), "--bad_lines", "skip", "--instruction", "Think."]
+    train_set, held_out = data_of(*flags, "--eval_dataset", str(GSM8K / "test.jsonl"), "--eval_limit", "2000")
+    assert len(held_out) == 1319 and len(train_set) >= 7400 and train_set[0]["prompt"].startswith("Think.\n")
+    assert not {prompt_key(e["prompt"]) for e in train_set} & {prompt_key(e["prompt"]) for e in held_out}
+    aside, held_out = data_of(*flags)
+    assert len(held_out) == 256 and len(aside) >= 7200
+    assert not {prompt_key(e["prompt"]) for e in aside} & {prompt_key(e["prompt"]) for e in held_out}
+
+
+@pytest.mark.parametrize("limit", [20, 1])
+def test_a_truncated_prompt_keeps_its_bos_and_its_end(tmp_path, limit, capsys):
+    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "x" * 30 + "1+1=?", "answer": "2"}])
+    flags = ["--dataset", path, "--max_prompt_length", str(limit), "--long_prompts", "truncate"]
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
+    assert run.tokenizer.decode(run.train_set[0]["prompt"]) == "<bos>" + ("x" * 30 + "1+1=?")[36 - limit :]
+    assert f"prompts of up to {limit} tokens" in capsys.readouterr().out and run.train_set[0]["answer"] == "2"
+
+
+def test_demonstrations_and_lengths_are_those_of_the_prompts_that_are_left(tmp_path, capsys):
+    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "x" * n, "answer": str(n)} for n in (3, 90, 7, 80, 5)])
+    flags = ["--dataset", path, "--max_prompt_length", "20", "--long_prompts", "drop"]
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
+    assert [e["answer"] for e in run.train_set] == ["3", "7", "5"]
+    assert "prompts of up to 8 tokens" in capsys.readouterr().out, "with BOS"
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsys, policy):
+    file = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{'x' * (50 * (i % 2))}{i}+1=?", "answer": str(i + 1)} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limit = ["--max_prompt_length", "20", "--long_prompts", policy]
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--dataset", str(file), *limit)
+    assert f"4 of 8 prompts have more than 20 tokens: {policy}" in capsys.readouterr().out
+    if policy == "drop":
+        assert [e["answer"] for e in run.train_set] == ["1", "3", "5", "7"]
+    else:
+        assert [len(e["prompt"]) for e in run.train_set if isinstance(e["prompt"], list)] == [20] * 4
+        assert run.tokenizer.decode(run.train_set[1]["prompt"]).endswith("x1+1=?")
+        train.grpo_training_step(run, run.train_set[:4])
