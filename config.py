@@ -124,7 +124,7 @@ class GRPOConfig(Section):
         "", "function that returns the environment's messages: calculator, python, guess_letter, or "
         "path/to/file.py:function; empty: completions are single messages")
     max_turns: int = flag(
-        1, "messages of the policy per conversation, at most; generation_max_length covers all of them",
+        1, "messages of the policy per conversation, at most; generation_max_length limits all its tokens",
         above=0)
 
     reward_functions: list[str] = flag(

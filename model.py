@@ -65,8 +65,8 @@ def load_policy(config):
     tokenizer = load_tokenizer(config)
     adapter = adapter_settings(config.model_path)
     if adapter and config.lora_rank not in (0, adapter["r"]):
-        rank = adapter["r"]
-        raise ValueError(f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {rank}; leave it out")
+        raise ValueError(
+            f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {adapter['r']}; omit it")
     try:
         model = tiny_gemma(tokenizer, config.attn_implementation).eval() if not config.model_path else (
             AutoModelForCausalLM.from_pretrained(
@@ -226,7 +226,8 @@ def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalL
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
         sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=4096, initializer_range=128**-0.5,                      # with 0.02 training takes twice as many steps
+        max_position_embeddings=4096,
+        initializer_range=128**-0.5,                      # with 0.02 training takes twice as many steps
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id, attn_implementation=attn_implementation,
     )

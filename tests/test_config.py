@@ -61,7 +61,7 @@ def test_the_five_names_import_from_train():
     assert config == Config() and isinstance(config.model, ModelConfig) and isinstance(config.training, TrainingConfig)
 
 
-def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
+def test_validate_grpo_setup_requires_groups_a_tokenizer_and_prompts(tokenizer):
     config = Config()
     train.validate_grpo_setup(config, tokenizer, [{"prompt": "p", "answer": "1"}])
     for bad in (None, [{"prompt": "p", "answer": "1"}]), (tokenizer, []), (tokenizer, [{"answer": "1"}]):
@@ -69,20 +69,21 @@ def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
             train.validate_grpo_setup(config, *bad)
     lone = GRPOConfig()
     object.__setattr__(lone, "num_completions_per_prompt", 1)                    # past the check of the dataclass itself
-    for refused in lambda: GRPOConfig(num_completions_per_prompt=1), lambda: train.validate_grpo_setup(
+    for rejected in lambda: GRPOConfig(num_completions_per_prompt=1), lambda: train.validate_grpo_setup(
         Config(grpo=lone), tokenizer, [{"prompt": "p", "answer": "1"}]
     ):
         with pytest.raises(ValueError, match="at least 2"):
-            refused()
+            rejected()
 
 
 @pytest.mark.parametrize("flags,words", [
     ([], "clipping has no effect: with one update per rollout every ratio is 1"),
     (["--minibatch_size", "9999"], "minibatch_size 9999 has no effect with 256 completions in a rollout"),
-    (["--reference_mode", "ema", "--use_kl_penalty", "false"], "reference_mode ema has no effect without --use_kl_penalty true"),
+    (["--reference_mode", "ema", "--use_kl_penalty", "false"],
+     "reference_mode ema has no effect without --use_kl_penalty true"),
     (["--loss_type", "gspo", "--ppo_epochs", "2"], "gspo's ratio is a mean over a completion and hardly moves"),
 ])
-def test_settings_that_change_nothing_announce_themselves(flags, words):
+def test_flags_without_effect_are_noted(flags, words):
     assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).notes())
 
 
@@ -102,11 +103,11 @@ def test_settings_that_change_nothing_announce_themselves(flags, words):
     (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
     (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed True has no effect with one epoch"),
 ])
-def test_what_is_seldom_meant_is_remarked_on(flags, words):
+def test_more_flags_without_effect_and_unusual_combinations_are_noted(flags, words):
     assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).notes())
 
 
-def test_a_supervised_run_says_which_settings_are_for_grpo_alone():
+def test_a_supervised_run_notes_flags_that_only_grpo_uses():
     config = parse_config(["--loss_type", "gspo", "--use_value_head", "--generation_top_k", "7"])
     assert config.notes() == [
         "loss_type gspo has no effect without --use_grpo", "use_value_head True has no effect without --use_grpo"]
@@ -117,13 +118,13 @@ def test_a_supervised_run_says_which_settings_are_for_grpo_alone():
     ["--use_kl_penalty", "--kl_penalty_coef", "0"], ["--cold_start_steps", "0"], ["--resume", "false"],
     ["--no_normalize_advantages", "--advantage_epsilon", "1", "--reward_combination", "gdpo"],
 ])
-def test_what_counts_or_switches_something_off_has_an_effect(flags):
+def test_flags_that_switch_something_off_have_an_effect(flags):
     notes = parse_config(["--use_grpo", *flags]).notes()
     names = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
     assert not any(name in line for name in names for line in notes), notes
 
 
-def test_settings_that_work_together_are_neither_refused_nor_noted():
+def test_compatible_flags_are_neither_rejected_nor_noted():
     flags = (
         "--use_grpo --use_kl_penalty --kl_in reward --kl_estimator k1 --kl_target 0.05 --kl_horizon 5000 "
         "--reference_mode ema --ema_alpha 0.5 "
