@@ -444,12 +444,12 @@ class Config:
         if not training.use_grpo:
             return lines
         if not several and config.loss_type != "reinforce":
-            what = "clipping and max_policy_kl have" if config.max_policy_kl else "clipping has"
-            lines.append(f"{what} no effect: with one update per rollout every ratio is 1; see --ppo_epochs")
+            kinds = "clipping and max_policy_kl have" if config.max_policy_kl else "clipping has"
+            lines.append(f"{kinds} no effect: with one update per rollout every ratio is 1; see --ppo_epochs")
         combinations = {
-            "gdpo scales each function within its group and then the sum; advantage_scale batch is usual":
+            "gdpo scales each function in its group, then the sum; advantage_scale batch is the paper's":
                 config.reward_combination == "gdpo" and config.scale == "group",
-            "gspo's ratio is a mean over a completion and hardly moves: usual is clip_high 4e-4":
+            "gspo's ratio is a mean over a completion and hardly moves: usual clips are 3e-4, 4e-4":
                 config.loss_type == "gspo" and config.clip_high > 0.01 and several,
             f"cispo caps a token's weight at {1 + config.clip_high:g}; clip_high of 4 or so is usual":
                 config.loss_type == "cispo" and config.clip_high < 1 and several,

@@ -68,22 +68,22 @@ def load_policy(config):
         raise ValueError(
             f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {adapter['r']}; omit it")
     try:
-        model = tiny_gemma(tokenizer, config.attn_implementation).eval() if not config.model_path else (
+        policy = tiny_gemma(tokenizer, config.attn_implementation).eval() if not config.model_path else (
             AutoModelForCausalLM.from_pretrained(
                 adapter.get("base_model_name_or_path", config.model_path), dtype=torch.float32,
                 attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code,
             )
         )
         if adapter:
-            model.load_adapter(config.model_path, is_trainable=True)
+            policy.load_adapter(config.model_path, is_trainable=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
     if config.lora_rank and not adapter:
-        model.add_adapter(LoraConfig(
+        policy.add_adapter(LoraConfig(
             r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear",
             task_type="CAUSAL_LM",
         ))
-    return with_precision(model, config.precision), tokenizer
+    return with_precision(policy, config.precision), tokenizer
 
 
 def adapter_settings(path: str) -> dict:

@@ -66,14 +66,14 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
 
 def load_run(config: Config, weights: Path) -> Run:
     """Return a run with saved weights; those of a checkpoint come with its progress and state."""
-    model, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
+    policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
     state = torch.load(weights / "state.pt", weights_only=True) if (weights / "state.pt").exists() else {}
     device = best_device()
     if num_processes() > 1:
         raise ValueError("--replay: runs in one process; start it without torchrun")
     return Run(
         config, RunFolder(config), device, tokenizer, [], None, [], [], [], state.get("shared_prompt", True),
-        move(model, device), saved_progress(config, state), state,
+        move(policy, device), saved_progress(config, state), state,
     )
 
 
@@ -168,6 +168,6 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
         torch.tensor(column("finished")), column("completion"),
         pad(turn_points, torch.float32) if turn_points else None,
     )
-    rewards = column("rewards") if "rewards" in records[0] else [{}]
-    points = {name: torch.tensor(nan_for_none([reward[name] for reward in rewards])) for name in rewards[0]}
+    scored = column("rewards") if "rewards" in records[0] else [{}]
+    points = {name: torch.tensor(nan_for_none([row[name] for row in scored])) for name in scored[0]}
     return rollout, {name: values.double().view(num_prompts, -1) for name, values in points.items()}
