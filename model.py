@@ -1,6 +1,6 @@
 """
-The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, LoRA adapters (peft),
-references, the value head, saving.
+The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, LoRA adapters
+(peft), references, the value head, saving.
 
 Weights are read and written as safetensors. Left out on purpose: quantised weights.
 """
@@ -31,105 +31,112 @@ from engine.sharding import gathered_weights, reshard, shard, shard_weights, ful
 
 logging.disable_progress_bar()                            # a run has one of its own
 
-
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
 def load_tokenizer(config):
-    """The tokenizer of config.model_path, or the built-in bytes. A tokenizer without a pad token pads with EOS."""
+    """Load the tokenizer of config.model_path, or the built-in one. Without a pad token it pads with EOS."""
     if not config.model_path:
         return byte_tokenizer()
     check_model_folder(config.model_path, config.trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model_path, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model_path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model_path={config.model_path}: no tokenizer: {first_line(error)}") from None
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--model_path={config.model_path}: its tokenizer has no eos_token, so completions could not end")
+        raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from positions, never from ids
+        tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from positions, not from ids
     return tokenizer
 
 
 def load_policy(config):
-    """(model, tokenizer): config.model_path, a folder or a hub id, or the built-in tiny Gemma if it is empty.
+    """Load the model and the tokenizer of config.model_path, or the built-in ones.
 
-    Weights are float32, whatever the precision of the layers: in bfloat16 a step of 1e-6 would be rounded away. The model is
-    in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
+    Weights are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be rounded away. The
+    model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
-    config  a ModelConfig. With lora_rank the weights are frozen and an adapter is trained; a model_path that is the folder
-            of an adapter brings its own
-    raises  ValueError in one line if there is no such model
+    config   a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder holds
+             an adapter, the weights are frozen and the adapter is trained
+    returns  model, tokenizer
+    raises   ValueError in one line if there is no such model
     """
     tokenizer = load_tokenizer(config)
     adapter = adapter_settings(config.model_path)
     if adapter and config.lora_rank not in (0, adapter["r"]):
-        raise ValueError(f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {adapter['r']}; leave it out")
+        raise ValueError(
+            f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {adapter['r']}; omit it")
     try:
-        model = tiny_gemma(tokenizer, config.attn_implementation).eval() if not config.model_path else (
+        policy = tiny_gemma(tokenizer, config.attn_implementation).eval() if not config.model_path else (
             AutoModelForCausalLM.from_pretrained(
                 adapter.get("base_model_name_or_path", config.model_path), dtype=torch.float32,
                 attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code,
             )
         )
         if adapter:
-            model.load_adapter(config.model_path, is_trainable=True)
+            policy.load_adapter(config.model_path, is_trainable=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
     if config.lora_rank and not adapter:
-        model.add_adapter(LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        policy.add_adapter(LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear",
+            task_type="CAUSAL_LM",
         ))
-    return with_precision(model, config.precision), tokenizer
+    return with_precision(policy, config.precision), tokenizer
 
 
 def adapter_settings(path: str) -> dict:
-    """adapter_config.json of a folder that holds an adapter; {} of any other."""
+    """Return adapter_config.json of a folder that holds an adapter; {} for any other."""
     file = Path(path) / "adapter_config.json"
     return json.loads(file.read_text()) if path and file.exists() else {}
 
 
 def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
-    """The model with layers that compute in bfloat16 or float16, if asked for. Its head is not one of them."""
+    """Let the layers compute in bfloat16 or float16; the head stays in float32. Returns the model."""
     model.precision = precision
     if precision != "float32":
-        model.base_model.forward = partial(under_autocast, getattr(torch, precision), model.base_model.forward)
+        forward = model.base_model.forward
+        model.base_model.forward = partial(under_autocast, getattr(torch, precision), forward)
     return model
 
 
 def under_autocast(dtype: torch.dtype, forward, *args, **kwargs):
-    """Call a model's own forward under autocast, on the device where the model is then."""
+    """Call a method of a model under autocast, on the model's current device."""
     with torch.autocast(forward.__self__.device.type, dtype=dtype):
         return forward(*args, **kwargs)
 
 
 def precision_of(model: PreTrainedModel) -> str:
-    """What with_precision made it."""
+    """Return the precision of the layers, as set by with_precision."""
     return getattr(model, "precision", "float32")
 
 
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers, as transformers marks them."""
+    """Return the layers, as transformers marks them."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """The parameters that training changes: all of them, or the adapter's."""
+    """Return the parameters that are trained: all of them, or the adapter's."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep only what goes into each layer, and forward the layer again in the backward pass.
+    """Store only the inputs of each layer, and forward the layer again in the backward pass.
 
-    transformers has a switch for it that works in training mode alone, and so with dropout.
+    The switch in transformers works in training mode only, where dropout is active.
     """
     layers = layers_of(model)
     if not layers:
-        raise ValueError(f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
+        raise ValueError(
+            f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
+
     def recomputed(forward, *args, **kwargs):
-        again = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
+        attention = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
         return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), again()), **kwargs
+            forward, *args, use_reentrant=False, preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), attention()), **kwargs,
         )
 
     for layer in layers:
@@ -137,96 +144,103 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The model on a device. On the way to or from XLA every parameter is made anew, so shared ones have to be tied again."""
+    """Move the model to a device, in place. XLA creates new parameters, so shared ones are tied again."""
     model.to(device)
-    if isinstance(model, PreTrainedModel) and not hasattr(model, "mesh"):        # processes have shared it out where it is
+    if isinstance(model, PreTrainedModel) and not hasattr(model, "mesh"):        # sharded: already there
         model.tie_weights()
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = model.config.get_text_config().tie_word_embeddings
-        assert not tied or head.weight is embedding.weight, "head and embedding were one parameter and are two after the move"
+        assert not tied or head.weight is embedding.weight, "head and embedding are not tied after the move"
         shard_weights(model)
     return model
 
 
 def check_model_folder(path: str, trust_remote_code: bool) -> None:
-    """Whether a local folder holds what a model needs, said before anything slow happens. Hub ids pass."""
+    """Raise ValueError if a local folder lacks files of a model. Hub ids are not checked."""
     folder = Path(path)
     if folder.is_file():
         raise ValueError(f"--model_path={path}: is a file; name its folder, {folder.parent}")
     if not folder.exists():
         if path.count("/") != 1 or path.startswith((".", "/")):
-            raise ValueError(f"--model_path={path}: no such folder ({folder.absolute()}); ids on the hub look like owner/name")
+            raise ValueError(
+                f"--model_path={path}: no such folder ({folder.absolute()}); ids on the hub look like "
+                "owner/name")
         return
     if adapter := adapter_settings(path):
         base = adapter["base_model_name_or_path"]
         if not Path(base).exists() and base.count("/") != 1:
             raise ValueError(f"--model_path={path}: is an adapter for {base}, and that is not there")
         return
-    needs = {
+    required = {
         "config.json": ["config.json"],
         "weights (model.safetensors)": ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"],
-        "a tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"],
+        "a tokenizer (tokenizer.json)": [
+            "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"],
     }
-    for what, patterns in needs.items():
+    for name, patterns in required.items():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise ValueError(f"--model_path={path}: the folder has no {what}; point it at a saved model, such as RUN/final")
+            raise ValueError(
+                f"--model_path={path}: the folder has no {name}; name a saved model, such as RUN/final")
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model_path={path}: config.json is unusable: {first_line(error)}") from None
 
 
-def refuse_too_long(model: PreTrainedModel, longest: int, wanted: int) -> None:
-    """Refuse completions that would outgrow the positions that the model knows; longest: prompt; both in tokens."""
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if known and longest + wanted > known:
+def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_tokens: int) -> None:
+    """Raise ValueError if the longest prompt and completion together exceed the model's positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and prompt_tokens + completion_tokens > limit:
         raise ValueError(
-            f"--generation_max_length={wanted}: with prompts of up to {longest} tokens that exceeds the model's {known} "
-            f"positions; at most {max(0, known - longest)}, or shorten the prompts (train.py: --max_prompt_length)"
+            f"--generation_max_length={completion_tokens}: with prompts of up to {prompt_tokens} tokens that "
+            f"exceeds the model's {limit} positions; at most {max(0, limit - prompt_tokens)}, or shorten the "
+            "prompts (train.py: --max_prompt_length)"
         )
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a long message."""
+    """Return the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8, one for each tag, and pad, EOS, BOS: any text can be written with it."""
+    """Return a tokenizer for any text: a token per byte of UTF-8, one for each of TAGS, and pad, EOS, BOS."""
     special = ["<pad>", "<eos>", "<bos>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="left",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>",
+        padding_side="left", clean_up_tokenization_spaces=False,
     )
     fast.add_tokens(list(TAGS))                           # ordinary tokens, so that decoding shows them
     return fast
 
 
 def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalLM:
-    """A Gemma 3 of a million parameters with random weights: every second layer slides over 64 tokens."""
+    """Return a Gemma 3 of a million parameters with random weights; every second layer sees 64 tokens."""
     config = Gemma3TextConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32, sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2, max_position_embeddings=4096,
-        initializer_range=128**-0.5,                      # at 0.02 so narrow a model needs twice as many steps
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-        attn_implementation=attn_implementation,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
+        sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=4096,
+        initializer_range=128**-0.5,                      # with 0.02 training takes twice as many steps
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id, attn_implementation=attn_implementation,
     )
     return Gemma3ForCausalLM(config)
 
 
 def frozen_copy(model: PreTrainedModel):
-    """A reference: the model as it is now, without gradients, in evaluation mode. With an adapter, a copy of that alone."""
+    """Return a reference: a copy of the model, or of its adapter alone, without gradients."""
     if has_adapter(model):
         return AdapterReference(model)
     if not hasattr(model, "mesh"):
         return copy.deepcopy(model).eval().requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):               # its first weights are overwritten: the run's random numbers go on
+    with torch.random.fork_rng(devices=[]):               # its random weights are overwritten by the policy's
         reference = AutoModelForCausalLM.from_config(
             model.config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
         )
@@ -237,7 +251,10 @@ def frozen_copy(model: PreTrainedModel):
 
 
 class AdapterReference:
-    """The policy with an adapter as it once was, over the same weights. A new adapter adds 0: then it is the bare model."""
+    """A reference that shares the policy's weights and keeps a copy of its adapter.
+
+    A new adapter adds 0, so the reference of a new run is the model without an adapter.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -247,13 +264,13 @@ class AdapterReference:
         return iter(self.kept)
 
     def base_model(self, **inputs):
-        """As the model's, with the kept adapter in the place of the trained one. Without gradient."""
-        now = [parameter.detach().clone() for parameter in trainable_parameters(self.model)]
+        """Call the model's base_model with the kept adapter in place of the trained one."""
+        trained = [parameter.detach().clone() for parameter in trainable_parameters(self.model)]
         try:
             copy_into(trainable_parameters(self.model), self.kept)
             return self.model.base_model(**inputs)
         finally:
-            copy_into(trainable_parameters(self.model), now)
+            copy_into(trainable_parameters(self.model), trained)
 
     def to(self, device) -> "AdapterReference":
         return self
@@ -264,14 +281,14 @@ class AdapterReference:
 
 @torch.no_grad()
 def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """In place, one after the other."""
+    """Copy each source into its target, in place."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
 
 @torch.no_grad()
 def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
-    """reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
+    """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
     reshard(model)
     if isinstance(reference, torch.nn.Module):
         reshard(reference)
@@ -280,30 +297,30 @@ def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
 
 
 def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipped: bool) -> None:
-    """Update the reference after an optimiser step, as --reference_mode says. config: GRPOConfig; step of the phase."""
+    """Update the reference by --reference_mode, after a step of the phase. config: a GRPOConfig."""
     if config.reference_mode == "ema" and not skipped:
         update_reference(reference, model, config.ema_alpha)
     elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:
         update_reference(reference, model, 0.0)
 
 
-# ---- adapters --------------------------------------------------------------------------------------------------------
+# ---- adapters ----------------------------------------------------------------------------------------------
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
-    """Whether an adapter is trained instead of the weights."""
+    """Return whether an adapter is trained instead of the weights."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 @contextmanager
 def merged_adapter(model: PreTrainedModel):
-    """The adapter added to the weights, and the weights bit for bit as they were afterwards: for many passes of few tokens."""
+    """Add the adapter to the weights within the context, for faster sampling; then restore them exactly."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     kept = [layer.get_base_layer().weight.detach().clone() for layer in layers]
     try:
         for layer in layers:
             layer.merge()
-            layer.get_base_layer().weight.requires_grad_()                       # or autocast would not remember its copy
+            layer.get_base_layer().weight.requires_grad_()             # or autocast would not cache its copy
         yield
     finally:
         for layer in layers:
@@ -313,7 +330,7 @@ def merged_adapter(model: PreTrainedModel):
 
 
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of its own, with the adapter added to its weights for good."""
+    """Return a new model with the adapter added to the weights."""
     with torch.device("meta"):
         merged = AutoModelForCausalLM.from_config(model.config)
     with torch.no_grad(), gathered_weights(model), merged_adapter(model):
@@ -326,24 +343,24 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     return merged
 
 
-# ---- beside the model ------------------------------------------------------------------------------------------------
+# ---- beside the model --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def moved_to(model: PreTrainedModel, device: torch.device):
-    """The model on a device for a while, and back where it was afterwards."""
-    home = next(model.parameters()).device
+    """Move the model to a device within the context, and back afterwards."""
+    original = next(model.parameters()).device
     try:
-        yield model if home == device else move(model, device)
+        yield model if original == device else move(model, device)
     finally:
-        if home != device:
-            move(model, home)
+        if original != device:
+            move(model, original)
 
 
 class ValueHead(torch.nn.Module):
-    """The reward to expect before a token, from the hidden state that predicts it: (N, H) -> (N,) points.
+    """Predict the reward expected before each token from its predicting hidden state: (N, H) -> (N,) points.
 
-    Starts at 0 everywhere. No dropout: values at sampling time and in training must come from the same function.
+    Initially 0. No dropout: values at sampling time and in training must come from the same function.
     """
 
     def __init__(self, hidden_size: int):
@@ -360,15 +377,15 @@ class ValueHead(torch.nn.Module):
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's state_dict, gathered where it is sharded. In all processes; whole in the one that writes."""
+    """Return the model's state_dict, gathered if sharded. Called on all ranks; complete on the main one."""
     reshard(model)
     return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
 
 
 def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load: with an adapter, that alone, as peft does.
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load. With an adapter: the adapter alone.
 
-    weights  full_state_dict(model), if they have been gathered already; otherwise all processes have to call this
+    weights  full_state_dict(model), if it has been gathered already; otherwise all ranks must call this
     """
     weights = full_state_dict(model) if weights is None else weights
     if is_main():

@@ -21,7 +21,7 @@ from data import encode_demonstration, encode_prompt, with_instruction
 from engine.chat_template import as_text
 from engine.devices import best_device
 from environments.loading import load_environment, refuse_missing_columns, responders
-from model import load_policy, move, refuse_too_long
+from model import check_context_length, load_policy, move
 from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
@@ -64,7 +64,7 @@ class ChatModel:
         environment = load_environment(self.config.environment)
         refuse_missing_columns(self.config.environment, environment, examples)
         longest = max(len(encode_prompt(self.tokenizer, example["prompt"])) for example in examples)
-        refuse_too_long(self.model, longest, self.config.generation_max_length)
+        check_context_length(self.model, longest, self.config.generation_max_length)
         return sample_completions_for_prompts(
             self.model, self.tokenizer, [example["prompt"] for example in examples], self.config,
             seed=self.seed, num_completions=num_completions, shared_prompt=self.shared_prompt,

@@ -1,19 +1,20 @@
 """
-Replay: the loss of saved rollouts, again, without sampling and without an update.
+Losses of saved rollouts, computed again without sampling and without an update.
 
-    python train.py --replay RUN/rollouts.jsonl                              under the settings of its run
-    python train.py --replay RUN/rollouts.jsonl --loss_type gspo             and with something changed
+    python train.py --replay RUN/rollouts.jsonl                              with the settings of its run
+    python train.py --replay RUN/rollouts.jsonl --loss_type gspo             with some of them changed
 
-Prints a line of JSON for each saved step, with the names of metrics.jsonl. The rollouts and the weights are the same each
-time, so two variants differ in nothing but the variant: any loss, baseline, KL estimator, clip or reward weight. The
-weights are those of --model_path, or of the newest checkpoint of the run; with the checkpoint written just before a
-step, replaying it gives that step's numbers. A rollout is taken as one update, whatever --minibatch_size says.
+Prints a line of JSON for each saved step, with the keys of metrics.jsonl. Rollouts and weights are the same
+each time, so the effect of a flag is isolated: loss, baseline, KL estimator, clip, reward weight. The weights
+are those of --model_path, or of the run's newest checkpoint. With the checkpoint written just before a step,
+its numbers are those of the run. A rollout is one update here, at any --minibatch_size.
 """
 
 import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -34,9 +35,9 @@ from sample import Rollout
 
 
 def replay(config: Config, accumulate_gradients: Callable) -> None:
-    """Print the metrics of every step in config.training.replay. accumulate_gradients: train.py's function.
+    """Print the metrics of every step in config.training.replay. accumulate_gradients: that of train.py.
 
-    raises  ValueError in one line, if the file, the weights or something else that the settings need is missing
+    raises  ValueError in one line, if the file, the weights or something that the settings need is missing
     """
     path = Path(config.training.replay)
     if not path.exists():
@@ -46,36 +47,38 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     except (ValueError, OSError):
         records = []
     if not records or "completion_ids" not in records[0]:
-        raise ValueError(f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
+        raise ValueError(
+            f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
     weights = Path(config.model.model_path) if config.model.model_path else latest_checkpoint(path.parent)
     if weights is None:
-        raise ValueError(f"--replay={path}: no checkpoint beside it; name the weights to use with --model_path")
+        raise ValueError(f"--replay={path}: no checkpoint beside it; name the weights with --model_path")
     run = load_run(config, weights)
-    for (step, phase), group in itertools.groupby(records, key=lambda record: (record["step"], record["phase"])):
+    for (step, phase), group in itertools.groupby(records, key=itemgetter("step", "phase")):
         if phase == "grpo":
             run.progress = saved_progress(config, run.saved_state)
             load_reference_and_value_head(run, weights)
             metrics = replay_grpo_step(run, list(group), accumulate_gradients)
         else:
             metrics = replay_supervised_step(run, list(group), accumulate_gradients)
-        print(json.dumps({"step": step, "phase": phase} | {name: or_none(value) for name, value in metrics.items()}))
+        metrics = {name: or_none(value) for name, value in metrics.items()}
+        print(json.dumps({"step": step, "phase": phase} | metrics))
 
 
 def load_run(config: Config, weights: Path) -> Run:
-    """Return a run with saved weights and, if they are a checkpoint's, its progress and saved_state."""
-    model, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
+    """Return a run with saved weights; those of a checkpoint come with its progress and state."""
+    policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
     state = torch.load(weights / "state.pt", weights_only=True) if (weights / "state.pt").exists() else {}
     device = best_device()
     if num_processes() > 1:
         raise ValueError("--replay: runs in one process; start it without torchrun")
     return Run(
         config, RunFolder(config), device, tokenizer, [], None, [], [], [], state.get("shared_prompt", True),
-        move(model, device), saved_progress(config, state), state,
+        move(policy, device), saved_progress(config, state), state,
     )
 
 
 def saved_progress(config: Config, state: dict) -> Progress:
-    """Return the progress at which the weights were saved; for weights that are no checkpoint, that of a new run."""
+    """Return the progress of a checkpoint's state, or that of a new run if state is empty."""
     progress = Progress.from_dict(state["progress"]) if state else Progress()
     if not (config.grpo.kl_target and state):
         progress.kl_coef = config.grpo.kl_coef
@@ -88,7 +91,8 @@ def load_reference_and_value_head(run: Run, weights: Path) -> None:
     if config.kl_coef and run.reference is None:
         run.reference = load_reference(run.model, run.config, weights, run.saved_state)
         if run.reference is None:
-            raise ValueError(f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")
+            raise ValueError(
+                f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")
     if config.use_value_head and run.value_head is None:
         if not run.saved_state.get("value_head"):
             raise ValueError(f"--replay: {weights} has no value head; add --use_value_head false")
@@ -100,7 +104,7 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     """Return metrics of a GRPO step from its records."""
     config, progress = run.config.grpo, run.progress
     rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
-    names = [name.rpartition(":")[2] for name in config.reward_functions]        # path/to/file.py:function is saved as function
+    names = [name.rpartition(":")[2] for name in config.reward_functions]   # of file.py:function the function
     for name in names:
         if name not in per_function:
             raise ValueError(f"--reward_functions {name}: not among those saved, {' '.join(per_function)}")
@@ -108,10 +112,13 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     scores = weighted_sum(per_function, config.weights, config.reward_clips)     # (P, G)
     rewards = shape_rewards(config, rollout, scores, per_function)
     progress.add_rewards(rewards)
-    advantages = compute_group_advantages(rewards, **config.advantage_options, global_mean=progress.mean_reward)
+    advantages = compute_group_advantages(
+        rewards, **config.advantage_options, global_mean=progress.mean_reward
+    )
+    groups = Groups([], rollout, scores, per_function, rewards)
     experience = compute_experience(
-        Groups([], rollout, scores, per_function, rewards), advantages, config, run.model, reference=run.reference,
-        value_head=run.value_head, kl_coef=progress.kl_coef, **run.forwarding,
+        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
+        kl_coef=progress.kl_coef, **run.forwarding,
     )
     metrics = experience.metrics | {"mean_reward": float(scores.nanmean())}
     return gradient_metrics(run, experience, config, accumulate_gradients) | metrics
@@ -125,9 +132,12 @@ def replay_supervised_step(run: Run, records: list[dict], accumulate_gradients: 
     return {name: metrics[name] for name in ("policy_loss", "total_loss", "entropy", "grad_norm")}
 
 
-def gradient_metrics(run: Run, experience: Experience, config: GRPOConfig, accumulate_gradients: Callable) -> dict:
+def gradient_metrics(
+    run: Run, experience: Experience, config: GRPOConfig, accumulate_gradients: Callable
+) -> dict:
     """Return metrics of one update on all completions, with the norm of its gradient."""
-    parameters = [p for module in (run.model, run.value_head) if module is not None for p in module.parameters()]
+    modules = [module for module in (run.model, run.value_head) if module is not None]
+    parameters = [p for module in modules for p in module.parameters()]
     for parameter in parameters:
         parameter.grad = None
     losses = accumulate_gradients(run, experience, torch.arange(len(experience.mask)), config)
@@ -136,20 +146,24 @@ def gradient_metrics(run: Run, experience: Experience, config: GRPOConfig, accum
 
 
 def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, torch.Tensor]]:
-    """Records of one step, as completion_records wrote them -> the Rollout, and the points of each function (P, G)."""
-    num_prompts = len({record["group"] for record in records})
-    prompts = [record["prompt_ids"] for record in records[:: len(records) // num_prompts]]
-    logp = [record["sampling_logp"] for record in records]                       # None: the policy did not choose this token
-    given = [[torch.nan if p is None else p for p in record["turn_points"]] for record in records if "turn_points" in record]
+    """Return the Rollout of one step's records (completion_records), and the points (P, G) by function."""
+    def column(name: str) -> list:
+        return [record[name] for record in records]
+
+    def nan_for_none(values: list) -> list:
+        return [torch.nan if value is None else value for value in values]
+
+    num_prompts = len(set(column("group")))
+    prompts = column("prompt_ids")[:: len(records) // num_prompts]
+    logp = column("sampling_logp")                        # None: a token that the policy did not choose
+    turn_points = [nan_for_none(record["turn_points"]) for record in records if "turn_points" in record]
     rollout = Rollout(
-        *left_pad(prompts, pad_id), pad_rows([record["completion_ids"] for record in records], dtype=torch.long),
+        *left_pad(prompts, pad_id), pad_rows(column("completion_ids"), dtype=torch.long),
         pad_rows([[p is not None for p in row] for row in logp], dtype=torch.bool),
         pad_rows([[p or 0.0 for p in row] for row in logp], dtype=torch.float32),
-        torch.tensor([record["finished"] for record in records]), [record["completion"] for record in records],
-        pad_rows(given, dtype=torch.float32) if given else None,
+        torch.tensor(column("finished")), column("completion"),
+        pad_rows(turn_points, dtype=torch.float32) if turn_points else None,
     )
-    points = {
-        name: torch.tensor([[torch.nan if r["rewards"][name] is None else r["rewards"][name] for r in records]]).double()
-        for name in records[0].get("rewards", {})
-    }
-    return rollout, {name: values.view(num_prompts, -1) for name, values in points.items()}
+    scored = column("rewards") if "rewards" in records[0] else [{}]
+    points = {name: torch.tensor(nan_for_none([row[name] for row in scored])) for name in scored[0]}
+    return rollout, {name: values.double().view(num_prompts, -1) for name, values in points.items()}

@@ -128,7 +128,7 @@ class RunFolder:
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
-        for line in config.remarks():
+        for line in config.notes():
             self.print(f"  note   {line}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:

@@ -18,8 +18,8 @@ from engine.sharding import gathered_weights, shard, sharded_like
 from environments.conversations import EnvironmentRaised
 from environments.loading import load_environment, refuse_missing_columns
 from model import (
-    AdapterReference, copy_into, layers_of, load_policy, load_tokenizer, move, recompute_activations,
-    refuse_too_long,
+    AdapterReference, check_context_length, copy_into, layers_of, load_policy, load_tokenizer, move,
+    recompute_activations,
 )
 from reward_functions.calling import RewardError
 from reward_functions.loading import missing_columns, name_of
@@ -129,7 +129,7 @@ def set_up(config: Config) -> Run:
     if training.gradient_checkpointing:
         recompute_activations(policy)
     shard(policy, layers_of(policy), mesh)
-    refuse_too_long(policy, max(longest_prompt, longest_held_out), config.grpo.generation_max_length)
+    check_context_length(policy, max(longest_prompt, longest_held_out), config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
     folder.describe(policy, device, phases, len(train_set), len(eval_set))
     shared_prompt = start_up_check(

@@ -1,11 +1,12 @@
-"""Settings: defaults, choices, incompatible ones, and remarks on those without effect."""
+"""Settings: defaults, choices, incompatible ones, and notes on those without effect."""
 
+import dataclasses
 from typing import get_args
 
 import pytest
 
 import train
-from config import Config, GRPOConfig, ModelConfig, TrainingConfig
+from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig
 from grpo import CENTERED_BASELINES, LOSSES
 from runs import phases
 from runs.command_line import parse_config
@@ -27,6 +28,26 @@ def test_the_choices_are_the_keys_of_the_tables_of_the_formulas():
     assert get_args(types["advantage_scale"]) == ("group", "batch")
 
 
+def test_the_help_of_profile_names_every_profile():
+    (help,) = (f.metadata["help"] for f in dataclasses.fields(TrainingConfig) if f.name == "profile")
+    assert all(f" {name}" in help for name in PROFILES)
+
+
+@pytest.mark.parametrize("section,bad,good,bounds", [
+    (GRPOConfig, {"clip_low": 1.0}, {"clip_low": 0.0}, "at least 0 and below 1"),
+    (GRPOConfig, {"generation_top_p": 0.0}, {"generation_top_p": 1.0}, "above 0 and at most 1"),
+    (GRPOConfig, {"gae_lambda": float("nan")}, {"gae_lambda": 1.0}, "at least 0 and at most 1"),
+    (TrainingConfig, {"num_epochs": 0.0}, {"num_epochs": 0.1}, "above 0"),
+])
+def test_a_value_out_of_bounds_is_rejected_with_the_bounds_and_what_the_flag_means(section, bad, good, bounds):
+    section(**good)
+    with pytest.raises(ValueError) as error:
+        section(**bad)
+    (name, value), = bad.items()
+    help = section.__dataclass_fields__[name].metadata["help"]
+    assert str(error.value) == f"--{name}={value}: must be {bounds} ({help})"
+
+
 def test_weights_go_with_functions():
     assert GRPOConfig().weights == [1.0, 0.2, 0.1]
     assert GRPOConfig(reward_functions=["correctness", "check_numbers"]).weights == [1.0, 1.0]
@@ -40,7 +61,7 @@ def test_the_five_names_import_from_train():
     assert config == Config() and isinstance(config.model, ModelConfig) and isinstance(config.training, TrainingConfig)
 
 
-def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
+def test_validate_grpo_setup_requires_groups_a_tokenizer_and_prompts(tokenizer):
     config = Config()
     train.validate_grpo_setup(config, tokenizer, [{"prompt": "p", "answer": "1"}])
     for bad in (None, [{"prompt": "p", "answer": "1"}]), (tokenizer, []), (tokenizer, [{"answer": "1"}]):
@@ -48,60 +69,62 @@ def test_validate_grpo_setup_wants_siblings_a_tokenizer_and_prompts(tokenizer):
             train.validate_grpo_setup(config, *bad)
     lone = GRPOConfig()
     object.__setattr__(lone, "num_completions_per_prompt", 1)                    # past the check of the dataclass itself
-    for refused in lambda: GRPOConfig(num_completions_per_prompt=1), lambda: train.validate_grpo_setup(
+    for rejected in lambda: GRPOConfig(num_completions_per_prompt=1), lambda: train.validate_grpo_setup(
         Config(grpo=lone), tokenizer, [{"prompt": "p", "answer": "1"}]
     ):
         with pytest.raises(ValueError, match="at least 2"):
-            refused()
+            rejected()
 
 
 @pytest.mark.parametrize("flags,words", [
-    ([], "clipping is inert: with one update per rollout every ratio is 1"),
-    (["--minibatch_size", "9999"], "minibatch_size 9999 is inert with so few completions in a rollout"),
-    (["--reference_mode", "ema", "--use_kl_penalty", "false"], "reference_mode ema is inert without --use_kl_penalty true"),
+    ([], "clipping has no effect: with one update per rollout every ratio is 1"),
+    (["--minibatch_size", "9999"], "minibatch_size 9999 has no effect with 256 completions in a rollout"),
+    (["--reference_mode", "ema", "--use_kl_penalty", "false"],
+     "reference_mode ema has no effect without --use_kl_penalty true"),
     (["--loss_type", "gspo", "--ppo_epochs", "2"], "gspo's ratio is a mean over a completion and hardly moves"),
 ])
-def test_settings_that_change_nothing_announce_themselves(flags, words):
-    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).remarks())
+def test_flags_without_effect_are_noted(flags, words):
+    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).notes())
 
 
 @pytest.mark.parametrize("flags,words", [
-    (["--max_policy_kl", "1"], "clipping and max_policy_kl are inert"),
-    (["--use_value_head", "--advantage_scale", "batch"], "advantage_scale batch is inert with a value head"),
-    (["--use_kl_penalty", "--ema_alpha", "0.5"], "ema_alpha 0.5 is inert without --reference_mode ema"),
-    (["--use_kl_penalty", "false", "--kl_in", "reward"], "kl_in reward is inert without --use_kl_penalty true"),
-    (["--use_kl_penalty", "--kl_horizon", "5000"], "kl_horizon 5000 is inert without --kl_target"),
-    (["--loss_type", "reinforce", "--clip_low", "0.1"], "clip_low 0.1 is inert with --loss_type reinforce"),
-    (["--gae_lambda", "0.5"], "gae_lambda 0.5 is inert without --use_value_head"),
-    (["--no_normalize_advantages", "--advantage_scale", "batch"], "advantage_scale batch is inert without --normalize"),
-    (["--cold_start_steps", "0", "--cold_start_learning_rate", "1"], "cold_start_learning_rate 1.0 is inert without"),
-    (["--lora_alpha", "5"], "lora_alpha 5.0 is inert without --lora_rank"),
-    (["--no_normalize_advantages", "--advantage_epsilon", "1"], "advantage_epsilon 1.0 is inert without --normalize"),
+    (["--max_policy_kl", "1"], "clipping and max_policy_kl have no effect"),
+    (["--use_value_head", "--advantage_scale", "batch"], "advantage_scale batch has no effect with a value head"),
+    (["--use_kl_penalty", "--ema_alpha", "0.5"], "ema_alpha 0.5 has no effect without --reference_mode ema"),
+    (["--use_kl_penalty", "false", "--kl_in", "reward"], "kl_in reward has no effect without --use_kl_penalty true"),
+    (["--use_kl_penalty", "--kl_horizon", "5000"], "kl_horizon 5000 has no effect without --kl_target"),
+    (["--loss_type", "reinforce", "--clip_low", "0.1"], "clip_low 0.1 has no effect with --loss_type reinforce"),
+    (["--gae_lambda", "0.5"], "gae_lambda 0.5 has no effect without --use_value_head"),
+    (["--no_normalize_advantages", "--advantage_scale", "batch"], "advantage_scale batch has no effect without --normalize"),
+    (["--cold_start_steps", "0", "--cold_start_learning_rate", "1"], "cold_start_learning_rate 1.0 has no effect without"),
+    (["--lora_alpha", "5"], "lora_alpha 5.0 has no effect without --lora_rank"),
+    (["--no_normalize_advantages", "--advantage_epsilon", "1"], "advantage_epsilon 1.0 has no effect without --normalize"),
     (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
     (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
-    (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed True is inert with one epoch"),
+    (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed True has no effect with one epoch"),
 ])
-def test_what_is_seldom_meant_is_remarked_on(flags, words):
-    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).remarks())
+def test_more_flags_without_effect_and_unusual_combinations_are_noted(flags, words):
+    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).notes())
 
 
-def test_a_supervised_run_says_which_settings_are_for_grpo_alone():
+def test_a_supervised_run_notes_flags_that_only_grpo_uses():
     config = parse_config(["--loss_type", "gspo", "--use_value_head", "--generation_top_k", "7"])
-    assert config.remarks() == ["loss_type gspo is inert without --use_grpo", "use_value_head True is inert without --use_grpo"]
-    assert parse_config([]).remarks() == []
+    assert config.notes() == [
+        "loss_type gspo has no effect without --use_grpo", "use_value_head True has no effect without --use_grpo"]
+    assert parse_config([]).notes() == []
 
 
 @pytest.mark.parametrize("flags", [
     ["--use_kl_penalty", "--kl_penalty_coef", "0"], ["--cold_start_steps", "0"], ["--resume", "false"],
     ["--no_normalize_advantages", "--advantage_epsilon", "1", "--reward_combination", "gdpo"],
 ])
-def test_what_counts_or_switches_something_off_is_not_called_inert(flags):
-    remarks = parse_config(["--use_grpo", *flags]).remarks()
+def test_flags_that_switch_something_off_have_an_effect(flags):
+    notes = parse_config(["--use_grpo", *flags]).notes()
     names = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
-    assert not any(name in line for name in names for line in remarks), remarks
+    assert not any(name in line for name in names for line in notes), notes
 
 
-def test_settings_that_work_together_are_neither_refused_nor_called_inert():
+def test_compatible_flags_are_neither_rejected_nor_noted():
     flags = (
         "--use_grpo --use_kl_penalty --kl_in reward --kl_estimator k1 --kl_target 0.05 --kl_horizon 5000 "
         "--reference_mode ema --ema_alpha 0.5 "
@@ -111,7 +134,7 @@ def test_settings_that_work_together_are_neither_refused_nor_called_inert():
         "--reward_clip 10 --loss_type grpo --loss_aggregation token_mean"
     )
     config = parse_config(flags.split())
-    assert config.remarks() == [] and config.updates_per_rollout == 2 * 4
+    assert config.notes() == [] and config.updates_per_rollout == 2 * 4
     assert config.grpo.loss == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, aggregation="token_mean")
     assert config.grpo.scale == "batch" and parse_config(["--no_normalize_advantages"]).grpo.scale == "none"
     assert parse_config(["--use_kl_penalty", "false", "--kl_estimator", "k1"]).grpo.kl_coef == 0, "k1 nowhere is fine"

@@ -13,7 +13,6 @@ from conftest import QUICK, start_run
 from analysis import explain
 import train
 from runs.records import completion_records
-from runs.run import Progress
 from config import GRPOConfig
 from runs.command_line import parse_config
 from logprobs import completion_log_probs
@@ -34,7 +33,7 @@ FLAGS = "--use_grpo --batch_size 1 --max_steps 9 --cold_start_steps 0 --learning
 
 
 def explained(folder, capsys, *flags, body="len(c)"):
-    """What --explain prints."""
+    """Return what --explain prints."""
     capsys.readouterr()
     more = [*FLAGS, "--reward_functions", reward_file(folder, body), *flags]
     train.main([*QUICK, "--output_dir", str(folder / "out"), *more])
@@ -42,12 +41,12 @@ def explained(folder, capsys, *flags, body="len(c)"):
 
 
 def value(printed, name):
-    """The number that stands after a name."""
+    """Return the number after a name."""
     return float(re.search(rf"{name}\s+([-+]?[\d.]+(e[-+]?\d+)?)", printed)[1])
 
 
 def changes(printed):
-    """{row: (advantage, before, after)} of the last table."""
+    """Return {row: (advantage, before, after)} of the last table."""
     lines = printed.partition("7. log-probability")[2].splitlines()
     rows = [re.findall(r"[-+]?\d+\.?\d*", line) for line in lines if line.strip().endswith("nat")]
     return {int(row[0]): tuple(map(float, row[1:4])) for row in rows}
@@ -97,7 +96,7 @@ def test_nothing_is_written(tmp_path, capsys):
         path.name for path in (tmp_path / "__pycache__").glob("*")}
 
 
-def test_a_group_that_is_not_tied_is_looked_for_and_otherwise_it_says_so(tmp_path, capsys, monkeypatch):
+def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(explain, "BATCHES", 3)
     printed = explained(tmp_path, capsys, "--explain", body="1.0")
     assert "all groups of 3 batches are tied" in printed and "gradient norm" not in printed
@@ -150,12 +149,12 @@ def test_without_grpo_there_is_nothing_to_explain(tmp_path, capsys):
 
 @pytest.fixture
 def tables(monkeypatch):
-    """What is shown as tables: {first words of the title: (head, rows)}."""
+    """Collect the printed tables: {number in the title: (head, rows)}."""
     shown, show = {}, explain.show
 
-    def note(run, title, head, lines):
+    def note(folder, title, head, lines):
         shown[title.split()[0].rstrip(".")] = head, lines
-        show(run, title, head, lines)
+        show(folder, title, head, lines)
 
     monkeypatch.setattr(explain, "show", note)
     return shown
@@ -235,7 +234,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     per_token = 0.05 * rows_of["kl"][0] - 0.01 * rows_of["entropy"][0]
     total = rows_of["policy_loss"][0] + per_token * sum(map(len, logp)) / (4 * 12)
     assert rows_of["total_loss"][0] == pytest.approx(total, abs=2e-6)
-    assert "and so is its KL and entropy in total_loss; the table has their means over all tokens" in printed
+    assert "and so are its KL and entropy in total_loss; the table has their token means" in printed
     assert "grpo, constant: a token's loss is divided by 4 completions x 12 tokens, the limit" in printed
     assert "learning rate 5e-05\n" in printed, "of this step, not of the next one"
 
@@ -259,7 +258,7 @@ def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():
         sampling_logp=torch.tensor([[-1.0, -9.0, -2.0, -3.0, -8.0, -0.1, -4.0, -5.0, -99.0], [-1.0, -3.0] + [0.0] * 7]),
         completion_mask=torch.tensor([[True] * 8 + [False], [True] * 2 + [False] * 7]),
     )
-    assert explain.surprising(rollout, 0) == [1, 2, 3, 4, 6, 7] and explain.surprising(rollout, 1) == [0, 1]
+    assert [explain.least_likely_tokens(rollout, row) for row in (0, 1)] == [[1, 2, 3, 4, 6, 7], [0, 1]]
 
 
 @pytest.mark.parametrize("flags,b,s", [
@@ -267,9 +266,9 @@ def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():
     ({"baseline": "global_mean"}, 1.5, 0.5), ({"normalize_advantages": False}, 0.25, 1.0),
 ])
 def test_baseline_and_scale_by_hand(flags, b, s):
-    """Of rewards 0, 0, 0 and 1, whose standard deviation is 0.5; the run has seen 6 points on 4 completions."""
-    run = SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig(**flags)), progress=Progress(reward_sum=6.0, reward_count=4))
-    assert explain.baseline_and_scale(run, torch.tensor([[0.0, 0.0, 0.0, 1.0]])) == pytest.approx((b, s), abs=1e-6)
+    """Of rewards 0, 0, 0 and 1, whose standard deviation is 0.5; the mean over the run is 1.5."""
+    points = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    assert explain.baseline_and_scale(GRPOConfig(**flags), points, 1.5) == pytest.approx((b, s), abs=1e-6)
 
 
 def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):
@@ -287,7 +286,7 @@ def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, mo
     assert run.phase.name == "grpo" and run.progress.phase_step == 0
 
 
-def test_a_skipped_update_is_said(tmp_path, capsys):
+def test_a_skipped_update_is_reported(tmp_path, capsys):
     run = start_run(tmp_path, *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"))
 
     def skip(run, loss):

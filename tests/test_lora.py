@@ -23,14 +23,14 @@ IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
 
 @pytest.fixture(params=ARCHITECTURES)
 def saved(request, tmp_path, tokenizer):
-    """The folder of a base model."""
+    """Return the folder of a base model."""
     torch.manual_seed(0)
     save_policy(ARCHITECTURES[request.param]().eval(), tokenizer, tmp_path / "base")
     return tmp_path / "base"
 
 
 def with_noise(model):
-    """An adapter that adds something."""
+    """Change the adapter, so that it does not add 0."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in trainable_parameters(model):
@@ -47,8 +47,8 @@ def load(folder, **more):
 def test_a_new_adapter_is_the_base_model_and_merging_leaves_no_trace(saved):
     base, _ = load(saved)
     model, _ = load(saved, lora_rank=4)
-    trainable = sum(p.numel() for p in trainable_parameters(model))
-    assert has_adapter(model) and 0 < trainable < sum(p.numel() for p in base.parameters())
+    size = sum(p.numel() for p in base.parameters())
+    assert has_adapter(model) and 0 < sum(p.numel() for p in trainable_parameters(model)) < size
     expected = base(IDS).logits
     assert torch.equal(model(IDS).logits, expected)
     with_noise(model)
@@ -106,13 +106,13 @@ def test_the_reference_is_the_adapter_as_it_was(saved, settings):
         assert torch.equal(completion_log_probs(model, rollout, **settings.policy).logp, policy)
     exact = completion_log_probs(model, rollout, **settings.policy, reference=reference).kl
     assert torch.allclose(exact, completion_log_probs(model, rollout, **settings.policy, reference=base).kl, atol=1e-5)
-    exact.sum().backward()                                # asking the reference has changed nothing that this needs
+    exact.sum().backward()                                # the reference's forward pass left the graph intact
     update_reference(reference, model, 0.0)
     assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))
 
 
 @pytest.mark.slow
-def test_a_run_with_an_adapter_resumes_is_asked_and_merged(tmp_path, monkeypatch, capsys):
+def test_a_run_with_an_adapter_resumes_is_evaluated_and_merged(tmp_path, monkeypatch, capsys):
     flags = (
         "--use_grpo --max_steps 4 --cold_start_steps 2 --lora_rank 4 --save_steps 1 --use_kl_penalty true "
         "--kl_estimator exact"
@@ -138,18 +138,18 @@ def test_a_run_with_an_adapter_resumes_is_asked_and_merged(tmp_path, monkeypatch
     capsys.readouterr()
     evaluation = "--evaluate arithmetic --limit 8 --generation_max_length 8".split()
     infer.main(["--model_path", str(final), *evaluation])
-    asked = capsys.readouterr().out
+    evaluated = capsys.readouterr().out
     infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
     assert capsys.readouterr().out == f"{tmp_path}/merged: {final} with its adapter added to its weights\n"
     infer.main(["--model_path", str(tmp_path / "merged"), *evaluation])
-    assert capsys.readouterr().out == asked and asked.startswith("accuracy")
+    assert capsys.readouterr().out == evaluated and evaluated.startswith("accuracy")
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token_id == 1
 
 
 @pytest.mark.parametrize("flags,message", [
     ("--lora_rank -1", "--lora_rank=-1"), ("--lora_alpha 0", "--lora_alpha=0.0"),
 ])
-def test_wrong_ranks_are_refused(tmp_path, capsys, flags, message):
+def test_wrong_ranks_are_rejected(tmp_path, capsys, flags, message):
     with pytest.raises(SystemExit):
         train.main([*QUICK, "--use_grpo", "--output_dir", str(tmp_path / "run"), *flags.split()])
     assert f"train.py: error: {message}" in capsys.readouterr().err

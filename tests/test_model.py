@@ -1,4 +1,4 @@
-"""Loading policies: six architectures from disk and the built-in one; saving; refusing what is not a model."""
+"""Loading policies: six architectures from disk and the built-in one; saving; rejecting folders without a model."""
 
 import re
 from dataclasses import replace
@@ -85,19 +85,19 @@ def test_a_file_is_no_model_and_its_folder_is_named(tmp_path):
         load_policy(ModelConfig(model_path=f"{tmp_path}/config.json"))
 
 
-def test_a_model_is_moved_for_a_while_and_comes_home_whatever_happens():
-    class Traveller(torch.nn.Linear):
+def test_a_model_is_moved_and_moved_back_also_after_an_exception():
+    class Recorder(torch.nn.Linear):
         def to(self, device):
-            places.append(str(device))
+            devices.append(str(device))
             return self
 
-    places, model = [], Traveller(1, 1)
-    with moved_to(model, "cuda:7") as there:
-        assert there is model and places == ["cuda:7"]
-    assert places == ["cuda:7", "cpu"]
+    devices, model = [], Recorder(1, 1)
+    with moved_to(model, "cuda:7") as moved:
+        assert moved is model and devices == ["cuda:7"]
+    assert devices == ["cuda:7", "cpu"]
     with pytest.raises(KeyError), moved_to(model, "cuda:7"):
         raise KeyError
-    assert places[2:] == ["cuda:7", "cpu"]
+    assert devices[2:] == ["cuda:7", "cpu"]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -12,7 +12,7 @@ SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm",
 
 
 def replay(capsys, *flags):
-    """The lines that --replay prints."""
+    """Return the lines that --replay prints."""
     capsys.readouterr()
     train.main(["--replay", *map(str, flags)])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -72,12 +72,13 @@ def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
     (["{run}/metrics.jsonl"], "no rollouts in it"),
     (["{run}/config.json"], "no rollouts in it"),
     (["{run}"], "no rollouts in it"),
-    (["{run}/moved/rollouts.jsonl"], "name the weights to use with --model_path"),
+    (["{run}/moved/rollouts.jsonl"], "name the weights with --model_path"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final"], "no reference beside it"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final", "--use_kl_penalty", "false"], "has no value head"),
-    (["{run}/rollouts.jsonl", "--reward_functions", "correctness", "--reward_weights", "1"], "correctness: not among those saved"),
+    (["{run}/rollouts.jsonl", "--reward_functions", "correctness", "--reward_weights", "1"],
+     "correctness: not among those saved"),
 ])
-def test_what_cannot_be_replayed_is_said_in_one_line(finished, capsys, flags, message):
+def test_what_cannot_be_replayed_is_one_line_of_error(finished, capsys, flags, message):
     (finished / "moved").mkdir(exist_ok=True)
     (finished / "moved/rollouts.jsonl").write_bytes((finished / "rollouts.jsonl").read_bytes())
     with pytest.raises(SystemExit) as stop:

@@ -186,9 +186,9 @@ def test_reward_settings_that_make_no_sense_are_refused():
     for flags, message in {
         "--reward_clips 1": "one number from 0 up for each of the 3",
         "--reward_clips 1 1 -1": "one number from 0 up",
-        "--reward_timeout -1": "cannot be negative",
+        "--reward_timeout -1": "must be at least 0",
     }.items():
         with pytest.raises(ValueError, match=message):
             parse_config(["--use_grpo", *flags.split()])
-    remarks = parse_config(["--use_grpo", "--reward_combination", "gdpo"]).remarks()
-    assert any("advantage_scale batch" in line for line in remarks)
+    notes = parse_config(["--use_grpo", "--reward_combination", "gdpo"]).notes()
+    assert any("advantage_scale batch" in line for line in notes)

@@ -46,12 +46,12 @@ def test_the_customers_of_the_example(tokenizer, settings):
 
 
 @pytest.mark.parametrize("flags,message", [
-    ("--max_turns 3", "--max_turns=3: nobody answers"),
-    ("--environment calculator", "--environment=calculator: with --max_turns=1 nobody hears"),
+    ("--max_turns 3", "--max_turns=3: no environment continues"),
+    ("--environment calculator", "--environment=calculator: with --max_turns=1 its messages are never used"),
     ("--environment calculator --max_turns 0", "--max_turns=0"),
-    ("--reward_functions environment", "--reward_functions=environment: nobody gives the points"),
+    ("--reward_functions environment", "--reward_functions=environment: the reward function environment needs points"),
     ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
-     "--reward_combination=gdpo: --use_value_head takes the environment's points"),
+     "--reward_combination=gdpo: --use_value_head takes the points of each turn"),
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
     ("--environment {dir}/mine.py:nothing --max_turns 2", "has no function nothing"),
     ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),

@@ -77,7 +77,7 @@ MISTAKES = {
     "not a number": (["--seed", "x"], "--seed.*'x'"),
     "unknown profile": (["--profile", "dmeo"], "--profile=dmeo: choose one of demo"),
     "unknown loss": (["--loss_type", "ppo"], "--loss_type.*'ppo'.*dapo"),
-    "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: siblings would all be equal"),
+    "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: all completions of a prompt would be equal"),
     "top-p": (["--generation_top_p", "1.5"], "--generation_top_p=1.5"),
     "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
     "exact offloaded": (
@@ -97,9 +97,9 @@ MISTAKES = {
     "buffer of nothing": (["--overlong_buffer", "5"], "--overlong_buffer=5: --overlong=keep has no penalty"),
     "buffer too long": (["--overlong", "penalise", "--overlong_buffer", "40"], "--overlong_buffer=40: must be below .*=40"),
     "no epochs": (["--ppo_epochs", "0"], "--ppo_epochs=0: must be above 0"),
-    "alpha": (["--ema_alpha", "1.5"], "--ema_alpha=1.5: choose from 0 to 1"),
+    "alpha": (["--ema_alpha", "1.5"], "--ema_alpha=1.5: must be at least 0 and at most 1"),
     "unknown estimator": (["--kl_estimator", "k4"], "--kl_estimator.*'k4'.*ratio_k3"),
-    "negative clip": (["--reward_clip", "-1"], "--reward_clip=-1.0: cannot be negative"),
+    "negative clip": (["--reward_clip", "-1"], "--reward_clip=-1.0: must be at least 0"),
     "replay of nothing": (["--replay", "{tmp}/no.jsonl"], "--replay=.*no.jsonl: no such file"),
     "weights": (["--reward_weights", "1", "2"], "--reward_weights.*2 weights for 3 reward functions"),
     "unknown reward": (["--reward_functions", "corectness"], "corectness: unknown; did you mean correctness\\?"),
@@ -126,7 +126,7 @@ MISTAKES = {
     "resume what": (["--resume"], "--resume: needs --output_dir"),
     "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is not a writable folder"),
     "settings behind flags": (["--seed", "1", "settings.json"], "settings.json: .*comes before all flags"),
-    "negative": (["--max_steps", "-1"], "--max_steps=-1: cannot be negative"),
+    "negative": (["--max_steps", "-1"], "--max_steps=-1: must be at least 0"),
     "settings file": (["{tmp}/no.json"], "no.json: not a readable JSON file"),
 }
 
