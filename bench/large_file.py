@@ -31,7 +31,7 @@ def write_file(path: Path, size: int) -> None:
 def measure(how: str, path: str) -> None:
     """Go through a file once and print examples, seconds before the first one, seconds in all, and the peak in GB."""
     from runs.command_line import parse_config
-    from data import ShuffledBatches
+    from sources.batches import ShuffledBatches
     from engine.devices import peak_memory_gb
     from runs.setup import load_data, torch
 

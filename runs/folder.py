@@ -24,6 +24,7 @@ from analysis.report import write_report
 from config import PROFILES, Config
 from engine.devices import all_gather_object, is_main, num_processes
 from runs.curves import draw_curves
+from runs.flag_notes import flag_notes
 from runs.records import held_out_text, or_none, points_text, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
 
@@ -128,7 +129,7 @@ class RunFolder:
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
-        for line in config.notes():
+        for line in flag_notes(config):
             self.print(f"  note   {line}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from analysis.evaluation import evaluate
 from config import Config
-from data import PromptMemory, ShuffledBatches
+from sources.batches import PromptMemory, ShuffledBatches
 from engine.devices import peak_memory_gb
 from engine.errors import RunError
 from experience import Experience, Groups, log_probs_of_rollout

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from config import Config
-from data import encode_prompt, load_examples, prompt_key, with_instruction
+from data import encode_prompt, load_examples, with_instruction
+from sources.batches import prompt_key
 from sources.readers import READERS, View
 
 

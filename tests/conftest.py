@@ -15,7 +15,7 @@ from transformers import (
 
 import train
 from config import GRPOConfig
-from data import ShuffledBatches
+from sources.batches import ShuffledBatches
 from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from model import ValueHead, byte_tokenizer, frozen_copy

@@ -9,6 +9,7 @@ import train
 from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig
 from grpo import CENTERED_BASELINES, LOSSES
 from runs import phases
+from runs.flag_notes import flag_notes
 from runs.command_line import parse_config
 
 
@@ -84,7 +85,7 @@ def test_validate_grpo_setup_requires_groups_a_tokenizer_and_prompts(tokenizer):
     (["--loss_type", "gspo", "--ppo_epochs", "2"], "gspo's ratio is a mean over a completion and hardly moves"),
 ])
 def test_flags_without_effect_are_noted(flags, words):
-    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).notes())
+    assert any(line.startswith(words) for line in flag_notes(parse_config(["--use_grpo", *flags])))
 
 
 @pytest.mark.parametrize("flags,words", [
@@ -104,14 +105,14 @@ def test_flags_without_effect_are_noted(flags, words):
     (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed True has no effect with one epoch"),
 ])
 def test_more_flags_without_effect_and_unusual_combinations_are_noted(flags, words):
-    assert any(line.startswith(words) for line in parse_config(["--use_grpo", *flags]).notes())
+    assert any(line.startswith(words) for line in flag_notes(parse_config(["--use_grpo", *flags])))
 
 
 def test_a_supervised_run_notes_flags_that_only_grpo_uses():
     config = parse_config(["--loss_type", "gspo", "--use_value_head", "--generation_top_k", "7"])
-    assert config.notes() == [
+    assert flag_notes(config) == [
         "loss_type gspo has no effect without --use_grpo", "use_value_head True has no effect without --use_grpo"]
-    assert parse_config([]).notes() == []
+    assert flag_notes(parse_config([])) == []
 
 
 @pytest.mark.parametrize("flags", [
@@ -119,7 +120,7 @@ def test_a_supervised_run_notes_flags_that_only_grpo_uses():
     ["--no_normalize_advantages", "--advantage_epsilon", "1", "--reward_combination", "gdpo"],
 ])
 def test_flags_that_switch_something_off_have_an_effect(flags):
-    notes = parse_config(["--use_grpo", *flags]).notes()
+    notes = flag_notes(parse_config(["--use_grpo", *flags]))
     names = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
     assert not any(name in line for name in names for line in notes), notes
 
@@ -134,7 +135,7 @@ def test_compatible_flags_are_neither_rejected_nor_noted():
         "--reward_clip 10 --loss_type grpo --loss_aggregation token_mean"
     )
     config = parse_config(flags.split())
-    assert config.notes() == [] and config.updates_per_rollout == 2 * 4
+    assert flag_notes(config) == [] and config.updates_per_rollout == 2 * 4
     assert config.grpo.loss == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, aggregation="token_mean")
     assert config.grpo.scale == "batch" and parse_config(["--no_normalize_advantages"]).grpo.scale == "none"
     assert parse_config(["--use_kl_penalty", "false", "--kl_estimator", "k1"]).grpo.kl_coef == 0, "k1 nowhere is fine"

@@ -11,7 +11,8 @@ import pytest
 from conftest import comparable, run_folder, start_run, weights_of
 
 import train
-from data import PromptMemory, ShuffledBatches, encode_completion, encode_prompt, load_examples, prompt_key, with_instruction
+from data import encode_completion, encode_prompt, load_examples, with_instruction
+from sources.batches import PromptMemory, ShuffledBatches, prompt_key
 from runs.run import Run
 from runs.command_line import parse_config
 from runs.records import read_jsonl

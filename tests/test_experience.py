@@ -10,7 +10,7 @@ import torch
 from conftest import experience_of, with_settings
 
 import train
-from data import ShuffledBatches
+from sources.batches import ShuffledBatches
 from experience import minibatches, shape_rewards
 from grpo import compute_group_advantages
 from logprobs import completion_log_probs

@@ -15,6 +15,7 @@ from data import load_examples
 from experience import shape_rewards
 from grpo import compute_group_advantages
 from rewards import compute_rewards_for_completions
+from runs.flag_notes import flag_notes
 from runs.command_line import parse_config
 
 needs_math_verify = pytest.mark.skipif(
@@ -190,5 +191,5 @@ def test_reward_settings_that_make_no_sense_are_refused():
     }.items():
         with pytest.raises(ValueError, match=message):
             parse_config(["--use_grpo", *flags.split()])
-    notes = parse_config(["--use_grpo", "--reward_combination", "gdpo"]).notes()
+    notes = flag_notes(parse_config(["--use_grpo", "--reward_combination", "gdpo"]))
     assert any("advantage_scale batch" in line for line in notes)

@@ -8,7 +8,7 @@ from conftest import start_run
 from test_data import GSM8K, data_of, write_lines
 
 import train
-from data import prompt_key
+from sources.batches import prompt_key
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path):
