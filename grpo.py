@@ -6,8 +6,8 @@ file; policy_loss needs aggregate and LOSSES as well.
 Reading order: compute_group_advantages (compare each completion with its group), policy_loss (raise the
 probability of the better ones, within limits) with a function for each per-token loss, kl_penalty (stay near
 the reference); value_loss and generalized_advantage_estimation, for training with a critic; then corrections
-of rewards, weights and coefficients. A new baseline, scale or aggregation is an entry of its table, a new loss
-a function and an entry of LOSSES: the flags' choices are read from the tables (config.py).
+of rewards, weights and coefficients. A new baseline, scale or aggregation is an entry of its table, a new
+loss a function and an entry of LOSSES: the choices of the flags are read from the tables (config.py).
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, and denominators are arguments, so that micro-batches add up to one
@@ -62,19 +62,24 @@ def compute_group_advantages(
     scored = ~rewards.isnan()                                                    # (P, G)
     count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
     mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)
+
+    def squares(center):
+        return (rewards - center).square()
+
     baselines = {               # the keys are the choices of --baseline
         "group_mean": lambda: mean,
-        "group_median": lambda: rewards.nanquantile(0.5, dim=1, keepdim=True),   # interpolates between two middle ones
+        "group_median": lambda: rewards.nanquantile(0.5, dim=1, keepdim=True),   # between two middle ones
         "global_mean": lambda: rewards.nanmean() if global_mean is None else global_mean,
         "leave_one_out": lambda: (mean * count - rewards) / (count - 1),         # (P, G)
     }
     scales = {                  # the keys are the choices of --advantage_scale
-        "group": lambda: ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
-        "batch": lambda: ((rewards - rewards.nanmean()).square().nansum() / (count.sum() - 1)).sqrt() + epsilon,
+        "group": lambda: (squares(mean).nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
+        "batch": lambda: (squares(rewards.nanmean()).nansum() / (count.sum() - 1)).sqrt() + epsilon,
         "none": lambda: 1.0,
     }
     if baseline not in baselines or scale not in scales:
-        raise ValueError(f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}")
+        names = f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}"
+        raise ValueError(names)
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 0.8.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)

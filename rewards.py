@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 
-if __name__ == "__main__":                                # before the slow imports below: --help answers at once
+if __name__ == "__main__":                                # before the slow imports below
     from analysis.reward_linter import run_command_line
 
     run_command_line(sys.argv[1:])

@@ -1,15 +1,17 @@
 """
 GRPO and supervised training of a language model.
 
-    python train.py --use_grpo --num_completions_per_prompt 4      a demonstration that needs nothing else
+    python train.py --use_grpo --num_completions_per_prompt 4      a small model, without downloads
     python train.py --help                                         every flag
 
 Reading order: grpo_training_step, with sample_groups above it and accumulate_gradients below it; then learn,
-the loop around the steps. A run goes through phases: cold_start and grpo with --use_grpo, else supervised.
+the loop around the steps. Phases of a run: cold_start (supervised) and grpo with --use_grpo, else supervised.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens. Units:
-rewards in points, log-probabilities (logp) and KL in nats. A rollout holds the completions (sample.py); an
-experience is a rollout with everything that its updates need (experience.py).
+rewards in points, log-probabilities (logp) and KL in nats. Scores are sums of what reward functions return;
+rewards are scores clipped and penalised. A group of equal rewards is tied. A rollout holds completions and
+their logp when they were sampled; an experience adds what updates need: advantages, old_logp (usually that of
+sampling), and logp of the reference, a frozen copy of the policy.
 """
 
 import math
@@ -34,10 +36,7 @@ from experience import (
     Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, rank_micro_batches,
     replace_tied_groups, sample_on_all_ranks, shape_rewards,
 )
-from grpo import (
-    CENTERED_BASELINES, LOSSES, adapt_kl_coefficient, aggregate, compute_group_advantages, policy_loss,
-    value_loss,
-)
+from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy, precision_of
 from rewards import compute_rewards_for_completions
@@ -60,7 +59,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
             seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt,
             prompt_occurrences=prompt_occurrences, responders=responders(run.environment, examples),
         )
-        failures: list[dict] = []
+        failures: list[dict] = []                         # filled by the call below
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
             run.reward_functions, config.weights, rollout, examples, on_error=config.reward_errors,
             clips=config.reward_clips, timeout=config.reward_timeout, failures=failures,
@@ -77,9 +76,9 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
 @timed("step_seconds")
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Sample a group for each prompt, score it, make completions that beat their group's mean more likely.
+    """Sample a group for each prompt, score it, make completions above their group's mean more likely.
 
-    Returns metrics, and the experience that was learned from.
+    The group's mean is the baseline, so no critic is needed. Returns metrics, and what was learned from.
     """
     config, progress = run.config.grpo, run.progress
     P, G = len(examples), config.num_completions_per_prompt
@@ -90,15 +89,15 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     assert len(groups.rollout.completion_ids) == P * G, f"{groups.rollout.completion_ids.shape=} {P=} {G=}"
 
     # 2. Compare each completion with the others of its group: by default (reward - mean) / std.
-    progress.add_rewards(groups.rewards)
+    progress.add_rewards(groups.rewards)                  # for mean_reward, over the run
     advantages = compute_group_advantages(                                       # (P, G)
         groups.rewards, **config.advantage_options, global_mean=progress.mean_reward
     )
     off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
-    centered = off_center <= 1e-3 * max(1.0, largest) or config.baseline not in CENTERED_BASELINES
-    assert centered, f"advantages of a group must sum to 0: {off_center=} {largest=}"
+    if config.baseline in CENTERED_BASELINES:
+        assert off_center <= 1e-3 * max(1.0, largest), f"rows must sum to 0: {off_center=} {largest=}"
 
-    # 3. Compute what stays the same during the updates: reference log-probabilities, values, weights.
+    # 3. Compute once what all updates need: old and reference log-probabilities, values, importance weights.
     experience = compute_experience(
         groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
         kl_coef=progress.kl_coef, **run.forwarding,
@@ -110,9 +109,9 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         losses = accumulate_gradients(run, experience, rows, config)
         if first_step and not updates:                    # sampler and trainer must agree: all ratios are 1
             tolerance = 0.01 if precision_of(run.model) == "float32" else 0.1
-            assert not losses["ratio_deviation"] >= tolerance, f"first ratios are 1, not off by {losses}"
+            assert not losses["ratio_deviation"] >= tolerance, f"first ratios must be 1: {losses=}"
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
-            run.optimizer.zero_grad()                     # the policy is too far from the rollout
+            run.optimizer.zero_grad()                     # too far from the policy that sampled
             break
         grad_norm = optimizer_step(run, losses["total_loss"])
         updates.append(losses | {"grad_norm": grad_norm})
@@ -121,26 +120,23 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
     metrics = summarize_updates(updates) | summarize_groups(groups, experience)
     if config.kl_target and math.isfinite(metrics["kl"]):
-        progress.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
-            progress.kl_coef, metrics["kl"], target=config.kl_target, num_samples=P * G,
-            horizon=config.kl_horizon,
-        )
+        metrics["kl_coef"] = progress.adapt_kl_coef(metrics["kl"], config, num_samples=P * G)
     return metrics, experience
 
 
 def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, config: GRPOConfig) -> dict:
     """Add up the gradient of one update over micro-batches. Returns total_loss, its terms and statistics.
 
-    rows    completions of the experience. The denominators count all of them; rows without a gradient, such
-            as those of tied groups where there is no KL term, are not forwarded.
+    rows    completions of the experience. The denominators of means count all of them, so that micro-batches
+            add up. Rows without a gradient, such as tied groups without a KL term, are not forwarded.
     """
     denominators = experience.denominators(rows, config.generation_max_length)
-    forwarded = rows[experience.has_gradient(rows, config)]
+    with_gradient = rows[experience.has_gradient(rows, config)]
     kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
     names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
     sums = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * config.use_value_head, 0.0)
-    micro_batches = rank_micro_batches(experience.rollout, forwarded, **run.forwarding, device=run.device)
-    for micro_batch, counts in micro_batches:
+    micro_batches = rank_micro_batches(experience.rollout, with_gradient, **run.forwarding, device=run.device)
+    for micro_batch, counts in micro_batches:             # counts: False for a copy that keeps ranks in step
         new = completion_log_probs(
             run.model, experience.rollout, micro_batch, **config.policy, shared_prompt=run.shared_prompt,
             value_head=run.value_head if config.use_value_head else None,
@@ -148,13 +144,13 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         )
         batch = experience.select(micro_batch, new.logp.device)
         loss, terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
-        run.scaler.scale(loss * counts).backward()        # counts: False if repeated for other ranks
+        run.scaler.scale(loss * counts).backward()
         cut_graph(run.device)
         for name, value in terms.items():
             sums[name] += value.item() * counts
     sums = {name: all_sum(value) for name, value in sums.items()}
-    # Statistics of the policy are means over the forwarded tokens; NaN if there are none.
-    share = int(experience.mask[forwarded].sum()) / denominators["num_tokens"]
+    # These three are means over the forwarded tokens; NaN if there are none.
+    share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     for name in "entropy", "ratio_deviation", "policy_kl":
         sums[name] = sums[name] / share if share else math.nan
     return sums
@@ -166,7 +162,9 @@ def total_loss(
     """Return the loss of some rows under the current policy, and its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
+        policy_loss = mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), by default
 
+    with ratio = exp(logp - old_logp) and A the advantage; other losses are in grpo.py.
     new    under the current policy, (b, T), with gradient;  batch  the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
@@ -192,7 +190,7 @@ def total_loss(
 
 @timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Make demonstrations more likely: one update with demonstrations as the rollout, and advantage 1."""
+    """Make demonstrations more likely: one update on them, with advantage 1, which makes it -logp."""
     rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
@@ -206,24 +204,24 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
 def optimizer_step(run: Run, loss: float) -> float:
     """Take one optimiser step with the accumulated gradient. Returns its norm before clipping.
 
-    A step whose loss or gradient is not finite is skipped: it counts as a step and changes nothing.
+    A step whose loss or gradient is not finite is skipped: it counts, and leaves weights and schedule.
     """
-    progress = run.progress
+    progress, finite = run.progress, math.isfinite(loss)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     run.scaler.unscale_(run.optimizer)
     norm = clip_gradient(parameters, run.config.training.max_grad_norm)
     progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
-    if math.isfinite(loss) and math.isfinite(norm):
-        run.scaler.step(run.optimizer)                    # in float16 only if no gradient overflowed
+    skipped = not (finite and math.isfinite(norm))
+    if not skipped:
+        run.scaler.step(run.optimizer)
         run.scheduler.step()
         progress.skipped_in_a_row = 0
     else:
-        progress.skipped += 1                             # overflow in float16 is normal until its scale is 1
-        progress.skipped_in_a_row += not (math.isfinite(loss) and run.scaler.get_scale() > 1)
+        progress.skipped += 1                             # float16 overflows until its scale is low
+        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")                # zeros save XLA a program
+    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     if run.reference is not None:
-        skipped = progress.skipped_in_a_row > 0
         follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
     cut_graph(run.device)
     return norm
@@ -241,7 +239,7 @@ def learn(run: Run) -> None:
     """
     training, progress, folder = run.config.training, run.progress, run.folder
     if run.is_complete:
-        folder.print(f"this run is complete; to continue from it: --model_path {folder.path}/final --output_dir NEW")
+        folder.print(f"this run is complete; continue from it with --model_path {folder.path}/final")
         return
     folder.open(progress.step)
     run.save_base_of_adapter()
@@ -251,7 +249,7 @@ def learn(run: Run) -> None:
         for phase in run.phases[progress.phase :]:
             run.begin_phase(phase)
             take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-            evaluated_at = -1
+            evaluated_at = None
             while progress.phase_step < phase.steps and not stop.requested():
                 before, skipped = progress.phase_step, progress.skipped
                 with run.checkpoint_on_error():
@@ -261,16 +259,17 @@ def learn(run: Run) -> None:
                     with run.checkpoint_on_error():
                         accuracy, evaluated_at = run.log_evaluation(), progress.step
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
-                        phase.steps = progress.phase_step
+                        phase.steps = progress.phase_step                        # ends the phase
                 if is_due(before, progress.phase_step, training.save_steps):
                     run.save_checkpoint_if_possible()
                 if progress.skipped_in_a_row >= training.max_skipped_steps:
-                    raise Diverged(progress.skipped_in_a_row, run.save_checkpoint())
+                    raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
             if progress.phase_step < phase.steps:
-                folder.print(f"stopped at step {progress.step}, saved to {run.save_checkpoint()}")
+                checkpoint = run.save_checkpoint()
+                folder.print(f"stopped at step {progress.step}, saved to {checkpoint}")
                 folder.print(f"continue with: python train.py --output_dir {folder.path} --resume")
                 return
-            if evaluated_at < progress.step:
+            if evaluated_at != progress.step:
                 with run.checkpoint_on_error():
                     run.log_evaluation()
             run.end_phase()
@@ -280,7 +279,7 @@ def learn(run: Run) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line."""
+    """Parse flags; replay, explain, check or train."""
     with exit_on_mistakes():
         config = parse_config(argv)
         if config.training.replay:

@@ -116,7 +116,7 @@ CASES = {
         "print(pieces / whole)",
     ),
     "fresh gradients": Case(
-        "train.py", "    run.optimizer.zero_grad(set_to_none=run.device.type != \"xla\")                # zeros save XLA a program\n",
+        "train.py", "    run.optimizer.zero_grad(set_to_none=run.device.type != \"xla\")     # XLA: zeros avoid a recompilation\n",
         "", "length of the gradient that an update leaves for the next one",
         STEP + "run, experience = first(); losses, _ = gradient(run, experience); train.optimizer_step(run, losses['total_loss'])\n"
         "print(sum(float(p.grad.square().sum()) for p in run.model.parameters() if p.grad is not None) ** 0.5)",

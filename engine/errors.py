@@ -4,4 +4,4 @@ Errors that end a run.
 
 
 class RunError(RuntimeError):
-    """A run cannot go on. The message is one line that tells what to change; the program prints it and exits with code 1."""
+    """A run cannot continue. The message is one line that tells what to change; the exit code is 1."""

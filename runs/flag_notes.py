@@ -1,5 +1,5 @@
 """
-Notes on the flags of a run, printed at its start: flags without effect, and combinations that are seldom intended.
+Notes on the flags of a run, printed at its start: flags without effect, combinations seldom intended.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ def flags_without_effect(settings: Config) -> list[str]:
         ("without --reference_mode periodic", not no_kl and config.reference_mode != "periodic",
          ["reference_update_freq"]),
         ("with one epoch, in which no prompt is repeated", training.num_epochs <= 1, ["prefer_mixed"]),
-        (f"with {settings.rollout_size} completions in a rollout", config.minibatch_size >= settings.rollout_size,
-         ["minibatch_size"]),
+        (f"with {settings.rollout_size} completions in a rollout",
+         config.minibatch_size >= settings.rollout_size, ["minibatch_size"]),
     ]
     if not training.use_grpo:
         rules = [rules[0], ("without --use_grpo", True, [

@@ -50,7 +50,8 @@ class RunFolder:
 
     def __init__(self, config: Config):
         training = config.training
-        self.path = Path(all_gather_object(training.output_dir or time.strftime("outputs/%Y-%m-%d_%H-%M-%S"))[0])
+        default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
+        self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
         if training.resume and not (self.path / "config.json").exists():
             raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from analysis.evaluation import evaluate
-from config import Config
+from config import Config, GRPOConfig
 from sources.batches import PromptMemory, ShuffledBatches
 from engine.devices import peak_memory_gb
 from engine.errors import RunError
 from experience import Experience, Groups, log_probs_of_rollout
+from grpo import adapt_kl_coefficient
 from model import (
     AdapterReference, ValueHead, frozen_copy, has_adapter, merged_copy, move, save_policy,
     trainable_parameters,
@@ -57,6 +58,13 @@ class Progress:
         for groups in sampled:
             prompts = [example["prompt"] for example in groups.examples]
             self.prompt_memory.record(prompts, groups.scores.tolist())
+
+    def adapt_kl_coef(self, kl: float, config: GRPOConfig, *, num_samples: int) -> float:
+        """Adapt the weight of the KL penalty to the KL of a rollout, in nats per token, and return it."""
+        self.kl_coef = adapt_kl_coefficient(
+            self.kl_coef, kl, target=config.kl_target, num_samples=num_samples, horizon=config.kl_horizon
+        )
+        return self.kl_coef
 
     @property
     def mean_reward(self) -> float:

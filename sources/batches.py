@@ -1,5 +1,5 @@
 """
-The order of examples: endless shuffled batches, and a memory of rewards by prompt that can change which examples come up.
+The order of examples: endless shuffled batches, and rewards by prompt, which can change the order.
 """
 
 import hashlib
