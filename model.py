@@ -8,7 +8,7 @@ Weights are read and written as safetensors. Left out on purpose: quantised weig
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,21 +17,18 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from engine.devices import is_main
-from engine.prefix_attention import use_prefix_attention
-from engine.sharding import gathered_weights, reshard, shard, shard_weights, full_tensor
+from engine.recomputation import layers_of
+from engine.sharding import full_tensor, gathered_weights, reshard, shard, shard_weights
+from reward_functions.answers import TAGS
 
 logging.disable_progress_bar()                            # a run has one of its own
-
-TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
 def load_tokenizer(config):
@@ -112,35 +109,9 @@ def precision_of(model: PreTrainedModel) -> str:
     return getattr(model, "precision", "float32")
 
 
-def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the layers, as transformers marks them."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """Return the parameters that are trained: all of them, or the adapter's."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Store only the inputs of each layer, and forward the layer again in the backward pass.
-
-    The switch in transformers works in training mode only, where dropout is active.
-    """
-    layers = layers_of(model)
-    if not layers:
-        raise ValueError(
-            f"--gradient_checkpointing=True: {type(model).__name__} has no layers made for it; leave it out")
-
-    def recomputed(forward, *args, **kwargs):
-        attention = partial(use_prefix_attention, model) if "token_layout" in kwargs else nullcontext
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), attention()), **kwargs,
-        )
-
-    for layer in layers:
-        layer.forward = partial(recomputed, layer.forward)
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

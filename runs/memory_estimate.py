@@ -17,7 +17,8 @@ from engine.devices import peak_memory_gb
 from engine.packing import pack_rows
 from engine.sharding import bytes_here, gathered_weights, local
 from logprobs import completion_log_probs
-from model import has_adapter, layers_of, precision_of, trainable_parameters
+from engine.recomputation import layers_of
+from model import has_adapter, precision_of, trainable_parameters
 from runs.startup_check import random_rollout
 
 

@@ -17,10 +17,8 @@ from engine.devices import best_device, keep_freed_memory, num_processes
 from engine.sharding import gathered_weights, shard, sharded_like
 from environments.conversations import EnvironmentRaised
 from environments.loading import load_environment, refuse_missing_columns
-from model import (
-    AdapterReference, check_context_length, copy_into, layers_of, load_policy, load_tokenizer, move,
-    recompute_activations,
-)
+from engine.recomputation import layers_of, recompute_activations
+from model import AdapterReference, check_context_length, copy_into, load_policy, load_tokenizer, move
 from reward_functions.calling import RewardError
 from reward_functions.loading import missing_columns, name_of
 from rewards import load_reward_function

@@ -12,7 +12,7 @@ from config import GRPOConfig
 from engine.packing import micro_batches, pack_rows
 from grpo import policy_loss
 from logprobs import completion_log_probs
-from model import recompute_activations
+from engine.recomputation import recompute_activations
 from sample import sample_completions_for_prompts
 
 

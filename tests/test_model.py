@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from runs.startup_check import check_setup
 from config import ModelConfig
 from logprobs import completion_log_probs
-from model import frozen_copy, load_policy, moved_to, recompute_activations, save_policy, with_precision
+from engine.recomputation import recompute_activations
+from model import frozen_copy, load_policy, moved_to, save_policy, with_precision
 from rewards import correctness
 from sample import sample_completions_for_prompts
 

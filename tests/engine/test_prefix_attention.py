@@ -11,7 +11,7 @@ from engine import attention_kernels, prefix_attention
 from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
 from engine.packing import make_layout
 from logprobs import completion_log_probs
-from model import recompute_activations
+from engine.recomputation import recompute_activations
 from sample import sample_completions_for_prompts
 
 # Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8 behind the last prompt.
