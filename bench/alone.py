@@ -69,8 +69,8 @@ def bytes_of_decoding(model, w: Workload) -> float:
     return w.new_tokens * (4 * sum(p.numel() for p in model.parameters()) + token * seen)
 
 
-def measure(w: Workload, shared: bool = True, tokens: int = 2048) -> dict:
-    """Best of two, in this process. tokens: of a pass in training."""
+def measure(w: Workload, shared: bool = True, tokens: int = 0) -> dict:
+    """Best of two, in this process. tokens: of a pass in training; 0: the default of --max_tokens_per_forward."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from config import GRPOConfig
@@ -80,6 +80,7 @@ def measure(w: Workload, shared: bool = True, tokens: int = 2048) -> dict:
     from engine.packing import micro_batches
     from sample import sample_completions_for_prompts
 
+    tokens = tokens or max(2048, 2 * w.prompt_tokens)
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         write_workload(w, Path(folder))
@@ -116,7 +117,7 @@ def measure(w: Workload, shared: bool = True, tokens: int = 2048) -> dict:
     }
 
 
-def in_a_fresh_process(name: str, field: str = "", value: int = 0, shared: bool = True, tokens: int = 2048) -> dict:
+def in_a_fresh_process(name: str, field: str = "", value: int = 0, shared: bool = True, tokens: int = 0) -> dict:
     command = [sys.executable, __file__, "--one", name, field, str(value), "shared" if shared else "rows", str(tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

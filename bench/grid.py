@@ -9,6 +9,7 @@ grid, and a ratio is a median over the turns with its range.
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import subprocess
@@ -28,15 +29,19 @@ def worker(root: str, shared: bool) -> None:
 
     torch.set_num_threads(1)
     from config import GRPOConfig
-    from engine.devices import keep_freed_memory
     from logprobs import completion_log_probs
     from model import byte_tokenizer
     from sample import Rollout, sample_completions_for_prompts
 
-    try:
-        from engine.packing import micro_batches
-    except ImportError:
-        from packing import micro_batches
+    def find(name: str, *modules: str):                   # older versions have other files
+        for module in modules:
+            try:
+                return getattr(importlib.import_module(module), name)
+            except ImportError:
+                continue
+
+    keep_freed_memory = find("keep_freed_memory", "engine.devices", "devices")
+    micro_batches = find("micro_batches", "engine.packing", "packing")
     keep_freed_memory()
     torch.manual_seed(0)
     model = Gemma3ForCausalLM(Gemma3TextConfig(
