@@ -8,10 +8,10 @@ Reading order: grpo_training_step, with sample_groups above it and accumulate_gr
 the loop around the steps. Phases of a run: cold_start (supervised) and grpo with --use_grpo, else supervised.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens. Units:
-rewards in points, log-probabilities (logp) and KL in nats. Scores are sums of what reward functions return;
+rewards in points, log-probabilities (logp) and KL in nats. Scores are weighted sums of reward functions;
 rewards are scores clipped and penalised. A group of equal rewards is tied. A rollout holds completions and
 their logp when they were sampled; an experience adds what updates need: advantages, old_logp (usually that of
-sampling), and logp of the reference, a frozen copy of the policy.
+sampling), and logp of the reference, a copy of the policy that is frozen or follows it.
 """
 
 import math
@@ -70,7 +70,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
     sample_all = partial(sample_on_all_ranks, run.model, sample_and_score)
     groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
-    run.progress.record_scores(sampled)
+    run.progress.record_scores(sampled)                   # of replaced groups as well
     return groups
 
 
@@ -97,17 +97,17 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     if config.baseline in CENTERED_BASELINES:
         assert off_center <= 1e-3 * max(1.0, largest), f"rows must sum to 0: {off_center=} {largest=}"
 
-    # 3. Compute once what all updates need: old and reference log-probabilities, values, importance weights.
+    # 3. Compute once what all updates need, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
         groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
         kl_coef=progress.kl_coef, **run.forwarding,
     )
 
-    # 4. Update the policy once, or several times with --ppo_epochs and --minibatch_size.
+    # 4. Update the policy once (all ratios are 1), or several times with --ppo_epochs and --minibatch_size.
     first_step, updates = progress.phase_step == 0, []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        if first_step and not updates:                    # sampler and trainer must agree: all ratios are 1
+        if first_step and not updates:                    # sampler and trainer must agree
             tolerance = 0.01 if precision_of(run.model) == "float32" else 0.1
             assert not losses["ratio_deviation"] >= tolerance, f"first ratios must be 1: {losses=}"
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
@@ -164,7 +164,9 @@ def total_loss(
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
         policy_loss = mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), by default
 
-    with ratio = exp(logp - old_logp) and A the advantage; other losses are in grpo.py.
+        KL = mean of ratio * (exp(d) - d - 1), d = reference logp - logp, by default
+
+    with ratio = exp(logp - old_logp) and A the advantage; the other choices are in grpo.py.
     new    under the current policy, (b, T), with gradient;  batch  the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
@@ -190,7 +192,7 @@ def total_loss(
 
 @timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Make demonstrations more likely: one update on them, with advantage 1, which makes it -logp."""
+    """Make demonstrations more likely: one update with advantage 1 and the loss -logp * A."""
     rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
@@ -217,8 +219,8 @@ def optimizer_step(run: Run, loss: float) -> float:
         run.scheduler.step()
         progress.skipped_in_a_row = 0
     else:
-        progress.skipped += 1                             # float16 overflows until its scale is low
-        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1
+        progress.skipped += 1
+        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     if run.reference is not None:
@@ -265,8 +267,7 @@ def learn(run: Run) -> None:
                 if progress.skipped_in_a_row >= training.max_skipped_steps:
                     raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
             if progress.phase_step < phase.steps:
-                checkpoint = run.save_checkpoint()
-                folder.print(f"stopped at step {progress.step}, saved to {checkpoint}")
+                folder.print(f"stopped at step {progress.step}, saved to {run.save_checkpoint()}")
                 folder.print(f"continue with: python train.py --output_dir {folder.path} --resume")
                 return
             if evaluated_at != progress.step:
