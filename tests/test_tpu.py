@@ -218,7 +218,7 @@ def test_a_run_is_that_of_a_plain_cpu_and_its_checkpoint_loads_anywhere(plain_ru
     same_run(run_on(DEVICE, tmp_path, monkeypatch), plain_run)
     (newest, _) = sorted((tmp_path / "run/checkpoints").iterdir(), reverse=True)
     state = torch.load(newest / "state.pt", weights_only=True)
-    assert state["step"] == 6
+    assert state["progress"]["step"] == 6
     assert {tensor.device for tensor in tree_leaves(state) if isinstance(tensor, torch.Tensor)} == {CPU}
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")
     assert saved.get_output_embeddings().weight is saved.get_input_embeddings().weight
