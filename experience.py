@@ -2,7 +2,8 @@
 The data of an update: groups of scored completions, and an Experience, which holds everything about a rollout
 that stays the same while the policy is updated on it.
 
-Nothing here has a gradient. The forward passes that have one are in train.py, accumulate_gradients.
+Only Experience.sampled_kl has a gradient here. The forward passes that have one are in train.py,
+accumulate_gradients.
 Shapes: P prompts, G completions of each, B = P*G rows with the completions of a prompt adjacent, b rows of a
 micro-batch, T completion tokens.
 Units: rewards and values in points, log-probabilities (logp) and KL in nats.
@@ -68,10 +69,15 @@ class Groups:
 
 def sample_on_all_ranks(model, sample_and_score: Callable, examples: list[dict], attempt: int) -> Groups:
     """Call sample_and_score(examples, prompt_occurrences, attempt) on each rank's slice, join the groups."""
-    mine, repeats = rank_slice(examples), rank_slice(occurrences([example["prompt"] for example in examples]))
+    repeats = rank_slice(occurrences([example["prompt"] for example in examples]))
+
+    def sample_slice() -> Groups | None:
+        mine = rank_slice(examples)                       # these may be large, and all ranks have them
+        return replace(sample_and_score(mine, repeats, attempt), examples=[]) if mine else None
+
     with gathered_weights(model):
-        parts = gather_from_ranks(lambda: sample_and_score(mine, repeats, attempt) if mine else None)
-    return Groups.join([part for part in parts if part is not None])
+        parts = gather_from_ranks(sample_slice)
+    return replace(Groups.join([part for part in parts if part is not None]), examples=examples)
 
 
 def replace_tied_groups(

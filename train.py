@@ -22,7 +22,7 @@ from runs.command_line import exit_on_mistake, parse_config
 
 if __name__ == "__main__":
     with exit_on_mistake("train.py"):                     # --help and mistakes: before the slow imports below
-        parse_config(sys.argv[1:])
+        CONFIG = parse_config(sys.argv[1:])
 
 import torch
 
@@ -241,7 +241,7 @@ def learn(run: Run) -> None:
     """
     training, progress, folder = run.config.training, run.progress, run.folder
     if run.is_complete:
-        folder.print(f"this run is complete; continue from it with --model_path {folder.path}/final")
+        folder.print(f"this run is complete; take {folder.path}/final as --model_path of a new --output_dir")
         return
     folder.open(progress.step)
     run.save_base_of_adapter()
@@ -279,10 +279,10 @@ def learn(run: Run) -> None:
         folder.print_summary()
 
 
-def main(argv: list[str]) -> None:
-    """Parse flags; replay, explain, check or train."""
+def main(argv: list[str], config: Config | None = None) -> None:
+    """Parse the flags, unless config is given; then replay, explain, check or train."""
     with exit_on_mistakes():
-        config = parse_config(argv)
+        config = config or parse_config(argv)
         if config.training.replay:
             replay(config, accumulate_gradients)
             return
@@ -297,4 +297,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], CONFIG)

@@ -67,7 +67,8 @@ def explain(
     rate, max_norm = run.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
     norm = optimizer_step(run, losses["total_loss"])
     folder.print(
-        f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g}; AdamW, learning rate {rate:.3g}")
+        f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
+        f"AdamW, learning rate {rate:.3g}")
     if progress.skipped_in_a_row:
         folder.print("   loss or gradient is not finite: skipped, nothing has changed")
 

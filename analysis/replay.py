@@ -26,7 +26,7 @@ from experience import Experience, Groups, compute_experience, demonstrations_as
 from grpo import compute_group_advantages
 from model import ValueHead, load_policy, move
 from rewards import weighted_sum
-from runs.checkpoint import latest_checkpoint
+from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.records import or_none, read_jsonl
 from runs.run import Progress, Run
@@ -67,7 +67,7 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
 def load_run(config: Config, weights: Path) -> Run:
     """Return a run with saved weights; those of a checkpoint come with its progress and state."""
     policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
-    state = torch.load(weights / "state.pt", weights_only=True) if (weights / "state.pt").exists() else {}
+    state = read_state(weights) if (weights / "state.pt").exists() else {}
     device = best_device()
     if num_processes() > 1:
         raise ValueError("--replay: runs in one process; start it without torchrun")

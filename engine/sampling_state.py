@@ -97,8 +97,7 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     vocabulary.
     """
     width = 2 ** (logits.shape[-1].bit_length() // 2)
-    # This makes a contiguous copy: reductions along rows that are not contiguous take many times as long on a
-    # CPU.
+    # This makes a contiguous copy: on a CPU reductions along other rows take many times as long.
     logits = pad(logits, (0, -logits.shape[-1] % width), value=-torch.inf)
     top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
     blocks = (logits - top).exp_().unflatten(-1, (-1, width))                    # (n, V / width, width)
@@ -113,9 +112,9 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
 
 
 def find_interval(lengths: Tensor, ends: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the interval of a point, and its distance from the start: lengths, ends (n, m), goal (n, 1) -> (n,
-    1), (n, 1).
+    """Find the interval of a point, and the point's distance from its start, (n, 1) each.
 
+    lengths, ends (n, m) of intervals, goal (n, 1).
     The interval is never empty. Rounding may put the goal at or beyond the last end; then it is the last
     interval that is not empty. searchsorted is not used: XLA does not have it, and it requires ascending
     ends, which rounding breaks.

@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from engine import devices
 from engine.devices import is_main, num_processes, sum_in_place
 
-# torch warns that gathering over two mesh dimensions is slow. Only checkpoints do it, where time does not
-# matter.
+# torch warns that gathering over two mesh dimensions is slow. Only checkpoints do it.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}      # transformers' plan -> torch

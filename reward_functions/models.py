@@ -6,8 +6,8 @@ endpoint. Each function here makes a reward function, in a file of your own that
     from rewards import classifier, judge
 
     liked = classifier("liked", "path/to/reward-model")
-    helpful = judge("helpful", url="http://localhost:8000/v1", model="qwen", question="How helpful is the
-    reply?")
+    helpful = judge(
+        "helpful", url="http://localhost:8000/v1", model="qwen", question="How helpful is the reply?")
 
     python train.py --use_grpo --reward_functions correctness taste.py:helpful --reward_weights 1 0.2
 

@@ -23,8 +23,8 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
              a block, that text
 
-    passes_tests(["def double(x):\\n    return 2 * x"], tests=[["assert double(2) == 4", "assert double(-1) ==
-    1"]]) == [0.5]
+    tests = ["assert double(2) == 4", "assert double(-1) == 1"]
+    passes_tests(["def double(x):\\n    return 2 * x"], tests=[tests]) == [0.5]
 
     The expected values are never in the program's process. `assert abs(double(2) - 4) < 1e-9` is split:
     double(2) is evaluated in one process after the program has run, and `abs(_ - 4) < 1e-9` in another one,
@@ -34,8 +34,8 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
 
     Not prevented: a program that knows the expected values (from the prompt, or from a file, where the
     sandbox uses the method `user` and the kernel has no Landlock); guessing among few possible values
-    (`assert is_even(4)`); tests that leave the comparison to the program (`assert Point(1, 2) == Point(1,
-    2)`: an expression that begins with a capitalised name is evaluated in its process as a whole). Values are
+    (`assert is_even(4)`); tests that leave the comparison to the program (`assert Point(1) == Point(1)`:
+    an expression that begins with a capitalised name is evaluated in its process as a whole). Values are
     numbers, text, bytes, None, and lists, tuples, sets and dicts of them. Subclasses count as these, other
     iterables as lists; anything else fails the test, including infinity and NaN. Only the standard library is
     available.
@@ -115,8 +115,7 @@ def split_test(test: str) -> tuple[str, list[str], str] | None:
     if not isinstance(statement, ast.Assert) or not are_imports:
         return None
     imported = {(alias.asname or alias.name).partition(".")[0] for line in imports for alias in line.names}
-    # Variables of a comprehension or a lambda: an expression with them would have to be evaluated once per
-    # value.
+    # Variables of a comprehension or a lambda: expressions with them would be evaluated once per value.
     nodes = list(ast.walk(statement))
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}

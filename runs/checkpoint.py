@@ -169,6 +169,18 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
     return None
 
 
+def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
+    """Read state.pt of a checkpoint; mmap: only what is used. Loading cannot run code."""
+    state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
+    if "progress" not in state:                           # of version 0.1
+        names = (
+            "phase", "phase_step", "step", "skipped", "skipped_in_a_row", "kl_coef", "reward_sum",
+            "reward_count",
+        )
+        state["progress"] = {name: state.pop(name) for name in names} | {"prompt_memory": state.pop("memory")}
+    return state
+
+
 def versions() -> dict:
     """Return the versions and the number of processes that the last bits of a run depend on."""
     return {

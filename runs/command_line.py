@@ -49,11 +49,12 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ValueError(message)
 
-    def parse_all(self, argv: list[str], hint: str = "see --help") -> argparse.Namespace:
-        """Parse the flags and reject unknown words. hint: what to do about a word that resembles no flag."""
+    def parse_all(self, argv: list[str], file_hint: str = "see --help") -> argparse.Namespace:
+        """Parse the flags and reject unknown words. file_hint: what to do about the name of a .json file."""
         args, unknown = self.parse_known_args(argv)
         if unknown:
             near = difflib.get_close_matches(unknown[0], [f"--{name}" for name in vars(args)], n=1)
+            hint = file_hint if unknown[0].endswith(".json") else "see --help"
             raise ValueError(f"{unknown[0]}: unknown flag; " + (f"did you mean {near[0]}?" if near else hint))
         return args
 
@@ -64,7 +65,7 @@ def exit_on_mistake(program: str):
     try:
         yield
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":            # of the processes of torchrun the first prints
+        if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0":         # see torchrun
             print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -142,9 +143,7 @@ def parse_config(argv: list[str]) -> Config:
 
 def parse_flags(argv: list[str]) -> Config:
     """Return the configuration of flags alone, without a settings file, profile or run."""
-    is_file = any(word.endswith(".json") for word in argv)
-    hint = "a file of settings comes before all flags" if is_file else "see --help"
-    args = vars(TrainParser().parse_all(argv, hint))
+    args = vars(TrainParser().parse_all(argv, "a file of settings comes before all flags"))
     values = ({f.name: args[f.name] for f in dataclasses.fields(section)} for section in SECTIONS)
     return Config(*(section(**fields) for section, fields in zip(SECTIONS, values, strict=True)))
 

@@ -143,6 +143,8 @@ class RunFolder:
         if "advice" in metrics:
             self.print(f"  doctor: {metrics['advice']}")
         if phase not in self.bars:
+            for bar in self.progress.tasks:               # a cold start may end early
+                self.progress.update(bar.id, total=bar.completed)
             self.bars[phase] = self.progress.add_task(phase)
         self.progress.update(self.bars[phase], completed=step, total=total)
 

@@ -1,6 +1,6 @@
 """
-The state of a run: constants, progress, and the objects of the current phase. Outside the training steps,
-only begin_phase, end_phase and restore change it.
+The state of a run: what stays the same, its progress, and the objects of the current phase; saving and
+restoring it, and the log of a step.
 """
 
 import math
@@ -24,8 +24,8 @@ from model import (
     trainable_parameters,
 )
 from runs.checkpoint import (
-    NotSaved, load_optimizer_state, optimizer_state, random_states, reference_state, set_random_states,
-    versions, write_checkpoint, write_final,
+    NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
+    set_random_states, versions, write_checkpoint, write_final,
 )
 from runs.doctor import diagnose
 from runs.folder import RunFolder
@@ -198,7 +198,7 @@ class Run:
 
     def restore(self, checkpoint: Path) -> None:
         """Restore progress and random states from a checkpoint; begin_phase restores the rest."""
-        state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu")
+        state = read_state(checkpoint)
         set_random_states(state.pop("random_states"))
         self.progress = Progress.from_dict(state.pop("progress"))
         if not self.config.grpo.kl_target:

@@ -22,7 +22,7 @@ from model import AdapterReference, check_context_length, copy_into, load_policy
 from reward_functions.calling import RewardError
 from reward_functions.loading import missing_columns, name_of
 from rewards import load_reward_function
-from runs.checkpoint import latest_checkpoint
+from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.memory_estimate import describe_step
 from runs.phases import adam_8bit, plan_phases
@@ -165,7 +165,7 @@ def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
 
 def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None:
     """Print which settings of a resumed run have changed. Raises ValueError if its state does not fit."""
-    state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=True)
+    state = read_state(checkpoint, mmap=True)
     saved, now = ({name: value for part in settings.values() for name, value in part.items()}
                   for settings in (state["settings"], config.as_dict()))
     for settings in saved, now:

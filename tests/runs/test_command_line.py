@@ -31,13 +31,18 @@ def test_help_and_a_mistyped_flag_are_answered_without_importing_torch_or_transf
     assert answer.stderr.startswith(f"{program}: error: ") and len(answer.stderr.splitlines()) == 1
 
 
-def test_one_line_is_printed_for_all_processes_of_torchrun(monkeypatch, capsys):
+def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_single_one(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "0", "1":
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as stop, exit_on_mistake("train.py"):
             parse_config(["--seed", "x"])
         assert stop.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit), exit_on_mistake("train.py"):
+        parse_config(["--seed", "x"])
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():
