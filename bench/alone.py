@@ -167,12 +167,12 @@ def main() -> None:
         memory.plot(values, [m["peak_gb"] for m in points], "o-", color="black")
         memory.set(xlabel=title)
         for panel in times, memory:
-            panel.set(xscale="log", yscale="log")
+            panel.set(xscale="log", yscale="log" if panel is times else "linear")
             panel.set_xticks(values, [str(value) if value < 8192 else f"{value // 1024}K" for value in values], minor=False)
             panel.minorticks_off()
     axes[0, 0].set(ylabel="seconds")
     axes[0, 0].legend(fontsize=7)
-    axes[1, 0].set(ylabel="peak memory, GB")
+    axes[1, 0].set(ylabel="peak memory, GB", ylim=(0, None))
     both = in_a_fresh_process("vocab", "new_tokens", 256)                        # would hold V * T numbers if anything did
     print(f"| `vocab` with 256 completion tokens | {both['sampling']:.2f} | {both['training']:.2f} | {both['peak_gb']:.2f} |")
     print("\n| tokens of a training pass, one prompt of 128 | training s | peak GB |\n|---|---|---|")
