@@ -368,7 +368,7 @@ class TrainingConfig(Section):
         3, "stop after this many steps in a row whose loss or gradient is not finite", above=0)
     max_tokens_per_forward: int = flag(
         0, "tokens of a forward pass: lower it when memory runs out, the gradient stays the same; 0: 2048 "
-        "on a CPU, 8192 elsewhere, but at least twice max_prompt_length", at_least=0)
+        "on a CPU, 8192 elsewhere, but at least twice the longest prompt", at_least=0)
     shared_prompt: Literal["auto", "never"] = flag(
         "auto", "auto: forward each prompt once for all of its completions, if the model supports it; "
         "never: once for each completion")

@@ -104,10 +104,6 @@ def set_up(config: Config) -> Run:
     if training.adam_8bit:
         adam_8bit()
     mesh = parse_mesh(config)
-    if not training.max_tokens_per_forward:               # in config.json, for a resumed run
-        tokens = max(2048 if device.type == "cpu" else 8192, 2 * config.data.max_prompt_length)
-        training = replace(training, max_tokens_per_forward=tokens)
-        config = replace(config, training=training)
     folder = RunFolder(config)
     reward_functions, environment = load_reward_functions(config), load_environment(config.grpo.environment)
     train_set, eval_set = load_data(config)
@@ -120,6 +116,10 @@ def set_up(config: Config) -> Run:
         validate_grpo_setup(config, tokenizer, train_set)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, folder.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, folder.print)
+    if not training.max_tokens_per_forward:               # in config.json, for a resumed run
+        tokens = max(2048 if device.type == "cpu" else 8192, 2 * longest_prompt)
+        training = replace(training, max_tokens_per_forward=tokens)
+        config = folder.config = replace(config, training=training)
 
     torch.manual_seed(training.seed)
     policy, _ = load_policy(model_config)

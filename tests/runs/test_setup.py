@@ -1,5 +1,6 @@
 """Setting up a run: settings that are filled in, and changed settings of a resumed run."""
 
+import json
 import shutil
 import signal
 
@@ -74,3 +75,6 @@ def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp
     assert start_run(tmp_path).config.training.max_tokens_per_forward == 2048
     assert "passes of up to 2048 tokens" in capsys.readouterr().out
     assert start_run(tmp_path / "more", "--max_tokens_per_forward", "300").config.training.max_tokens_per_forward == 300
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n, "completion": "y"}) + "\n" for n in (3, 1500)))
+    long = start_run(tmp_path / "long", "--dataset", str(tmp_path / "long.jsonl"), "--max_prompt_length", "1600")
+    assert long.config.training.max_tokens_per_forward == long.folder.config.training.max_tokens_per_forward == 2 * 1501
