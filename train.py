@@ -40,7 +40,7 @@ from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy, precision_of
 from rewards import compute_rewards_for_completions
-from runs.exit import Diverged, StopOnSignal, exit_on_failures, exit_on_mistakes
+from runs.exit import Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
 from runs.metrics import summarize_groups, summarize_updates, timed
 from runs.phases import is_due
 from runs.run import Run
@@ -281,7 +281,7 @@ def learn(run: Run) -> None:
 
 def main(argv: list[str], config: Config | None = None) -> None:
     """Parse the flags, unless config is given; then replay, explain, check or train."""
-    with exit_on_mistakes():
+    with exit_on_setup_errors():
         config = config or parse_config(argv)
         if config.training.replay:
             replay(config, accumulate_gradients)
@@ -291,7 +291,7 @@ def main(argv: list[str], config: Config | None = None) -> None:
             explain(run, supervised_training_step, sample_groups, accumulate_gradients, optimizer_step)
     if config.training.check or config.training.explain:
         return
-    with exit_on_failures(run.folder.path):
+    with exit_on_run_errors(run.folder.path):
         learn(run)
     shutdown()
 

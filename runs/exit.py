@@ -49,7 +49,7 @@ class StopOnSignal:
 
 
 @contextmanager
-def exit_on_mistakes():
+def exit_on_setup_errors():
     """Exit with one line: with code 2 for a mistake of the user, 1 for a reward function that raises."""
     try:
         yield
@@ -60,7 +60,7 @@ def exit_on_mistakes():
 
 
 @contextmanager
-def exit_on_failures(folder: Path):
+def exit_on_run_errors(folder: Path):
     """Exit with one line: with code 1 if the run in a folder cannot continue, 130 after a second Ctrl-C."""
     try:
         yield

@@ -14,7 +14,6 @@ import torch
 
 from analysis.evaluation import evaluate
 from config import Config, GRPOConfig
-from sources.batches import PromptMemory, ShuffledBatches
 from engine.devices import peak_memory_gb
 from engine.errors import RunError
 from experience import Experience, Groups, log_probs_of_rollout
@@ -31,6 +30,7 @@ from runs.doctor import diagnose
 from runs.folder import RunFolder
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from runs.records import completion_records, held_out_text
+from sources.batches import PromptMemory, ShuffledBatches
 
 
 @dataclass

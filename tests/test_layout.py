@@ -70,3 +70,34 @@ def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
     assert others == FILES_OF_A_PROJECT
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages == {"engine", "reward_functions", "environments", "sources", "runs", "analysis"}
+
+
+STEP = ["sample_completions_for_prompts", "compute_rewards_for_completions", "compute_group_advantages",
+        "completion_log_probs", "policy_loss"]
+
+
+def calls_of(source, function):
+    """Names that a function calls, in the order of the text, each call of a function of the same file replaced by its own."""
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+
+    def visit(node, found):
+        for child in ast.iter_child_nodes(node):
+            visit(child, found)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found.append(node.func.id)
+            if node.func.id in functions:
+                visit(functions[node.func.id], found)
+        return found
+
+    return visit(functions[function], [])
+
+
+def test_the_step_calls_the_five_functions_in_their_order_and_asserts_shape_and_centre():
+    source = (ROOT / "train.py").read_text()
+    assert [name for name in calls_of(source, "grpo_training_step") if name in STEP] == STEP
+    tree = ast.parse(source)
+    step = next(node for node in tree.body if getattr(node, "name", "") == "grpo_training_step")
+    asserted = [ast.unparse(node.test) for node in ast.walk(step) if isinstance(node, ast.Assert)]
+    assert any("rewards.shape == (P, G)" in test for test in asserted) and any("off_center" in test for test in asserted)
+    swapped = source.replace("= compute_group_advantages(", "= other(")
+    assert [name for name in calls_of(swapped, "grpo_training_step") if name in STEP] != STEP
