@@ -1,39 +1,57 @@
-# make demo     train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: three to six minutes on two cores
-# make test     every test
-# make check    ruff, and the tests but for the slow ones
-# make test-tpu tests of the TPU path, on XLA's CPU device
-# The first three create the environment .venv first, from requirements.txt, the last one .venv-tpu from requirements-tpu.txt;
-# only python 3.11 with venv has to be there.
+# make demo         train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: three to six minutes on two cores
+# make test         every test
+# make check        ruff, and the tests but for the slow ones
+# make test-tpu     tests of the TPU path, on XLA's CPU device
+# make test-gpu     tests on a GPU, which the others leave alone
+# make test-oldest  the tests but for the slow ones, with the oldest versions of the libraries that requirements.txt allows
+# They create the environment .venv first, from requirements.txt, with the newest versions that it allows; test-tpu creates
+# .venv-tpu from requirements-tpu.txt, and test-oldest .venv-oldest. Only python 3.11 or newer with venv has to be there.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+FAST := -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check test-tpu clean
+.PHONY: demo test check test-tpu test-gpu test-oldest clean
 
 demo: $(VENV)/ready
 	$(BIN)/python train.py --use_grpo --output_dir outputs/demo $(if $(wildcard outputs/demo/config.json),--resume)
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	$(ON_CPU) $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
+	$(ON_CPU) $(BIN)/python -m pytest $(FAST)
+
+test-gpu: $(VENV)/ready
+	$(BIN)/python -m pytest -q tests/test_gpu.py
 
 test-tpu: $(VENV)-tpu/ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(VENV)-tpu/bin/python -m pytest -q -n auto --maxprocesses 4 tests/test_tpu.py
 
-$(VENV)/ready: requirements.txt
+test-oldest: $(VENV)-oldest/ready
+	$(ON_CPU) $(VENV)-oldest/bin/python -m pytest $(FAST)
+
+$(VENV)/ready: requirements.txt pyproject.toml
+	@$(PYTHON) runs/__init__.py
 	@echo "installing torch, transformers and the rest into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements.txt
+	$(BIN)/pip install --quiet --requirement requirements.txt --editable .
 	touch $@
 
-$(VENV)-tpu/ready: requirements-tpu.txt
+$(VENV)-tpu/ready: requirements.txt requirements-tpu.txt
+	@$(PYTHON) runs/__init__.py
 	$(PYTHON) -m venv $(VENV)-tpu
 	$(VENV)-tpu/bin/pip install --quiet --requirement requirements-tpu.txt
 	touch $@
 
+$(VENV)-oldest/ready: requirements.txt .ci/oldest.txt
+	@$(PYTHON) runs/__init__.py
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install --quiet --requirement requirements.txt --constraint .ci/oldest.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-tpu
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-oldest

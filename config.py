@@ -1,22 +1,29 @@
 """
-The configuration: every flag with its type, default, help text and bounds, and the profiles.
+The configuration: every flag with its type, default, help text and bounds.
 
     python train.py [settings.json] [--flag value ...]
+    Config(grpo=GRPOConfig(loss_type="gspo"), training=TrainingConfig(use_grpo=True, output_dir="run"))
 
-Later sources override earlier ones: defaults, profile, settings.json, flags (parsed by runs/command_line.py).
-Values out of bounds and incompatible flags are rejected with a ValueError of one line; flags without effect
-are listed at the start of a run.
+Later sources override earlier ones: defaults, profile (or the run that is resumed), settings.json, flags. In
+Python the fields that are passed are the flags. Wrong values and incompatible flags are rejected with a
+ValueError of one line; flags without effect are listed at the start of a run.
 """
 
 import ast
 import dataclasses
+import json
 import math
 import operator
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
+
+from sources.foreign_names import explain_unknown
+from sources.settings import PROFILES, fill_in
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
+START_FLAGS = "resume", "check", "explain", "estimate", "memory_gb", "replay"          # not in config.json
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -34,13 +41,50 @@ def table_keys(name: str) -> tuple[str, ...]:
     return tuple(key.value for key in table.keys)
 
 
+def has_type(value, kind) -> bool:
+    """Return True if a value has the type of a flag. An int is a float too, a bool is neither."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(has_type(part, *get_args(kind)) for part in value)
+    return isinstance(value, (int, float) if kind is float else kind) and (
+        kind is bool or not isinstance(value, bool))
+
+
+def reject_wrong_type(name: str, value, kind) -> None:
+    """Raise ValueError if a value has not the type of its flag, or is none of the choices."""
+    if has_type(value, kind) or (kind is str and isinstance(value, os.PathLike)):
+        return
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    expected = f"choose one of {', '.join(filter(None, choices))}" if choices else (
+        f"must be {kind if get_origin(kind) else kind.__name__}, not {type(value).__name__}")
+    if name in ("reward_functions", "environment", "dataset", "eval_dataset"):
+        expected += f"; pass Python objects to train(config, {name}=...)"
+    raise ValueError(f"--{name}={value!s:.60}: {expected}")
+
+
 class Section:
-    """A section of the configuration. A mistake is one line: the flag, its value and what to do."""
+    """A section of the configuration. A mistake is one line: the flag, its value and what to do.
+
+    A profile replaces the fields that are not passed. dataclasses.replace passes all of them.
+    """
+
+    def __new__(cls, *values, **named):
+        """Remember in `given` which fields are passed."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        if unknown := [name for name in named if name not in names]:
+            raise TypeError(f"{cls.__name__}: {explain_fields(unknown)}")
+        section = super().__new__(cls)
+        object.__setattr__(section, "given", {*names[: len(values)], *named})
+        return section
 
     def __post_init__(self):
-        """Raise ValueError for the first flag whose value is out of bounds."""
+        """Raise ValueError for the first flag whose value has a wrong type or is out of bounds."""
         for f in dataclasses.fields(self):
             bounds, value = f.metadata["bounds"], getattr(self, f.name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, f.name, value := os.fspath(value))
+            reject_wrong_type(f.name, value, f.type)
             words = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.items())
             inside = all(BOUNDS[name](value, limit) for name, limit in bounds.items())
             self.reject((f.name, not inside, f"must be {words} ({f.metadata['help']})"))
@@ -60,14 +104,36 @@ class ModelConfig(Section):
 
     model_path: str = flag(
         "", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
-    attn_implementation: Literal["sdpa", "eager"] = flag(
-        "sdpa", "attention implementation of transformers, for forward passes without shared prompts")
-    precision: Literal["float32", "bfloat16", "float16"] = flag(
-        "float32", "precision of the layers; weights, output head and softmax stay float32")
+    attn_implementation: Literal["auto", "sdpa", "eager"] = flag(
+        "auto", "attention implementation of transformers, for forward passes without shared prompts; auto: "
+        "the one that the model was trained with before, else sdpa if its class supports it, else eager")
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
+        "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
     lora_rank: int = flag(
-        0, "rank of the LoRA adapters of all linear layers; 0: train the weights instead", at_least=0)
+        0, "rank of LoRA adapters of all linear layers for text; 0: train the weights instead", at_least=0)
     lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", above=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+    device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
+    chat_template: Literal["auto", "none"] = flag(
+        "auto", "auto: the tokenizer's chat template, if it has one; none: prompts that are text stay as "
+        "they are, for base models and prompts that are ready")
+    chat_template_kwargs: str = flag(
+        "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that the '
+        "model was trained with here before, else none")
+
+    def __post_init__(self):
+        if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
+            object.__setattr__(self, "chat_template_kwargs", json.dumps(self.chat_template_kwargs))
+        super().__post_init__()
+        try:
+            variables = json.loads(self.chat_template_kwargs or "{}")
+        except ValueError:
+            variables = None
+        wrong = not isinstance(variables, dict) or variables.keys() & {
+            "conversation", "tools", "add_generation_prompt", "tokenize"}
+        self.reject(("chat_template_kwargs", wrong, 'must be a JSON object of the template\'s own variables, '
+                     'such as {"enable_thinking": false}'))
 
 
 @dataclass(frozen=True)
@@ -78,9 +144,12 @@ class DataConfig(Section):
         "arithmetic", "arithmetic, countdown or guess_letter; a .jsonl, .json, .csv or .parquet file; a hub "
         "id (name:configuration); tfds:name; kaggle:owner/name/file.csv")
     eval_dataset: str = flag(
-        "", "held-out problems; empty: dataset's test split, or of a file eval_limit problems set aside")
+        "", "held-out problems; empty: eval_split of dataset, or of a file eval_limit problems set aside")
+    train_split: str = flag("train", "split of dataset on a hub, or a part of it such as train[:90%]")
+    eval_split: str = flag("test", "split of eval_dataset, or else of dataset, with the held-out problems")
     prompt_column: str = flag(
-        "", "column of the prompt, in dataset and eval_dataset; empty: found by its usual names")
+        "", "column of the prompt, in dataset and eval_dataset, or a text with columns in braces, such as "
+        "'Make {target} from {nums}.'; empty: found by its usual names")
     answer_column: str = flag("", "column of the answer; empty: found by its usual names")
     completion_column: str = flag("", "column of the demonstration; empty: found by its usual names")
     limit: int = flag(0, "number of training examples, taken from the start; 0: all", at_least=0)
@@ -115,7 +184,8 @@ class GRPOConfig(Section):
         0.9, "keep the most likely tokens up to this total probability; 1: all", above=0, at_most=1)
     generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", at_least=0)
     generation_batch_size: int = flag(
-        0, "completions sampled at once, fewer to save memory; the others start when some have ended; 0: all")
+        0, "completions sampled at once, fewer to save memory; the others start when some have ended; 0: all",
+        at_least=0)
     dynamic_sampling: int = flag(
         0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts",
         at_least=0)
@@ -214,31 +284,34 @@ class GRPOConfig(Section):
     gae_lambda: float = flag(
         0.95, "0: one-step error of the values, 1: return minus value", at_least=0, at_most=1)
 
-    def __post_init__(self):
-        super().__post_init__()
-        size, functions, clips = self.num_completions_per_prompt, self.reward_functions, self.reward_clips
+    def validate_functions(self) -> None:
+        """Raise ValueError if other flags do not fit the reward functions or the environment.
+
+        Not in __post_init__, because train(config, reward_functions=...) may replace both.
+        """
+        functions, clips = self.reward_functions, self.reward_clips
         listed = f"{len(functions)} reward functions, {' '.join(functions)}"
         self.reject(
-            ("generation_batch_size", self.generation_batch_size != 0 and self.generation_batch_size < size,
-             f"a group of {size} is sampled together; at least that many, or 0 for all"),
             ("reward_functions", not functions, "name at least one"),
             ("reward_weights", len(self.reward_weights) not in (0, len(functions)),
              f"{len(self.reward_weights)} weights for {listed}"),
             ("reward_clips", len(clips) not in (0, len(functions)) or not all(clip >= 0 for clip in clips),
              f"one number from 0 up for each of the {listed}"),
-        )
-        self.reject_incompatible()
-
-    def reject_incompatible(self) -> None:
-        """Raise ValueError for flags that are valid alone and not together."""
-        in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == place for place in ("loss", "reward"))
-        self.reject(
             ("max_turns", self.max_turns > 1 and not self.environment,
              "no environment continues the conversation: add --environment, or leave it out"),
             ("environment", self.environment and self.max_turns == 1,
              "with --max_turns=1 its messages are never used; choose 2 or more"),
-            ("reward_functions", "environment" in self.reward_functions and not self.environment,
+            ("reward_functions", "environment" in functions and not self.environment,
              "the reward function environment needs points of an environment: add --environment"),
+        )
+
+    def reject_incompatible(self) -> None:
+        """Raise ValueError for flags that are valid alone and not together."""
+        size = self.num_completions_per_prompt
+        in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == place for place in ("loss", "reward"))
+        self.reject(
+            ("generation_batch_size", 0 < self.generation_batch_size < size,
+             f"a group of {size} is sampled together; at least that many, or 0 for all"),
             ("dual_clip", self.dual_clip and self.loss_type in ("cispo", "reinforce"),
              f"--loss_type={self.loss_type} clips no ratio"),
             ("dual_clip", self.dual_clip and self.dual_clip <= 1 + self.clip_high,
@@ -340,6 +413,11 @@ class TrainingConfig(Section):
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
     check: bool = flag(False, "run the start-up check, print all of it, and stop")
     explain: bool = flag(False, "take one step on one group, print every number, and stop")
+    estimate: bool = flag(
+        False, "print the memory of the run, from its model's configuration alone, and flags with which it "
+        "fits, and stop")
+    memory_gb: float = flag(
+        0.0, "estimate: memory of an accelerator in 10^9 bytes; 0: that of this device", at_least=0)
     replay: str = flag(
         "", "rollouts.jsonl of a run: compute losses on it, with the run's settings and any flags, and stop")
     seed: int = flag(0, "seed of weights, data order and sampling", at_least=0)
@@ -368,12 +446,14 @@ class TrainingConfig(Section):
         3, "stop after this many steps in a row whose loss or gradient is not finite", above=0)
     max_tokens_per_forward: int = flag(
         0, "tokens of a forward pass: lower it when memory runs out, the gradient stays the same; 0: 2048 "
-        "on a CPU, 8192 elsewhere, but at least twice the longest prompt", at_least=0)
+        "on a CPU, elsewhere 8192, 4096 or 2048, as memory allows, but at least twice the longest prompt",
+        at_least=0)
     shared_prompt: Literal["auto", "never"] = flag(
         "auto", "auto: forward each prompt once for all of its completions, if the model supports it; "
         "never: once for each completion")
     gradient_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass: less memory, a third more time")
+        False, "recompute activations in the backward pass: less memory, a third more time; unless given, "
+        "switched on where the memory of an accelerator needs it")
     mesh: str = flag(
         "", "how processes share weights: replicate=2,fsdp=4 keeps 2 copies, each sharded over 4 processes; "
         "fsdp=4,tp=2 also divides every layer's matrices between 2; empty: one copy sharded over all")
@@ -396,7 +476,7 @@ class TrainingConfig(Section):
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """The whole configuration, in sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -405,7 +485,20 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self):
+        """Fill in what was not passed, by fill_in, and raise ValueError for incompatible sections."""
+        sections = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for f in dataclasses.fields(self):
+            if not isinstance(sections[f.name], f.type):
+                raise TypeError(f"Config: {f.name}={sections[f.name]!r:.60} must be a {f.type.__name__}")
+        values = fill_in({name: getattr(part, name) for part in sections.values() for name in part.given})
+        if unknown := [name for name in values if name not in FLAGS]:            # in config.json of a run
+            raise ValueError(explain_unknown(unknown, FLAGS))
+        for name, section in sections.items():
+            of_section = {f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values}
+            object.__setattr__(self, name, filled := dataclasses.replace(section, **of_section))
+            object.__setattr__(filled, "given", section.given)
         training, config = self.training, self.grpo
+        config.reject_incompatible()
         size, updates = self.rollout_size, self.updates_per_rollout
         training.reject((
             "explain", training.explain and not training.use_grpo, "it is a step of GRPO; add --use_grpo"))
@@ -418,6 +511,16 @@ class Config:
              f"a step has {size} completions and would change the coefficient by more than 20 %; choose at "
              f"least {size}"),
         )
+
+    @classmethod
+    def of(cls, /, **flags) -> "Config":
+        """Return the configuration of flags by name: Config.of(use_grpo=True, loss_type="gspo")."""
+        if unknown := [name for name in flags if name not in FLAGS]:
+            raise ValueError(explain_unknown(unknown, FLAGS))
+        return cls(*(
+            section(**{f.name: flags[f.name] for f in dataclasses.fields(section) if f.name in flags})
+            for section in SECTIONS
+        ))
 
     @property
     def rollout_size(self) -> int:
@@ -433,41 +536,18 @@ class Config:
     def as_dict(self) -> dict[str, dict]:
         """Return the flags by section, as in config.json. Flags of this start alone are left out."""
         sections = dataclasses.asdict(self)
-        for name in "resume", "check", "explain", "replay":
+        for name in START_FLAGS:
             del sections["training"][name]
         return sections
 
 
-# Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
-# demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
-PROFILES: dict[str, dict[str, Any]] = {
-    "demo": dict(
-        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
-        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300,
-        cold_start_accuracy=0.33, cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6,
-        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=5, save_steps=100,
-    ),
-    "guess_letter": dict(
-        dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
-        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
-        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=100,
-        cold_start_learning_rate=2e-3, batch_size=32, num_epochs=2, learning_rate=4e-4, warmup_ratio=0.1,
-        eval_steps=20, save_steps=100,
-    ),
-    "demo_supervised": dict(
-        generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
-        batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
-    ),
-    "conservative": dict(
-        num_completions_per_prompt=32, batch_size=8, learning_rate=1e-6, max_grad_norm=0.5, warmup_ratio=0.2,
-        eval_steps=25,
-    ),
-    "balanced": dict(
-        num_completions_per_prompt=16, batch_size=4, learning_rate=5e-6, max_grad_norm=1.0, warmup_ratio=0.1,
-        eval_steps=50,
-    ),
-    "aggressive": dict(
-        num_completions_per_prompt=8, batch_size=2, learning_rate=1e-5, max_grad_norm=2.0, warmup_ratio=0.05,
-        eval_steps=100,
-    ),
-}
+SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
+FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
+
+
+def explain_fields(unknown: list[str]) -> str:
+    """Return a sentence about arguments that a section does not have: the section of each, or its flag."""
+    homes = {f.name: section.__name__ for section in SECTIONS for f in dataclasses.fields(section)}
+    known = "; ".join(f"{name} is a field of {homes[name]}" for name in unknown if name in homes)
+    foreign = [name for name in unknown if name not in homes]
+    return "; ".join(filter(None, [known, explain_unknown(foreign, FLAGS) if foreign else ""]))

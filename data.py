@@ -9,42 +9,50 @@ Data may be larger than memory: rows are read on access (sources/readers.py).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 
 from engine.chat_template import as_messages, as_text, encode_reply, is_ids, render
+from sources.published_forms import complete_prompt, split_answer
 from sources.readers import View, read_rows
 from sources.tasks import PROBLEMS, demonstration
 
 COLUMNS = {                     # the column names that are recognised, in order of precedence
-    "prompt": ("prompt", "question", "problem", "instruction", "messages"),
-    "answer": ("answer", "solution", "target"),
-    "completion": ("completion", "response", "output"),
+    "prompt": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
+    "answer": ("answer", "final_answer", "solution", "target"),
+    "completion": ("completion", "response", "output", "canonical_solution"),
 }
 
 
 def load_examples(
-    source: str, split: str = "train", *, limit: int | None = None, seed: int = 0, bad_lines: str = "error",
-    columns: dict[str, str] | None = None,
+    source: str | Sequence, split: str = "train", *, limit: int | None = None, seed: int = 0,
+    bad_lines: str = "error", columns: dict[str, str] | None = None,
 ) -> Sequence[dict]:
     """Return examples of a built-in task, a file (.jsonl, .json, .csv, .parquet) or a hub.
 
     source     "arithmetic", "countdown" or "guess_letter"; a path; an id on the Hugging Face hub such as
-               "openai/gsm8k:main" (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"
-    split      "train" or "test"; ignored for a file, which has no splits
+               "openai/gsm8k:main" (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; or a
+               sequence of dicts or prompts, such as a list or a datasets.Dataset
+    split      "train", "test" or another one of a hub, or a part of it such as "train[:90%]"; ignored for a
+               file or sequence, which has no splits
     limit      the maximum number of examples, from the start
     seed       of the order of the built-in problems; it does not change which of them are test problems
     bad_lines  lines of a .jsonl file that are not JSON: "error", or "skip", which reports their number
-    columns    {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
+    columns    {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS.
+               The prompt may also be a text with columns in braces: "Make {target} from {nums}."
     returns    a sequence that reads rows on access, of which slices are lists; every row has been validated
     raises     ValueError, one line that names the source and, for a file, the line
     """
-    if source in PROBLEMS:
+    rows, source = (None, source) if isinstance(source, str) else (source, "dataset")
+    if rows is not None and (isinstance(rows, Mapping) or not hasattr(rows, "__getitem__")):
+        kind = f"a {type(rows).__name__}: choose a split, or pass list(...)"
+        raise ValueError(f"dataset: must be a list of examples or a datasets.Dataset, not {kind}")
+    if rows is None and source in PROBLEMS:
         if split not in ("train", "test"):
             raise ValueError(f"{source}: there is no split {split}; it has train and test")
         return PROBLEMS[source](split, seed)[:limit]
-    rows = read_rows(source, split, bad_lines)
+    rows = read_rows(source, split, bad_lines) if rows is None else rows
     count = min(limit or len(rows), len(rows))
     if count == 0:
         raise ValueError(f"{source}: no examples in it")
@@ -54,8 +62,13 @@ def load_examples(
 
 
 def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
-    """Validate a row and rename its columns to prompt, answer and completion; other columns are kept."""
+    """Validate a row and add prompt, answer and completion to its columns, under these names."""
+    row = dict(row) if isinstance(row, Mapping) else {"prompt": row}
     found, existing = {}, f"{where} has columns {', '.join(row) or 'none'}"
+    is_template = (named := set(re.findall(r"\{(\w+)\}", columns.get("prompt", "")))) and named <= row.keys()
+    if is_template:
+        row["prompt"] = re.sub(r"\{(\w+)\}", lambda name: str(row[name[1]]), columns["prompt"])
+        columns = columns | {"prompt": "prompt"}
     for name, candidates in COLUMNS.items():
         chosen = columns.get(name)
         if chosen and chosen not in row:
@@ -63,9 +76,11 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
         free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
         found[name] = chosen or next(free, None)
     if found["prompt"] is None:
-        raise ValueError(f"{existing}; it needs one of {', '.join(COLUMNS['prompt'])}, or --prompt_column")
-    example = {name: value for name, value in row.items() if name not in found.values()}
-    example |= {name: row[column] for name, column in found.items() if column}
+        names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as"
+        raise ValueError(f"{existing}; it needs one of {names} '... {{{'} ... {'.join(row)}}}'")
+    example = row | {name: row[column] for name, column in found.items() if column}
+    if not is_template:
+        example["prompt"] = complete_prompt(found["prompt"], row)
     prompt = example["prompt"]
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
@@ -84,14 +99,12 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     elif completion is not None and not isinstance(completion, str) and not is_alternating(completion):
         expected = "text, an assistant's message, or such messages with others between them"
         raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
-    answer = example.get("answer")
-    if isinstance(answer, str) and "####" in answer:                             # GSM8K: solution #### answer
-        solution, _, final = answer.rpartition("####")
-        example["answer"] = final.strip().replace(",", "")
-        reasoning = re.sub(r"<<.*?>>", "", solution).strip()                     # calculator annotations
-        example["completion"] = example.get("completion") or demonstration(reasoning, example["answer"])
-    elif answer is not None:
-        example["answer"] = str(answer)
+    if "nums" in row:
+        example.setdefault("numbers", row["nums"])        # Countdown, for the reward function of that name
+    if "answer" in example:
+        example["answer"], reasoning = split_answer(example["answer"], row)
+        if reasoning and not example.get("completion"):
+            example["completion"] = demonstration(reasoning, example["answer"])
     return example
 
 

@@ -11,6 +11,7 @@ Units: rewards and values in points, log-probabilities (logp) and KL in nats.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from grpo import (
 )
 from logprobs import LogProbs, completion_log_probs
 from model import moved_to
-from rewards import weighted_sum
+from rewards import Reports, weighted_sum
 from sample import Rollout, join_rollouts, select_groups
 
 
@@ -39,7 +40,7 @@ class Groups:
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
     rewards: Tensor                     # (P, G) points, see shape_rewards
     replaced: int = 0                   # number of tied groups that dynamic sampling replaced
-    failures: list[dict] = field(default_factory=list)    # calls of reward functions that raised or timed out
+    reports: Reports = field(default_factory=Reports)     # of the reward functions, beside points
 
     @property
     def tied(self) -> Tensor:
@@ -48,8 +49,10 @@ class Groups:
 
     def select(self, keep: Tensor) -> "Groups":
         """Return the groups of the prompts where keep (P,) is True."""
+        rows = keep.repeat_interleave(self.scores.shape[1]).tolist()
         return replace(
             self, rollout=select_groups(self.rollout, keep), scores=self.scores[keep],
+            reports=replace(self.reports, extra=list(compress(self.reports.extra, rows))),
             rewards=self.rewards[keep],
             examples=[example for example, kept in zip(self.examples, keep.tolist(), strict=True) if kept],
             per_function={name: points[keep] for name, points in self.per_function.items()},
@@ -63,7 +66,7 @@ class Groups:
             join_rollouts([part.rollout for part in parts]), torch.cat([part.scores for part in parts]),
             {name: torch.cat([part.per_function[name] for part in parts]) for name in parts[0].per_function},
             torch.cat([part.rewards for part in parts]), sum(part.replaced for part in parts),
-            [failure for part in parts for failure in part.failures],
+            Reports().add(*(part.reports for part in parts)),
         )
 
 
@@ -118,7 +121,7 @@ def shape_rewards(
             clipped = points.clamp(-(clip or torch.inf), clip or torch.inf)
             scaled = compute_group_advantages(clipped, epsilon=config.advantage_epsilon)
             advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
-        scores = weighted_sum(advantages, config.weights)
+        scores = weighted_sum(advantages, config.weights).masked_fill(scores.isnan(), torch.nan)
     if config.reward_clip:
         scores = scores.clamp(-config.reward_clip, config.reward_clip)           # NaN stays NaN
     if config.overlong != "penalise":

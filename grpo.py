@@ -43,7 +43,8 @@ def compute_group_advantages(
 
     group are the points of its group, siblings those of the others in it, everything those of all groups.
 
-    rewards  (P, G) points; NaN where a completion could not be scored: it takes no part in b or s and gets 0
+    rewards  (P, G) points, a tensor or lists; NaN where a completion could not be scored: it takes no part in
+             b or s and gets 0
     global_mean  points: the baseline of that name, such as the mean over a run; None: over these rewards
     returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or points if scale="none".
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
@@ -53,10 +54,11 @@ def compute_group_advantages(
     centered again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
     Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2.
     """
+    rewards = torch.as_tensor(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
             f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}: "
-            "a lone completion has no siblings. For a flat list: rewards.view(-1, group_size)."
+            "a lone completion has no siblings. For a flat list: torch.tensor(rewards).view(-1, group_size)."
         )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     scored = ~rewards.isnan()                                                    # (P, G)

@@ -6,6 +6,7 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
     python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers out.jsonl --samples 4
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --limit 256
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --against_model outputs/sft/final
+    python infer.py --model_path outputs/demo/final --evaluate countdown --reward_functions countdown
     python infer.py --model_path outputs/lora/final --merge_into merged
     python infer.py --report outputs/demo --against outputs/other
 """
@@ -15,52 +16,25 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from runs.command_line import exit_on_mistake  # first: it refuses an old Python
 from analysis.infer_flags import parse_arguments, sampling_config
-from config import GRPOConfig, ModelConfig
-from runs.command_line import exit_on_mistake
+from config import ModelConfig
 
 if __name__ == "__main__":
     with exit_on_mistake("infer.py"):                     # --help and mistakes: before the slow imports below
         parse_arguments(sys.argv[1:])
 
 from analysis.chat import ChatModel, chat, write_answers
-from analysis.evaluation import compare, evaluate, majority_vote, sample_and_score, summarise  # noqa: F401
+from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.report import write_report
 from data import load_examples, with_instruction
-from engine.devices import best_device, keep_freed_memory
+from engine.adapters import has_adapter, merged_copy
+from engine.devices import keep_freed_memory
+from engine.errors import RunError
 from environments.loading import load_environment, refuse_missing_columns
-from model import has_adapter, load_policy, merged_copy, move, save_policy
-from runs.startup_check import can_share_prompts
-
-
-def measure(
-    source: ModelConfig, examples: list[dict], config: GRPOConfig, *, seed: int, samples: int,
-    environment=None,
-) -> dict:
-    """Evaluate a model on problems with known answers.
-
-    returns  model_path, truncated (share of completions), estimates (see evaluation.summarise) and problems:
-             the prompt, answer, correctness of each sample ("right") and majority vote of each. --json
-             writes the same
-    """
-    model, tokenizer = load_policy(source)
-    tokenizer.tools = getattr(environment, "tools", None)
-    move(model, best_device())
-    texts, points, num_truncated = sample_and_score(
-        model, tokenizer, examples, config, seed=seed, num_completions=samples,
-        shared_prompt=can_share_prompts(model, tokenizer, examples[0]["prompt"]), environment=environment,
-    )
-    correct = points["correctness"].bool().tolist()                              # (P, n)
-    problems = []
-    for i, (example, right) in enumerate(zip(examples, correct, strict=True)):
-        vote = majority_vote(texts[i * samples : (i + 1) * samples], example["answer"])
-        problems.append(
-            {"prompt": example["prompt"], "answer": example["answer"], "right": right, "majority": vote}
-        )
-    return {
-        "model_path": source.model_path, "truncated": num_truncated / len(texts),
-        "estimates": summarise(problems), "problems": problems,
-    }
+from model import load_policy, save_policy
+from reward_functions.loading import name_of, require_columns
+from rewards import load_reward_function
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +45,8 @@ def main(argv: list[str]) -> None:
         return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
     source = ModelConfig(
-        args.model_path, args.attn_implementation, args.precision, trust_remote_code=args.trust_remote_code
+        args.model_path, args.attn_implementation, args.precision, trust_remote_code=args.trust_remote_code,
+        device=args.device, chat_template=args.chat_template, chat_template_kwargs=args.chat_template_kwargs,
     )
     if args.merge_into:
         merge_adapter(source, args.merge_into)
@@ -93,7 +68,7 @@ def main(argv: list[str]) -> None:
 
 def merge_adapter(source: ModelConfig, folder: str) -> None:
     """Write a model to a folder with its adapter added to its weights."""
-    model, tokenizer = load_policy(source)
+    model, tokenizer = load_policy(replace(source, precision="float32"))
     if not has_adapter(model):
         raise ValueError(f"--merge_into={folder}: {source.model_path or 'the built-in model'} has no adapter")
     save_policy(merged_copy(model), tokenizer, folder)
@@ -110,36 +85,43 @@ def answer_questions(args, source: ModelConfig) -> None:
 
 def run_evaluation(args, source: ModelConfig) -> None:
     """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
-    environment = load_environment(args.environment)
+    config, environment = sampling_config(args), load_environment(args.environment)
+    functions = [load_reward_function(name) for name in args.reward_functions]
+    if len(set(map(name_of, functions))) < len(functions):
+        raise ValueError("--reward_functions: two have the same name; rename one")
     examples = load_dataset(args, args.evaluate, args.limit or 256)
-    examples = [example for example in examples if example.get("answer") is not None]
-    if not examples:
-        raise ValueError(f"--evaluate={args.evaluate}: no example has an answer to compare with")
     refuse_missing_columns(args.environment, environment, examples)
+    require_columns(functions, examples, args.evaluate)
+    if not functions:
+        examples = [example for example in examples if example.get("answer") is not None]
+        if not examples:
+            fix = "name --reward_functions that need none, or the column with --answer_column"
+            raise ValueError(f"--evaluate={args.evaluate}: no example has an answer; {fix}")
     results = []
     for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
         evaluated = replace(source, model_path=getattr(args, flag))
         try:
-            results.append(measure(
-                evaluated, examples, sampling_config(args), seed=args.seed, samples=args.samples,
-                environment=environment,
+            loaded = ChatModel.load(evaluated, config, args.seed)
+            results.append({"model_path": evaluated.model_path} | measure(
+                loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
+                reward_functions=functions, shared_prompt=loaded.shared_prompt, environment=environment,
             ))
-        except ValueError as error:
+        except (ValueError, RunError) as error:
             raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
+        del loaded                                        # before the other model is loaded
     for result in results:
         if args.against_model:
             print(result["model_path"] or "built-in model")
-        print_estimates(result["estimates"], len(examples), args.samples)
-    written = {
-        "dataset": args.evaluate, "split": args.split, "samples": args.samples, "seed": args.seed,
-        "environment": args.environment, "max_turns": args.max_turns,
-        **{name: value for name, value in vars(args).items() if name.startswith("generation_")},
-        "results": results,
-    }
+        print(describe_estimates(result["estimates"], args.samples))
+        if result["note"]:
+            print(result["note"], file=sys.stderr)
+    chosen = "generation_", "reward_", "environment", "max_turns", "split", "samples", "seed"
+    written = {name: value for name, value in vars(args).items() if name.startswith(chosen)}
+    written |= {"dataset": args.evaluate, "results": results}
     if args.against_model:
-        written["differences"] = compare(*(result["problems"] for result in results))
+        written["differences"] = summarise(*(result["problems"] for result in results))
         print(f"{args.model_path or 'built-in model'} minus {args.against_model}")
-        print_estimates(written["differences"], len(examples), args.samples)
+        print(describe_estimates(written["differences"], args.samples))
     if args.json:
         Path(args.json).write_text(json.dumps(written, indent=1) + "\n")
 
@@ -149,13 +131,6 @@ def load_dataset(args, source: str, limit: int | None) -> list[dict]:
     columns = {"prompt": args.prompt_column, "answer": args.answer_column}
     examples = load_examples(source, args.split, limit=limit, columns=columns)
     return [with_instruction(example, args.instruction) for example in examples]
-
-
-def print_estimates(estimates: dict[str, dict], num_problems: int, samples: int) -> None:
-    """Print a line such as 'accuracy 0.910 [0.870, 0.940] of 256' for each estimate."""
-    for name, estimate in estimates.items():
-        of = f"of {num_problems}" + (f" x {samples}, {estimate['interval']}" if samples > 1 else "")
-        print(f"{name} {estimate['mean']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}] {of}")
 
 
 if __name__ == "__main__":

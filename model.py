@@ -1,31 +1,34 @@
 """
-The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, LoRA adapters
-(peft), references, the value head, saving.
+The policy: loading any causal language model that transformers knows, the built-in tiny Gemma, references,
+the value head, saving.
 
-Weights are read and written as safetensors. Left out on purpose: quantised weights.
+Weights are read and written as safetensors. LoRA adapters are in engine/adapters.py. Left out on purpose:
+quantised weights; training on images or sound.
 """
 
 import copy
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel,
-    PreTrainedTokenizerFast,
+    AutoConfig, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel, PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
+from engine.adapters import AdapterReference, add_adapter, has_adapter, trainable_parameters
 from engine.devices import is_main
+from engine.errors import first_line
+from engine.model_files import (
+    adapter_settings, attention_options, auto_class, check_model_path, remember_attention,
+)
+from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.recomputation import layers_of
-from engine.sharding import full_tensor, gathered_weights, reshard, shard, shard_weights
+from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
+from engine.text_model import freeze_towers
 from reward_functions.answers import TAGS
 
 logging.disable_progress_bar()                            # a run has one of its own
@@ -35,83 +38,62 @@ def load_tokenizer(config):
     """Load the tokenizer of config.model_path, or the built-in one. Without a pad token it pads with EOS."""
     if not config.model_path:
         return byte_tokenizer()
-    check_model_folder(config.model_path, config.trust_remote_code)
+    check_model_path(config.model_path, config.trust_remote_code)
+    variables = json.loads(config.chat_template_kwargs or "null")
+    options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            config.model_path, trust_remote_code=config.trust_remote_code)
+            config.model_path, trust_remote_code=config.trust_remote_code, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model_path={config.model_path}: no tokenizer: {first_line(error)}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from positions, not from ids
+    if config.chat_template == "none":
+        tokenizer.chat_template = None
+    if variables and not tokenizer.chat_template:
+        raise ValueError(f"--chat_template_kwargs={config.chat_template_kwargs}: there is no chat template")
     return tokenizer
 
 
-def load_policy(config):
+def load_policy(config, *, trainable: bool = True):
     """Load the model and the tokenizer of config.model_path, or the built-in ones.
 
-    Weights are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be rounded away. The
-    model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
+    Weights that are trained are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be
+    rounded away. The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the
+    first step.
 
-    config   a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder holds
-             an adapter, the weights are frozen and the adapter is trained
-    returns  model, tokenizer
-    raises   ValueError in one line if there is no such model
+    config     a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder
+               holds an adapter, the weights are frozen and the adapter is trained. Parts of a model that text
+               does not pass through are always frozen
+    trainable  False freezes everything, for inference
+    returns    model, tokenizer
+    raises     ValueError in one line if there is no such model
     """
     tokenizer = load_tokenizer(config)
     adapter = adapter_settings(config.model_path)
     if adapter and config.lora_rank not in (0, adapter["r"]):
         raise ValueError(
             f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {adapter['r']}; omit it")
+    options = attention_options(config.attn_implementation, adapter)
     try:
-        policy = tiny_gemma(tokenizer, config.attn_implementation).eval() if not config.model_path else (
-            AutoModelForCausalLM.from_pretrained(
-                adapter.get("base_model_name_or_path", config.model_path), dtype=torch.float32,
-                attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code,
-            )
-        )
-        if adapter:
-            policy.load_adapter(config.model_path, is_trainable=True)
+        if config.model_path:
+            path, trust = adapter.get("base_model_name_or_path", config.model_path), config.trust_remote_code
+            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+            with loading_shards():
+                policy = cls.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust, **options)
+        else:
+            policy = tiny_gemma(tokenizer, **options).eval()
+        remember_attention(policy, options)
+        freeze_towers(policy)
+        if adapter or config.lora_rank:
+            add_adapter(policy, config, bool(adapter), options)
+        if not trainable:
+            policy.requires_grad_(False)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
-    if config.lora_rank and not adapter:
-        policy.add_adapter(LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        ))
     return with_precision(policy, config.precision), tokenizer
-
-
-def adapter_settings(path: str) -> dict:
-    """Return adapter_config.json of a folder that holds an adapter; {} for any other."""
-    file = Path(path) / "adapter_config.json"
-    return json.loads(file.read_text()) if path and file.exists() else {}
-
-
-def with_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
-    """Let the layers compute in bfloat16 or float16; the head stays in float32. Returns the model."""
-    model.precision = precision
-    if precision != "float32":
-        forward = model.base_model.forward
-        model.base_model.forward = partial(under_autocast, getattr(torch, precision), forward)
-    return model
-
-
-def under_autocast(dtype: torch.dtype, forward, *args, **kwargs):
-    """Call a method of a model under autocast, on the model's current device."""
-    with torch.autocast(forward.__self__.device.type, dtype=dtype):
-        return forward(*args, **kwargs)
-
-
-def precision_of(model: PreTrainedModel) -> str:
-    """Return the precision of the layers, as set by with_precision."""
-    return getattr(model, "precision", "float32")
-
-
-def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Return the parameters that are trained: all of them, or the adapter's."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -126,38 +108,6 @@ def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def check_model_folder(path: str, trust_remote_code: bool) -> None:
-    """Raise ValueError if a local folder lacks files of a model. Hub ids are not checked."""
-    folder = Path(path)
-    if folder.is_file():
-        raise ValueError(f"--model_path={path}: is a file; name its folder, {folder.parent}")
-    if not folder.exists():
-        if path.count("/") != 1 or path.startswith((".", "/")):
-            raise ValueError(
-                f"--model_path={path}: no such folder ({folder.absolute()}); ids on the hub look like "
-                "owner/name")
-        return
-    if adapter := adapter_settings(path):
-        base = adapter["base_model_name_or_path"]
-        if not Path(base).exists() and base.count("/") != 1:
-            raise ValueError(f"--model_path={path}: is an adapter for {base}, and that is not there")
-        return
-    required = {
-        "config.json": ["config.json"],
-        "weights (model.safetensors)": ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"],
-        "a tokenizer (tokenizer.json)": [
-            "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"],
-    }
-    for name, patterns in required.items():
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise ValueError(
-                f"--model_path={path}: the folder has no {name}; name a saved model, such as RUN/final")
-    try:
-        AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model_path={path}: config.json is unusable: {first_line(error)}") from None
-
-
 def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_tokens: int) -> None:
     """Raise ValueError if the longest prompt and completion together exceed the model's positions."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -167,11 +117,6 @@ def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_
             f"exceeds the model's {limit} positions; at most {max(0, limit - prompt_tokens)}, or shorten the "
             "prompts (train.py: --max_prompt_length)"
         )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -191,7 +136,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalLM:
+def tiny_gemma(tokenizer, attn_implementation: str | None = None) -> Gemma3ForCausalLM:
     """Return a Gemma 3 of a million parameters with random weights; every second layer sees 64 tokens."""
     config = Gemma3TextConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4,
@@ -205,56 +150,26 @@ def tiny_gemma(tokenizer, attn_implementation: str = "sdpa") -> Gemma3ForCausalL
     return Gemma3ForCausalLM(config)
 
 
-def frozen_copy(model: PreTrainedModel):
-    """Return a reference: a copy of the model, or of its adapter alone, without gradients."""
+def frozen_copy(model: PreTrainedModel, *, exact: bool = False):
+    """Return a reference: a copy of the model, or of its adapter alone, without gradients.
+
+    exact  keep all weights in float32, for a moving average: in 16 bits its small steps would be rounded away
+    """
     if has_adapter(model):
         return AdapterReference(model)
     if not hasattr(model, "mesh"):
-        return copy.deepcopy(model).eval().requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):               # its random weights are overwritten by the policy's
-        reference = AutoModelForCausalLM.from_config(
-            model.config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
-        )
-    reference = with_precision(reference.to(model.device).eval(), precision_of(model))
-    shard(reference, layers_of(reference), model.mesh)
-    copy_into(reference.parameters(), trainable_parameters(model))
-    return reference.requires_grad_(False)
-
-
-class AdapterReference:
-    """A reference that shares the policy's weights and keeps a copy of its adapter.
-
-    A new adapter adds 0, so the reference of a new run is the model without an adapter.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
-        self.kept = [parameter.detach().clone() for parameter in trainable_parameters(model)]
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return iter(self.kept)
-
-    def base_model(self, **inputs):
-        """Call the model's base_model with the kept adapter in place of the trained one."""
-        trained = [parameter.detach().clone() for parameter in trainable_parameters(self.model)]
-        try:
-            copy_into(trainable_parameters(self.model), self.kept)
-            return self.model.base_model(**inputs)
-        finally:
-            copy_into(trainable_parameters(self.model), trained)
-
-    def to(self, device) -> "AdapterReference":
-        return self
-
-    def __getattr__(self, name: str):
-        return getattr(self.model, name)
-
-
-@torch.no_grad()
-def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target, in place."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        reference = copy.deepcopy(model).eval().requires_grad_(False)
+        return reference if exact else round_frozen_weights(reference)
+    with torch.device("meta"):
+        reference = auto_class(model.config).from_config(model.config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        set_tensor(reference, name, torch.nn.Parameter(parameter.detach().clone()))
+    for name, buffer in model.named_buffers():
+        set_tensor(reference, name, buffer.clone())
+    reference.tie_weights()
+    reference = with_precision(reference.eval(), precision_of(model)).requires_grad_(False)
+    shard(reference if exact else round_frozen_weights(reference), layers_of(reference), model.mesh)
+    return reference
 
 
 @torch.no_grad()
@@ -263,7 +178,8 @@ def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
     reshard(model)
     if isinstance(reference, torch.nn.Module):
         reshard(reference)
-    for kept, new in zip(reference.parameters(), trainable_parameters(model), strict=True):
+    trained = trainable_parameters(model) if has_adapter(model) else model.parameters()
+    for kept, new in zip(reference.parameters(), trained, strict=True):
         kept.lerp_(new.to(kept.device), 1 - alpha) if alpha else kept.copy_(new)
 
 
@@ -273,45 +189,6 @@ def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipp
         update_reference(reference, model, config.ema_alpha)
     elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:
         update_reference(reference, model, 0.0)
-
-
-# ---- adapters ----------------------------------------------------------------------------------------------
-
-
-def has_adapter(model: PreTrainedModel) -> bool:
-    """Return whether an adapter is trained instead of the weights."""
-    return any(isinstance(module, LoraLayer) for module in model.modules())
-
-
-@contextmanager
-def merged_adapter(model: PreTrainedModel):
-    """Add the adapter to the weights within the context, for faster sampling; then restore them exactly."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    kept = [layer.get_base_layer().weight.detach().clone() for layer in layers]
-    try:
-        for layer in layers:
-            layer.merge()
-            layer.get_base_layer().weight.requires_grad_()             # or autocast would not cache its copy
-        yield
-    finally:
-        for layer in layers:
-            layer.unmerge()
-            layer.get_base_layer().weight.requires_grad_(False)
-        copy_into([layer.get_base_layer().weight for layer in layers], kept)
-
-
-def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a new model with the adapter added to the weights."""
-    with torch.device("meta"):
-        merged = AutoModelForCausalLM.from_config(model.config)
-    with torch.no_grad(), gathered_weights(model), merged_adapter(model):
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-        found = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
-        weights = {name: found[name].detach().cpu().clone() for name in merged.state_dict()}
-    merged.load_state_dict(weights, assign=True)
-    merged.tie_weights()
-    merged.generation_config = model.generation_config
-    return merged
 
 
 # ---- beside the model --------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 
 if __name__ == "__main__":                                # before the slow imports below
     from analysis.reward_linter import run_command_line
@@ -31,10 +30,11 @@ from torch import Tensor
 
 from reward_functions.answers import extract_answer, same_answer, text_of
 from reward_functions.arithmetic import countdown
-from reward_functions.calling import RewardError, build_arguments, call_reward_function  # noqa: F401
+from reward_functions.calling import Reports, build_arguments, call_reward_function, start_call
+from reward_functions.calling import RewardError  # noqa: F401
 from reward_functions.formats import answer_pattern, environment, json_format, multiple_choice, xml_tags
 from reward_functions.heuristics import diversity, repetition_penalty, rule_list, safety  # noqa: F401
-from reward_functions.loading import check_signature, function_from_file, name_of
+from reward_functions.loading import as_name, check_signature, function_from_file, name_of
 from reward_functions.mathematics import math_equality
 from reward_functions.models import classifier, judge  # noqa: F401
 from reward_functions.programs import passes_tests
@@ -42,16 +42,16 @@ from reward_functions.tunix import (
     check_answer, check_numbers, match_format_approximately, match_format_exactly,
 )
 
-TAGGED = re.compile(r"<reasoning>(.*?)</reasoning>\s*<answer>(.*?)</answer>", re.DOTALL)
-
 
 def correctness(completions, answer, **columns) -> list[float | None]:
-    """Give 1 point if the one tagged answer equals the column `answer`, else 0; None where there is none.
+    """Give 1 point if the one tagged answer equals the column `answer`, or one of a list of answers there,
+    else 0; None where there is none.
 
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
+    {"prompt": "8 * 9 = ?", "answer": "72"}
     """
     return [
-        None if truth is None else float(same_answer(extract_answer(text_of(completion)), str(truth)))
+        None if truth is None else float(same_answer(extract_answer(text_of(completion)), truth))
         for completion, truth in zip(completions, answer, strict=True)
     ]
 
@@ -64,13 +64,15 @@ def reasoning_coherence(completions, **columns) -> list[float]:
     """
     points = []
     for text in map(text_of, completions):
-        match = TAGGED.search(text)
+        before, _, rest = text.partition("<reasoning>")
+        reasoning, *rest = re.split(r"</reasoning>\s*<answer>", rest, maxsplit=1)
+        answer, complete, after = "".join(rest).partition("</answer>")
         checks = (
             text.count("<reasoning>") == text.count("</reasoning>") == 1,
             text.count("<answer>") == text.count("</answer>") == 1,
-            match is not None,
-            match is not None and bool(match[1].strip()) and bool(match[2].strip()),
-            match is not None and match[0] == text.strip(),
+            bool(complete),
+            bool(complete and reasoning.strip() and answer.strip()),
+            bool(complete) and not before.strip() and not after.strip(),
         )
         points.append(sum(checks) / len(checks))
     return points
@@ -99,18 +101,23 @@ BUILT_IN = {function.__name__: function for function in (
 )}
 
 
-@cache
-def load_reward_function(name: str) -> Callable:
-    """Return a built-in reward function by name, or the function of `path/to/file.py:function`."""
+def load_reward_function(name: str | Callable) -> Callable:
+    """Return a built-in reward function by name, or the function of `path/to/file.py:function`.
+
+    A function is returned as it is, if it can be called as a reward function.
+    """
+    if callable(name):
+        is_built_in = BUILT_IN.get(name_of(name)) is name
+        return name if is_built_in else check_signature(name, as_name(name), BUILT_IN)
     if name in BUILT_IN:
         return BUILT_IN[name]
-    return check_signature(function_from_file("reward_functions", name, BUILT_IN), name, BUILT_IN)
+    return check_signature(function_from_file("reward_functions", name, tuple(BUILT_IN)), name, BUILT_IN)
 
 
 def compute_rewards_for_completions(
     reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict], *,
     on_error: str = "raise", clips: Sequence[float] = (), timeout: float = 0.0,
-    failures: list[dict] | None = None, turn_points: Tensor | None = None,
+    reports: Reports | None = None, turn_points: Tensor | None = None, trainer_state=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score every completion with every function and add up: total = sum of weight * clipped points.
 
@@ -119,26 +126,32 @@ def compute_rewards_for_completions(
     on_error     "raise": stop, naming the function and the completion; "none": leave completions unscored
     clips        for each function a bound c: its points are clipped to [-c, c] before weighting; 0: no bound
     timeout      seconds for one call, which scores all B completions; 0: no limit. Taking longer is an error
-    failures     gets a dict (function, error, completion) for each failed call under on_error="none"
+    reports      gets what functions log, and the failed calls under on_error="none"
     turn_points  (B, T), with an environment: functions get a list for each completion, the points of its
                  turns. A conversation with NaN among them is unscored: its environment raised
+    trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
     returns      total (P, G) in points, and the points of each function (P, G) before clipping and weighting
 
-    Points are NaN where a function could not score. A total is NaN if a function scored only some siblings
-    and not this one: they cannot be compared. A function that scored no sibling of a group is left out of
-    the totals of the group.
+    Points are NaN where a function could not score. A total is NaN if a function failed, or scored only some
+    siblings and not this one: they cannot be compared. A function that returned None for all siblings of a
+    group is left out of the totals of the group.
     """
     group_size, remainder = divmod(len(rollout.completions), len(examples))
     assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
-    arguments = build_arguments(rollout, examples, turn_points)
-    failures = [] if failures is None else failures
-    per_function = {}
-    for function in reward_functions:
-        points = call_reward_function(function, arguments, on_error, timeout, failures)     # (B,)
+    arguments = build_arguments(rollout, examples, turn_points, trainer_state, reward_functions)
+    own = Reports([{} for _ in rollout.completions])
+    calls = [start_call(function, arguments, own, timeout) for function in reward_functions]
+    per_function, failed = {}, torch.zeros(len(examples), group_size, dtype=torch.bool)
+    for function, call in zip(reward_functions, calls, strict=True):
+        points, raised = call_reward_function(                                              # (B,), (B,)
+            function, call, arguments, own, group_size, on_error, timeout)
         if turn_points is not None:
             points = points.masked_fill(turn_points.isnan().any(dim=1), torch.nan)
         per_function[name_of(function)] = points.view(-1, group_size)
-    return weighted_sum(per_function, weights, clips), per_function
+        failed |= raised.view(-1, group_size)
+    if reports is not None:
+        reports.add(own)
+    return weighted_sum(per_function, weights, clips).masked_fill(failed, torch.nan), per_function
 
 
 def weighted_sum(

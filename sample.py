@@ -24,7 +24,6 @@ from engine.packing import left_pad, pad_rows
 from engine.prefix_attention import use_prefix_attention
 from engine.sampling_state import SamplingState, occurrences, uniform_streams
 from environments.conversations import Conversation
-from model import merged_adapter
 
 INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5)       # share of active rows; XLA pads to powers of two
@@ -214,13 +213,13 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 
 @contextmanager
 def sampling_mode(model, shared_prompt: bool):
-    """Turn gradients, recomputation and dropout off and merge adapters; restore the model afterwards."""
+    """Turn gradients, recomputation and dropout off; restore the model afterwards."""
     training = model.training
     try:
         model.eval()
         # Autocast frees its copies of the weights when the outermost context ends: here, after all tokens.
         with (
-            torch.no_grad(), merged_adapter(model), torch.autocast(model.device.type, enabled=False),
+            torch.no_grad(), torch.autocast(model.device.type, enabled=False),
             use_prefix_attention(model) if shared_prompt else nullcontext(),
         ):
             yield

@@ -89,6 +89,14 @@ def test_ties_are_judged_relative_to_the_size_of_the_rewards():
     assert tied.tolist() == [True, False, False, True, True, False]
 
 
+def test_lists_are_rewards_too():
+    rewards = [[1, 0, 0.5], [2, 2, 2]]
+    assert torch.equal(compute_group_advantages(rewards), compute_group_advantages(torch.tensor(rewards)))
+    assert compute_group_advantages([[1, 0]]).dtype == torch.float32
+    with pytest.raises(ValueError, match="group >= 2"):
+        compute_group_advantages([0.8, 0.5, 0.9, 0.6])
+
+
 def test_baselines_differ_in_the_result():
     rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
     results = [compute_group_advantages(rewards, baseline=baseline) for baseline in BASELINES]

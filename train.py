@@ -38,9 +38,11 @@ from experience import (
 )
 from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
-from model import follow_policy, precision_of
-from rewards import compute_rewards_for_completions
+from model import follow_policy
+from engine.precision import is_exact
+from rewards import Reports, compute_rewards_for_completions
 from runs.exit import Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
+from runs.fitting_flags import print_estimate
 from runs.metrics import summarize_groups, summarize_updates, timed
 from runs.phases import is_due
 from runs.run import Run
@@ -59,14 +61,14 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
             seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt,
             prompt_occurrences=prompt_occurrences, responders=responders(run.environment, examples),
         )
-        failures: list[dict] = []                         # filled by the call below
+        reports = Reports()                               # filled by the call below
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
             run.reward_functions, config.weights, rollout, examples, on_error=config.reward_errors,
-            clips=config.reward_clips, timeout=config.reward_timeout, failures=failures,
-            turn_points=rollout.turn_points,
+            clips=config.reward_clips, timeout=config.reward_timeout, reports=reports,
+            turn_points=rollout.turn_points, trainer_state=run.trainer_state,
         )
         rewards = shape_rewards(config, rollout, scores, per_function)
-        return Groups(examples, rollout, scores, per_function, rewards, failures=failures)
+        return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
 
     sample_all = partial(sample_on_all_ranks, run.model, sample_and_score)
     groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
@@ -108,7 +110,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
         if first_step and not updates:                    # sampler and trainer must agree
-            tolerance = 0.01 if precision_of(run.model) == "float32" else 0.1
+            tolerance = 0.01 if is_exact(run.model) else 0.1
             assert not losses["ratio_deviation"] >= tolerance, f"first ratios must be 1: {losses=}"
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled
@@ -118,9 +120,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         if progress.phase_step == run.phase.steps:
             break
 
-    metrics = summarize_updates(updates) | summarize_groups(groups, experience)
-    if config.kl_target and math.isfinite(metrics["kl"]):
-        metrics["kl_coef"] = progress.adapt_kl_coef(metrics["kl"], config, num_samples=P * G)
+    metrics = summarize_groups(groups, experience) | summarize_updates(updates)
+    progress.adapt_kl_coef(metrics, config, num_samples=P * G)                   # with --kl_target
     return metrics, experience
 
 
@@ -149,9 +150,8 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         for name, value in terms.items():
             sums[name] += value.item() * counts
     sums = {name: all_sum(value) for name, value in sums.items()}
-    # These three are means over the forwarded tokens; NaN if there are none.
     share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    for name in "entropy", "ratio_deviation", "policy_kl":
+    for name in "entropy", "ratio_deviation", "policy_kl":           # means over the forwarded tokens, or NaN
         sums[name] = sums[name] / share if share else math.nan
     return sums
 
@@ -210,18 +210,19 @@ def optimizer_step(run: Run, loss: float) -> float:
     """
     progress, finite = run.progress, math.isfinite(loss)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    run.scaler.unscale_(run.optimizer)
+    scaler = run.scaler_for(parameters)
+    scaler.unscale_(run.optimizer)
     norm = clip_gradient(parameters, run.config.training.max_grad_norm)
     progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     skipped = not (finite and math.isfinite(norm))
     if not skipped:
-        run.scaler.step(run.optimizer)
+        scaler.step(run.optimizer)
         run.scheduler.step()
         progress.skipped_in_a_row = 0
     else:
         progress.skipped += 1
         progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
-    run.scaler.update()
+    scaler.update()
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     if run.reference is not None:
         follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
@@ -229,9 +230,11 @@ def optimizer_step(run: Run, loss: float) -> float:
     return norm
 
 
-def train(config: Config) -> None:
-    """Train as configured: set up, go through the phases, save the policy to <output_dir>/final."""
-    learn(set_up(config))
+def train(config: Config, **objects) -> tuple:
+    """Train, and return model and tokenizer. objects: reward_functions, dataset, ... as for set_up."""
+    run = set_up(config, **objects)
+    learn(run)
+    return run.model, run.tokenizer
 
 
 def learn(run: Run) -> None:
@@ -267,8 +270,7 @@ def learn(run: Run) -> None:
                 if progress.skipped_in_a_row >= training.max_skipped_steps:
                     raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
             if progress.phase_step < phase.steps:
-                folder.print(f"stopped at step {progress.step}, saved to {run.save_checkpoint()}")
-                folder.print(f"continue with: python train.py --output_dir {folder.path} --resume")
+                run.save_and_print_how_to_resume()
                 return
             if evaluated_at != progress.step:
                 with run.checkpoint_on_error():
@@ -280,19 +282,17 @@ def learn(run: Run) -> None:
 
 
 def main(argv: list[str], config: Config | None = None) -> None:
-    """Parse the flags, unless config is given; then replay, explain, check or train."""
+    """Parse the flags, unless config is given; then replay, estimate, explain, check or train."""
     with exit_on_setup_errors():
         config = config or parse_config(argv)
-        if config.training.replay:
-            replay(config, accumulate_gradients)
-            return
+        if config.training.replay or config.training.estimate:
+            return replay(config, accumulate_gradients) if config.training.replay else print_estimate(config)
         run = set_up(config)
         if config.training.explain:
             explain(run, supervised_training_step, sample_groups, accumulate_gradients, optimizer_step)
-    if config.training.check or config.training.explain:
-        return
-    with exit_on_run_errors(run.folder.path):
-        learn(run)
+    if not (config.training.check or config.training.explain):
+        with exit_on_run_errors(run.folder.path):
+            learn(run)
     shutdown()
 
 

@@ -10,7 +10,7 @@ Left out on purpose: serving, and a cache kept between the user's turns: each fo
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt, with_instruction
 from engine.chat_template import as_text
 from engine.devices import best_device
+from engine.precision import resolve_precision
 from environments.loading import load_environment, refuse_missing_columns, responders
 from model import check_context_length, load_policy, move
 from runs.startup_check import can_share_prompts
@@ -53,10 +54,12 @@ class ChatModel:
 
     @classmethod
     def load(cls, source: ModelConfig, config: GRPOConfig, seed: int) -> "ChatModel":
-        """Load a model onto the best device."""
-        model, tokenizer = load_policy(source)
+        """Load a model onto its device."""
+        device = best_device(source.device)
+        source = replace(source, precision=resolve_precision(source.precision, device))
+        model, tokenizer = load_policy(source, trainable=False)
         tokenizer.tools = getattr(load_environment(config.environment), "tools", None)
-        move(model, best_device())
+        move(model, device)
         return cls(model, tokenizer, config, seed, can_share_prompts(model, tokenizer, "1+1=?"))
 
     def sample(self, examples: list[dict], num_completions: int = 1, on_tokens=None) -> Rollout:

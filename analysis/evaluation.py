@@ -1,14 +1,15 @@
 """
-Evaluate a model: sample completions, score them, and estimate accuracy, pass@k, majority@n and the
-difference between two models, each with a 95 % interval.
+Evaluate a model: sample completions, score them, and estimate accuracy, pass@k, majority@n, the points of
+reward functions and the difference between two models, each with a 95 % interval.
 
 The unit of every interval is the problem: the n completions of one problem are not independent.
 
-The functions from summarise on need no model. A problem is {"right": n bools, one per completion;
-"majority": its majority_vote}, and there are P of them.
+The functions from summarise on need no model. A problem is a dict as measure returns it, and there are P of
+them.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -19,7 +20,9 @@ from engine.sampling_state import occurrences
 from engine.sharding import gathered_weights
 from environments.loading import responders
 from reward_functions.answers import extract_answer, same_answer, text_of
-from rewards import compute_rewards_for_completions, correctness
+from reward_functions.loading import name_of
+from rewards import Reports, compute_rewards_for_completions, correctness
+from runs.records import or_none
 from sample import sample_completions_for_prompts
 
 Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
@@ -32,12 +35,13 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
              eval_problems, eval_reward/<function> (mean points) and eval_truncated (share). Without known
              answers: no eval_accuracy.
     """
-    _, points, num_truncated = sample_and_score(
+    _, points, num_truncated, reports = sample_and_score(
         model, tokenizer, examples, config, seed=seed, num_completions=1, **options
     )
     columns = {name: values[:, 0] for name, values in points.items()}            # (P,)
     correct = columns["correctness"][~columns["correctness"].isnan()]
-    result = {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
+    result = {f"eval_{name}": value for name, value in reports.means().items()}
+    result |= {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
     result["eval_problems"] = len(correct) or len(examples)
     result["eval_truncated"] = num_truncated / len(examples)
     if len(correct):
@@ -50,18 +54,18 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
 def sample_and_score(
     model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int,
     reward_functions=(correctness,), on_error: str = "raise", reward_timeout: float = 0.0,
-    batch_size: int = 64, shared_prompt: bool = True, environment=None,
-) -> tuple[list, dict[str, torch.Tensor], int]:
+    batch_size: int = 64, shared_prompt: bool = True, environment=None, trainer_state=None,
+) -> tuple[list, dict[str, torch.Tensor], int, Reports]:
     """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
 
-    config       and shared_prompt: as for sample_completions_for_prompts; on_error and reward_timeout: as for
-                 compute_rewards_for_completions
+    config       and shared_prompt: as for sample_completions_for_prompts; on_error, reward_timeout and
+                 trainer_state: as for compute_rewards_for_completions
     batch_size   completions sampled at once; waiting ones are started when half of these are finished
     environment  replies to the policy; None: no conversation
     returns      completions (P * n, those of a problem adjacent: texts, or conversations), points of each
-                 function (P, n), and the number of completions that were truncated at the length limit
+                 function (P, n), the number of completions that were truncated, and what functions logged
     """
-    functions = list(dict.fromkeys([correctness, *reward_functions]))
+    functions = [correctness, *(f for f in reward_functions if f is not correctness)]
     local_examples = rank_slice([{"answer": None} | example for example in examples])
     earlier = rank_slice(occurrences([example["prompt"] for example in examples]))
 
@@ -73,33 +77,85 @@ def sample_and_score(
             num_completions=num_completions, shared_prompt=shared_prompt, batch_size=batch_size,
             prompt_occurrences=earlier, responders=responders(environment, local_examples),
         )
+        reports = Reports()
         _, points = compute_rewards_for_completions(
             functions, [1.0] * len(functions), rollout, local_examples, on_error=on_error,
-            timeout=reward_timeout, turn_points=rollout.turn_points,
+            timeout=reward_timeout, turn_points=rollout.turn_points, reports=reports,
+            trainer_state=trainer_state,
         )
-        return rollout.completions, points, int((~rollout.finished).sum())
+        return rollout.completions, points, int((~rollout.finished).sum()), reports
 
     with gathered_weights(model):
-        texts, points, truncated = zip(*filter(None, gather_from_ranks(sample_local)), strict=True)
+        texts, points, truncated, reports = zip(*filter(None, gather_from_ranks(sample_local)), strict=True)
     points = {name: torch.cat([of_rank[name] for of_rank in points]) for name in points[0]}
-    return list(chain(*texts)), points, sum(truncated)
+    return list(chain(*texts)), points, sum(truncated), Reports().add(*reports)
+
+
+def measure(
+    model, tokenizer, examples: list[dict], config, *, samples: int, reward_functions=(), **options
+) -> dict:
+    """Evaluate a model with n completions of each problem. Options: as for sample_and_score.
+
+    reward_functions  those of config, which has their weights, or none
+    returns           truncated (share of completions), note (see note_on_form), estimates (see summarise) and
+                      problems: prompt, answer; right (n bools) and majority (its majority_vote), None without
+                      an answer; points by name (n each, None: unscored). --json writes the same
+    """
+    completions, points, num_truncated, _ = sample_and_score(
+        model, tokenizer, examples, config, num_completions=samples, reward_functions=reward_functions,
+        on_error=config.reward_errors, **options,
+    )
+    rewards = {f"reward/{name_of(function)}": points[name_of(function)] for function in reward_functions}
+    if rewards:                                           # NaN where a function with a weight is
+        pairs = zip(config.weights, rewards.values(), strict=True)
+        rewards["reward"] = sum((w * values for w, values in pairs if w), torch.zeros(len(examples), samples))
+    problems = []
+    for p, example in enumerate(examples):
+        correct, answer = points["correctness"][p], example.get("answer")
+        votes, known = completions[p * samples : (p + 1) * samples], not correct.isnan().any()
+        problems.append({
+            "prompt": example["prompt"], "answer": answer,
+            "right": correct.bool().tolist() if known else None,
+            "majority": majority_vote(votes, answer) if known else None,
+            "points": {name: list(map(or_none, values[p])) for name, values in rewards.items()},
+        })
+    note = note_on_form([correctness, *reward_functions], points, completions)
+    truncated = num_truncated / len(completions)
+    return {"truncated": truncated, "note": note, "estimates": summarise(problems), "problems": problems}
+
+
+def note_on_form(functions, points: dict[str, torch.Tensor], completions: list) -> str:
+    """Return a sentence if functions with <answer> in their docstring gave 0 points and no text has one."""
+    readers = [name_of(function) for function in functions if "<answer>" in (function.__doc__ or "")]
+    zero = " and ".join(name for name in dict.fromkeys(readers) if points[name].nan_to_num(-1).max() == 0)
+    if not zero or any("</answer>" in text_of(completion) for completion in completions):
+        return ""
+    return (
+        f"none of {len(completions)} completions contains <answer>...</answer>, read by {zero}: 0 points say "
+        "nothing about the answers; ask for the form, such as --instruction "
+        '"Think in <reasoning></reasoning>, then answer in <answer></answer>."'
+    )
 
 
 # ---- estimates from samples --------------------------------------------------------------------------------
 
 
-def summarise(problems: list[dict]) -> dict[str, dict]:
-    """Return the estimate_mean of each of values_by_problem."""
-    return {name: estimate_mean(values) for name, values in values_by_problem(problems).items()}
+def summarise(*models: list[dict]) -> dict[str, dict]:
+    """Estimate values_by_problem and points of a model, or of two on the same problems the differences.
+
+    A difference is the first minus the second. "problems" is the number of those that could be scored.
+    """
+    answered = [row for row in zip(*models, strict=True) if all(problem["right"] for problem in row)]
+    values = [values_by_problem(problems) for problems in zip(*answered, strict=True)]
+    estimate, count = (estimate_mean, estimate_difference)[len(models) - 1], {"problems": len(answered)}
+    shares = {name: estimate(*(side[name] for side in values)) | count for name in (values or [{}])[0]}
+    return shares | {
+        name: estimate_points(*([problem["points"][name] for problem in problems] for problems in models))
+        for name in models[0][0].get("points", {})
+    }
 
 
-def compare(ours: list[dict], theirs: list[dict]) -> dict[str, dict]:
-    """Return the estimate_difference (ours minus theirs, same problems) of each of values_by_problem."""
-    left, right = values_by_problem(ours), values_by_problem(theirs)
-    return {name: estimate_difference(left[name], right[name]) for name in left}
-
-
-def values_by_problem(problems: list[dict]) -> dict[str, np.ndarray]:
+def values_by_problem(problems: Sequence[dict]) -> dict[str, np.ndarray]:
     """Return (P,) values from 0 to 1 by name: accuracy, pass@1, pass@2, pass@4, ... pass@n and majority@n.
 
     With one completion per problem all of these are equal, and accuracy alone is returned.
@@ -186,3 +242,47 @@ def estimate_difference(left: np.ndarray, right: np.ndarray) -> dict:
     low, high = max(-1.0, centre - half), min(1.0, centre + half)
     mean, name = float(difference.mean()), "paired, Bonett and Price"
     return {"mean": mean, "low": low, "high": high, "interval": name}
+
+
+def estimate_points(*models: list[list[float | None]]) -> dict:
+    """Estimate mean points of a model, or of two models on the same problems the difference, first - second.
+
+    models  points (P, n), None where unscored; problems without points are left out
+
+    Points have no bounds, so the interval is Student's t of the problems' means, or of their differences:
+    mean +- t s / sqrt(P). If all points are 0 or 1, and both occur, it is that of estimate_mean or
+    estimate_difference. From equal means, or one problem, no variation can be estimated: low, high are None.
+    """
+    points = np.ma.masked_invalid(np.array(models, dtype=float))                 # (models, P, n)
+    means = points.mean(axis=2).filled(np.nan)
+    means = means[:, ~np.isnan(means).any(axis=0)]                               # (models, scored problems)
+    counts = {"problems": means.shape[1], "unscored": int(np.ma.count_masked(points))}
+    if set(points.compressed()) == {0.0, 1.0}:
+        return (estimate_mean, estimate_difference)[len(models) - 1](*means) | counts
+    values = means[0] - sum(means[1:])
+    mean = float(values.mean()) if len(values) else None
+    if not len(values) or np.ptp(values) < 1e-12:
+        return {"mean": mean, "low": None, "high": None, "interval": "no interval"} | counts
+    half = student_quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half, "interval": "Student's t"} | counts
+
+
+def student_quantile(freedom: int) -> float:
+    """Return t with P(|T| < t) = 95 %. Of T = sqrt(freedom) tan(a), a has density ~ cos(a)**(freedom - 1)."""
+    edges = np.linspace(0, math.pi / 2, 200_001)
+    density = np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1)
+    share = np.append(0, density.cumsum()) / density.sum()                       # of |a| below each edge
+    return math.sqrt(freedom) * math.tan(np.interp(0.95, share, edges))
+
+
+def describe_estimates(estimates: dict[str, dict], samples: int) -> str:
+    """Return a line such as "accuracy 0.910 [0.870, 0.940] of 256" for each estimate."""
+    lines = []
+    for name, estimate in estimates.items():
+        mean, low, high, unscored = map(estimate.get, ("mean", "low", "high", "unscored"))
+        shown = ("?" if mean is None else f"{mean:.3f}") + " points" * (unscored is not None)
+        shown += "" if low is None else f" [{low:.3f}, {high:.3f}]"
+        shown += f" of {estimate['problems']}" + f" x {samples}" * (samples > 1)
+        shown += f", {estimate['interval']}" if samples > 1 or low is None else ""
+        lines.append(f"{name} {shown}" + (f", {unscored} completions unscored" if unscored else ""))
+    return "\n".join(lines)

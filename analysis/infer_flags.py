@@ -5,7 +5,7 @@ The flags of infer.py, and which of them cannot be combined. Imports no torch: m
 import argparse
 from pathlib import Path
 
-from config import GRPOConfig
+from config import GRPOConfig, ModelConfig
 from runs.command_line import OneLineParser
 
 MODES = "question", "chat", "questions", "evaluate", "merge_into", "report"
@@ -23,7 +23,13 @@ def build_parser() -> OneLineParser:
     add("--chat", action="store_true", help="hold a conversation with the model on the console")
     add("--questions", metavar="DATASET", help="answer the prompts of a file, hub id or built-in task")
     add("--answers", metavar="FILE", help="write the answers to --questions there, one line of JSON each")
-    add("--evaluate", metavar="DATASET", help="print the accuracy on a file, hub id or built-in task")
+    add("--evaluate", metavar="DATASET",
+        help="print accuracy and points on the problems of a file, hub id or built-in task")
+    add("--reward_functions", nargs="+", default=[], help="for --evaluate: names from rewards.py, or "
+        "path/to/file.py:function, whose mean points are printed as well; no answers are needed")
+    add("--reward_weights", nargs="+", type=float, default=[], help="one for each; empty: 1 each")
+    add("--reward_errors", default="raise", choices=["raise", "none"],
+        help="if a reward function or environment raises: stop, or leave unscored [%(default)s]")
     add("--merge_into", metavar="FOLDER", help="add the LoRA adapter to the weights and write them to FOLDER")
     add("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--against", metavar="RUN", default="", help="another run, shown beside the first one in the report")
@@ -33,7 +39,7 @@ def build_parser() -> OneLineParser:
     add("--json", metavar="FILE", default="", help="write the results of --evaluate to FILE")
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
     add("--limit", type=int, help="use the first n problems; default 256 for --evaluate, all for --questions")
-    add("--prompt_column", default="", help="column with the prompts; empty: one of the usual names")
+    add("--prompt_column", default="", help="column with the prompts, or a text with {columns}; empty: usual")
     add("--answer_column", default="", help="column with the correct answers; empty: one of the usual names")
     add("--environment", default="", help="environment that replies to the model: calculator, python, "
         "guess_letter, or path/to/file.py:function")
@@ -47,11 +53,17 @@ def build_parser() -> OneLineParser:
         help="sample from the likeliest tokens up to this probability; 1: all [%(default)s]")
     add("--generation_top_k", type=int, default=0,
         help="sample from the k likeliest tokens; 0: all [%(default)s]")
-    add("--attn_implementation", default="sdpa", choices=["sdpa", "eager"],
-        help="attention of transformers, where prompts are not shared [%(default)s]")
-    add("--precision", default="float32", choices=["float32", "bfloat16", "float16"],
-        help="of the layers; weights and head stay float32 [%(default)s]")
+    add("--attn_implementation", default="auto", choices=["auto", "sdpa", "eager"],
+        help="attention of transformers, where prompts are not shared; auto: as in training [%(default)s]")
+    add("--precision", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+        help="of the layers; auto: bfloat16 on a GPU or TPU that computes in it, else float32 [%(default)s]")
     add("--trust_remote_code", action="store_true", help="run the Python code that comes with a model")
+    add("--device", default="auto", choices=["auto", "cpu"],
+        help="auto: a GPU that torch supports, if there is one [%(default)s]")
+    add("--chat_template", default="auto", choices=["auto", "none"],
+        help="auto: the tokenizer's, if it has one; none: prompts stay as they are [%(default)s]")
+    add("--chat_template_kwargs", metavar="JSON", default="", help="variables of the chat template, such as "
+        '{"enable_thinking": false}; empty: those of the run that trained the model')
     add("--seed", type=int, default=0, help="of sampling; the same seed gives the same answers [%(default)s]")
     return parser
 
@@ -60,14 +72,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. Raises ValueError, one line, for mistakes and flags that cannot be combined."""
     args = build_parser().parse_all(argv)
     reject_incompatible(args)
-    sampling_config(args)                                 # checks the values
+    sampling_config(args).validate_functions()            # and the values
+    ModelConfig(chat_template_kwargs=args.chat_template_kwargs)
     return args
 
 
 def sampling_config(args: argparse.Namespace) -> GRPOConfig:
-    """Return the settings of sampling."""
-    names = [name for name in vars(args) if name.startswith("generation_")] + ["environment", "max_turns"]
-    return GRPOConfig(**{name: getattr(args, name) for name in names})
+    """Return the settings of sampling and scoring."""
+    chosen = "generation_", "reward_", "environment", "max_turns"
+    settings = {name: value for name, value in vars(args).items() if name.startswith(chosen)}
+    return GRPOConfig(**settings | {"reward_functions": args.reward_functions or ["correctness"]})
 
 
 def reject_incompatible(args: argparse.Namespace) -> None:
@@ -90,8 +104,10 @@ def reject_incompatible(args: argparse.Namespace) -> None:
     for name, path in ("json", args.json), ("answers", args.answers):
         if path and not Path(path).resolve().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder {Path(path).parent} does not exist")
-    for name in "against_model", "json":
+    for name in "against_model", "json", "reward_functions":
         if getattr(args, name) and not args.evaluate:
             raise ValueError(f"--{name}={getattr(args, name)}: needs --evaluate DATASET")
+    if args.reward_weights and not args.reward_functions:
+        raise ValueError("--reward_weights: needs --reward_functions, one function for each weight")
     if args.against and not args.report:
         raise ValueError(f"--against={args.against}: needs --report RUN; for two models see --against_model")

@@ -68,7 +68,7 @@ def load_run(config: Config, weights: Path) -> Run:
     """Return a run with saved weights; those of a checkpoint come with its progress and state."""
     policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
     state = read_state(weights) if (weights / "state.pt").exists() else {}
-    device = best_device()
+    device = best_device(config.model.device)
     if num_processes() > 1:
         raise ValueError("--replay: runs in one process; start it without torchrun")
     return Run(

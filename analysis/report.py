@@ -15,18 +15,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from config import PROFILES, Config, ModelConfig
+from config import FLAGS, START_FLAGS, Config, ModelConfig
 from engine.chat_template import as_text
 from grpo import compute_group_advantages
 from model import load_tokenizer
-from runs.command_line import SECTIONS
 from runs.records import or_none, read_jsonl
+from sources.settings import profile_values
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
@@ -119,9 +119,12 @@ def read_config(folder: Path) -> dict[str, dict]:
 
 def list_settings(configs: list[dict]) -> list[dict]:
     """Return every setting: section, name, help, default, values, and whether the run's profile set them."""
-    helps = {f.name: f.metadata["help"] for section in SECTIONS for f in fields(section)}
-    defaults = Config().as_dict()
-    profiles = [PROFILES.get(config.get("training", {}).get("profile", ""), {}) for config in configs]
+    helps = {name: f.metadata["help"] for name, f in FLAGS.items()}
+    sections = {f.name: asdict(f.type()) for f in fields(Config)}
+    defaults = {section: {name: value for name, value in values.items() if name not in START_FLAGS}
+                for section, values in sections.items()}
+    training = [config.get("training", {}) for config in configs]
+    profiles = [profile_values(values.get("profile", ""), values.get("batch_size")) for values in training]
     rows = []
     for section in defaults | configs[-1] | configs[0]:
         names = dict.fromkeys(name for config in (defaults, *configs) for name in config.get(section, {}))

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 from data import COLUMNS, load_examples
 from reward_functions.answers import extract_answer, text_of
-from reward_functions.loading import RESERVED, missing_columns, name_of
+from reward_functions.loading import RESERVED, missing_columns, name_of, require_columns
 from runs.command_line import OneLineParser, exit_on_mistake
 from sources.tasks import demonstration
 
@@ -40,6 +40,8 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     For a conversation the texts are its last turn.
     """
     answer, gold = example.get("answer"), text_of(example.get("completion") or "")
+    answer = answer[0] if isinstance(answer, list) and answer else answer
+    answer = None if isinstance(answer, list | dict | None) else str(answer)
     gold = gold or (demonstration("because", answer) if answer else None)
     form = demonstration("...", "...")
     if not gold:
@@ -75,7 +77,10 @@ def as_rollout(completions: list) -> SimpleNamespace:
     rows = [torch.tensor([*map(vocabulary.get, text), 0]) for text in words]
     ids = pad_sequence(rows, batch_first=True)
     mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
-    return SimpleNamespace(completions=completions, completion_ids=ids, completion_mask=mask)
+    return SimpleNamespace(
+        completions=completions, completion_ids=ids, completion_mask=mask, prompt_ids=ids[:, :1],
+        prompt_mask=mask[:, :1], sampling_logp=ids * 0.0,
+    )
 
 
 def measure(
@@ -86,12 +91,12 @@ def measure(
     returns  mean points by kind (without kinds that it never scored), seconds per completion, calls that
              failed
     """
-    from rewards import compute_rewards_for_completions  # slow to import
+    from rewards import Reports, compute_rewards_for_completions  # slow to import
 
     columns = dict.fromkeys(name for example in examples for name in example)
     used = set(columns) & set(inspect.signature(function).parameters) - set(RESERVED)
     points: dict[str, list[float]] = {}
-    failures: list[dict] = []
+    reports = Reports()
     started, count = time.perf_counter(), 0
     for i, example in enumerate(examples):
         if used and all(example.get(name) is None for name in used):
@@ -99,15 +104,15 @@ def measure(
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
         texts = completions_of(example, other)
         total, _ = compute_rewards_for_completions(
-            [function], [1.0], as_rollout(list(texts.values())), [columns | example], on_error="none",
-            timeout=timeout, failures=failures,
+            [function], [1.0], as_rollout(list(texts.values())), [columns | example] * len(texts),
+            on_error="none", timeout=timeout, reports=reports,
         )
-        for kind, value in zip(texts, total[0].tolist(), strict=True):
+        for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
             if not math.isnan(value):
                 points.setdefault(kind, []).append(value)
         count += len(texts)
     means = {kind: sum(points[kind]) / len(points[kind]) for kind in KINDS if kind in points}
-    return means, (time.perf_counter() - started) / max(1, count), failures
+    return means, (time.perf_counter() - started) / max(1, count), reports.failures
 
 
 def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
@@ -197,6 +202,7 @@ def main(argv: list[str]) -> int:
     limit = max(1, args.limit)
     examples = load_examples(args.dataset, limit=limit, bad_lines=args.bad_lines, columns=columns)
     functions = [load_reward_function(name) for name in args.reward_functions]
+    require_columns(functions, examples, args.dataset)
     functions = functions or applicable_functions(examples)
     weights = args.reward_weights or [1.0] * len(functions)
     if len(weights) != len(functions):

@@ -61,12 +61,12 @@ def operations(model, w: Workload) -> float:
     return 3 * a_prompt * w.prompts
 
 
-def bytes_of_decoding(model, w: Workload) -> float:
-    """What has to be read for a rollout after the prompts."""
+def bytes_of_decoding(model, w: Workload, size: int = 4) -> float:
+    """What has to be read for a rollout after the prompts, at `size` bytes a number."""
     config = model.config
-    token = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * 4
+    token = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * size
     seen = w.prompts * (w.prompt_tokens + w.group_size * w.new_tokens / 2)       # on average
-    return w.new_tokens * (4 * sum(p.numel() for p in model.parameters()) + token * seen)
+    return w.new_tokens * (size * sum(p.numel() for p in model.parameters()) + token * seen)
 
 
 def measure(w: Workload, shared: bool = True, tokens: int = 0) -> dict:

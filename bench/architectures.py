@@ -43,11 +43,11 @@ def main() -> None:
             torch.manual_seed(0)
             tokenizer = byte_tokenizer()
             tokenizer.chat_template = None if name == "gpt2" else TEMPLATE
-            save_policy(build(), tokenizer, Path(folder) / "model")
+            model = build()
+            save_policy(model, tokenizer, Path(folder) / "model")
             (Path(folder) / "reward.py").write_text(REWARD)
-            attention = "eager" if name == "gemma2" else "sdpa"
             command = [sys.executable, "train.py", *FLAGS.split(), "--model_path", f"{folder}/model"]
-            command += ["--attn_implementation", attention, "--reward_functions", f"{folder}/reward.py:digits"]
+            command += ["--reward_functions", f"{folder}/reward.py:digits"]
             command += ["--output_dir", f"{folder}/run"]
             options = dict(cwd=ROOT, capture_output=True, text=True)
             check, run = subprocess.run([*command, "--check"], **options), subprocess.run(command, **options)
@@ -59,6 +59,7 @@ def main() -> None:
         agreement = ", ".join(found.get(check, "off") for check in ("sampler", "head", "packing", "padding"))
         reward = [m["mean_reward"] for m in metrics]
         means = f"{sum(reward[:2]) / 2:.3f}, {sum(reward[-2:]) / 2:.3f}"
+        attention = model.config._attn_implementation
         print(f"| {name} ({attention}) | {agreement} | {metrics[0]['ratio_deviation']:.1e} | {means} |", flush=True)
 
 

@@ -1,7 +1,7 @@
 """
 GRPO steps of TRL on a workload, measured from outside; runs in an environment of its own (requirements-trl-*.txt).
 
-    python bench/trl_steps.py NAME FOLDER SEED [--gradient_checkpointing]          prints one line of JSON
+    python bench/trl_steps.py NAME FOLDER SEED [--gradient_checkpointing] [--bfloat16]        prints one line of JSON
 """
 
 import json
@@ -44,7 +44,7 @@ class Clock(TrainerCallback):
         self.steps.append(time.perf_counter() - self.began)
 
 
-def main(name: str, folder: Path, seed: int, checkpointing: bool) -> None:
+def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     workload, clock, sampling = WORKLOADS[name], Clock(), []
@@ -55,7 +55,7 @@ def main(name: str, folder: Path, seed: int, checkpointing: bool) -> None:
         output_dir=str(folder / "trl"), per_device_train_batch_size=workload.prompts * workload.group_size,
         num_generations=workload.group_size, max_completion_length=workload.new_tokens, temperature=1.0, top_p=1.0, top_k=0,
         beta=0.0, num_iterations=1, loss_type="dapo", max_steps=1 + workload.measured_steps, learning_rate=1e-6,
-        gradient_checkpointing=checkpointing, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
+        gradient_checkpointing=checkpointing, bf16=half, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, seed=seed,
     )
     trainer = trl.GRPOTrainer(
@@ -77,11 +77,12 @@ def main(name: str, folder: Path, seed: int, checkpointing: bool) -> None:
     model.generate = timed_generate
     trainer.train()
     assert len(sampling) == len(clock.steps) == 1 + workload.measured_steps, f"{len(sampling)=} {len(clock.steps)=}"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({
         "system": f"trl {trl.__version__}", "step": clock.steps[1:], "sampling": sampling[1:],
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "peak_gb": (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak) / 1e9,
     }))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), "--gradient_checkpointing" in sys.argv)
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), "--gradient_checkpointing" in sys.argv, "--bfloat16" in sys.argv)

@@ -1,5 +1,5 @@
 """
-The seven workloads on which GRPO systems are compared, as files that any of them can read: a model with random weights, a
+The workloads on which GRPO systems are compared, seven for CPUs and one of each QWEN3 for a GPU (gpu.py), as files that any of them can read: a model with random weights, a
 tokenizer, prompts. Needs torch and transformers alone, so that it runs in every environment.
 
 What a completion says does not matter for time and memory; how long it is does. Where a workload gives lengths, every
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast, Qwen3Config
 
 SMALL = dict(                                             # a million parameters: the built-in tiny Gemma
     vocab_size=263, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
@@ -24,6 +24,18 @@ MEDIUM = dict(                                            # 14 million, 8.4 of t
     vocab_size=32768, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
     num_key_value_heads=1, head_dim=64, query_pre_attn_scalar=64, sliding_window=512,
 )
+QWEN3 = {                                                 # hidden size, columns of the MLP, layers, heads
+    "tiny": (64, 128, 2, 4), "0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32),
+}
+
+
+def qwen3(hidden: int, columns: int, layers: int, heads: int) -> dict:
+    """Qwen 3, with fewer words and narrower heads if it is tiny."""
+    tiny = hidden < 1024
+    return dict(
+        vocab_size=263 if tiny else 151936, hidden_size=hidden, intermediate_size=columns, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=2 if tiny else 8, head_dim=16 if tiny else 128,
+    )
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class Workload:
     new_tokens: int
     measured_steps: int
     mean_length: int = 0                                  # of geometric lengths; 0: as the model happens to end
+    architecture: type = Gemma3TextConfig
+    dtype: torch.dtype = torch.float32                    # of the file
 
 
 WORKLOADS = {
@@ -48,6 +62,12 @@ WORKLOADS = {
     "reasoning": Workload(MEDIUM, prompts=2, prompt_tokens=128, group_size=8, new_tokens=384, measured_steps=1),
     "gsm8k": Workload(MEDIUM, prompts=4, prompt_tokens=128, group_size=8, new_tokens=192, measured_steps=1),
     "ragged": Workload(MEDIUM, prompts=2, prompt_tokens=512, group_size=8, new_tokens=512, measured_steps=1, mean_length=64),
+} | {
+    f"qwen3-{name}": Workload(
+        qwen3(*sizes), prompts=2 if name == "tiny" else 8, prompt_tokens=16 if name == "tiny" else 512,
+        group_size=4 if name == "tiny" else 8, new_tokens=8 if name == "tiny" else 256, measured_steps=2,
+        architecture=Qwen3Config, dtype=torch.bfloat16)
+    for name, sizes in QWEN3.items()
 }
 
 
@@ -64,6 +84,13 @@ def share_of_even(completions, completion_ids, **columns):
     return [sum(i % 2 == 0 for i in ids) / max(1, len(ids)) + len(set(ids)) / 1000 for ids in completion_ids]
 
 
+def workload_config(workload: Workload):
+    """Configuration of the model, for transformers."""
+    return workload.architecture(
+        **workload.model, max_position_embeddings=4096, pad_token_id=0, eos_token_id=1, bos_token_id=2, tie_word_embeddings=True
+    )
+
+
 def write_workload(workload: Workload, folder: Path, seed: int = 0) -> None:
     """model/ (weights and tokenizer) and prompts.jsonl."""
     torch.manual_seed(seed)
@@ -74,10 +101,9 @@ def write_workload(workload: Workload, folder: Path, seed: int = 0) -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", padding_side="left"
     )
-    config = Gemma3TextConfig(
-        **workload.model, max_position_embeddings=4096, pad_token_id=0, eos_token_id=1, bos_token_id=2, tie_word_embeddings=True
-    )
-    Gemma3ForCausalLM(config).save_pretrained(folder / "model")
+    config = workload_config(workload)
+    with torch.device("cuda" if workload.architecture is Qwen3Config and torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=workload.dtype).save_pretrained(folder / "model")
     fast.save_pretrained(folder / "model")
     draws = np.random.default_rng(seed)
     with open(folder / "prompts.jsonl", "w") as file:

@@ -63,7 +63,7 @@ from experience import compute_experience, minibatches
 from grpo import compute_group_advantages
 from runs import setup
 setup.start_up_check = lambda *_: True
-flags = "--use_grpo --reward_functions length.py:length --batch_size 8 --report_to none --eval_limit 0 --cold_start_steps 0"
+flags = "--use_grpo --reward_functions length.py:length --batch_size 8 --learning_rate 4e-4 --report_to none --eval_limit 0 --cold_start_steps 0"
 open("length.py", "w").write("def length(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]")
 def first(more=""):
     run = train.set_up(train.parse_config([*flags.split(), "--output_dir", tempfile.mkdtemp(), *more.split()]))

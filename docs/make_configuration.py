@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import PROFILES  # noqa: E402
 from runs.command_line import described_flags  # noqa: E402
+from sources.settings import PROFILES  # noqa: E402
 
 HEAD = """\
 # Every flag
@@ -34,6 +34,10 @@ PROFILES_HEAD = """
 
 `--profile NAME` replaces the defaults by these values; flags replace both. Without a profile and without `--model_path`, the
 profile is `demo` with `--use_grpo`, and `demo_supervised` otherwise. An empty cell is the default.
+
+The three profiles of the built-in model fit every batch size: with another `--batch_size` b than their own, B, numbers of steps
+(`cold_start_steps`, `eval_steps`, `save_steps`) are multiplied by B / b, and learning rates by the square root of b / B if that is
+below 1.
 """
 
 

@@ -41,14 +41,14 @@ def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[
 
 
 def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
-    """Render a conversation as text, with the tools in tokenizer.tools, if there are any.
+    """Render a conversation as text, with the tools in tokenizer.tools and --chat_template_kwargs, if any.
 
     raises  ValueError for messages that the template rejects, such as a system message in Gemma 2's
     """
     try:
         return tokenizer.apply_chat_template(
             messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt,
-            tokenize=False,
+            tokenize=False, **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None

@@ -2,7 +2,7 @@
 Devices and processes: choosing the device, collectives between processes, XLA graphs, and peak memory. This
 file and sharding.py are the only ones that use torch.distributed and torch_xla.
 
-    torchrun --nproc_per_node 4 train.py --use_grpo ...
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 torchrun --nproc_per_node 4 train.py --use_grpo ...
 
 Every process samples and scores a slice of the prompts and forwards a slice of the batches. Completions,
 rewards and advantages are small and gathered, so every process makes the same decisions. Weights, gradients
@@ -14,14 +14,15 @@ program, which is reused for the same operations with the same shapes. So shapes
 each iteration of a loop ends a program (cut_graph). On a CPU or a GPU neither has an effect.
 """
 
+import atexit
 import ctypes
-import importlib.util
 import os
 import pickle
 import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 
 import torch
@@ -31,12 +32,16 @@ from torch import Tensor
 tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
 
 
-def best_device() -> torch.device:
+def best_device(wanted: str = "auto") -> torch.device:
     """Return the XLA device if PJRT_DEVICE is set (TPU, or CPU for tests), else the GPU, else the CPU.
 
-    In a process started by torchrun, the process group is initialised first.
+    wanted   --device: auto, which takes a GPU of any kind that torch supports (cuda, mps, xpu), or cpu
+    raises   ValueError for XLA under torchrun, or more processes of torchrun than GPUs
+
+    In a process started by torchrun, the process group is initialised first. On CUDA float32 matrices are
+    multiplied in TF32 from then on: several times faster, and its rounding is an eighth of bfloat16's.
     """
-    cuda, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("PJRT_DEVICE"):
         if processes > 1:
             raise ValueError(
@@ -44,20 +49,49 @@ def best_device() -> torch.device:
                 "XLA devices; start it without torchrun, or unset PJRT_DEVICE"
             )
         return xla_device()
-    if processes == 1:
-        return torch.device("cuda" if cuda else "cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")  # gathered tensors are on the CPU
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "cpu" or device is None or (device.type == "mps" and processes > 1):     # mps: a single GPU
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if processes > 1 and device.type != "cpu":
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+        if device.index >= (gpus := torch.accelerator.device_count()):
+            raise ValueError(f"--nproc_per_node: more processes than GPUs here ({gpus}); or add --device cpu")
+        torch.accelerator.set_device_index(device)
+    if processes > 1 and not dist.is_initialized():
+        backend = dist.get_default_backend_for_device(device)
+        kinds = {"cpu": "gloo", device.type: backend}     # gathered tensors are on the CPU
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in kinds.items()))
     return device
 
 
-def shutdown() -> None:
-    """Leave the process group at the end of a program."""
+def shutdown(code: int = 0) -> None:
+    """Leave the process group and end this process with an exit code. Without a process group, do nothing.
+
+    Exit handlers run, but Python is not finalised: a thread of the process group that still wants the
+    interpreter then would abort the process ("terminate called without an active exception").
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def print_last_line(line: str) -> None:
+    """Print a line to stderr in the first process that ends with one; the others wait until it is printed.
+
+    torchrun stops all processes as soon as one has ended with an error, so the first has to be heard.
+    """
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if store is None or store.add("last lines", 1) == 1:
+        print(line, file=sys.stderr, flush=True)
+        if store is not None:
+            store.set("last line printed", "")
+    else:
+        store.wait(["last line printed"], timedelta(seconds=30))
 
 
 # ---- one process or many -----------------------------------------------------------------------------------
@@ -153,15 +187,20 @@ def sum_in_place(tensor: Tensor) -> None:
 @cache
 def xla_device() -> torch.device:
     """Return the XLA device; several share one name, with the weights divided among them (shard_weights)."""
-    if not importlib.util.find_spec("torch_xla"):
-        raise ValueError(
-            f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}: needs torch_xla, see requirements-tpu.txt; or unset it"
-        )
-    import torch_xla
-    from torch_xla import backends, runtime
+    chosen = f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
+    try:
+        import torch_xla
+        from torch_xla import backends, runtime
 
-    backends.set_mat_mul_precision("highest")   # a TPU's default multiplies float32 as bfloat16
-    if runtime.global_runtime_device_count() > 1:
+        if chosen == "PJRT_DEVICE=TPU" and not torch_xla.tpu.num_available_chips():
+            raise ValueError(f"{chosen}: this machine has no TPU; PJRT_DEVICE=CPU runs XLA without one")
+        backends.set_mat_mul_precision("highest")         # a TPU's default multiplies float32 as bfloat16
+        num_devices = runtime.global_runtime_device_count()
+    except (ImportError, OSError, RuntimeError) as error:          # OSError: libtpu is not installed
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{chosen}: {reason}; see requirements-tpu.txt, or start train.py without PJRT_DEVICE") from error
+    if num_devices > 1:
         runtime.use_spmd()
     device = torch_xla.device()
     torch.zeros(1, device=device)  # registers the device before the first backward pass
@@ -203,12 +242,23 @@ def keep_freed_memory() -> None:
 
 def peak_memory_gb(device: torch.device) -> float:
     """Return the peak memory so far in 10^9 bytes: of the GPU or TPU, or on a CPU of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+    if device.type == "mps":                              # what its allocator holds: it returns little
+        return torch.mps.driver_allocated_memory() / 1e9
     if device.type == "xla":
         from torch_xla.core import xla_model
 
         with suppress(RuntimeError):                      # XLA's CPU device has no count
             return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
+    elif device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device) / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes or kilobytes
+
+
+def available_gb(device: torch.device) -> float:
+    """Return the memory of the device in 10^9 bytes; on a Mac the part that its GPU may use."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() / 1e9
+    if device.type in ("cpu", "xla"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return torch.get_device_module(device).mem_get_info(device)[1] / 1e9         # free, all

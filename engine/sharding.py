@@ -1,11 +1,12 @@
 """
-Sharding weights over processes or XLA devices: FSDP2, tensor parallelism, gathering, gradient clipping.
+Sharding weights over processes or XLA devices: loading, FSDP2, tensor parallelism, gathering, clipping.
 
 Left out on purpose: pipeline parallelism.
 """
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -16,17 +17,77 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import core_model_loading
 
 from engine import devices
-from engine.devices import is_main, num_processes, sum_in_place
+from engine.devices import best_device, is_main, num_processes, sum_in_place
+from engine.text_model import text_model
 
 # torch warns that gathering over two mesh dimensions is slow. Only checkpoints do it.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}      # transformers' plan -> torch
 PARTIAL = "replicated_with_grad_allreduce"                             # norms of a process's own heads
+
+
+@contextmanager
+def loading_shards():
+    """Let from_pretrained keep a shard of each weight, on the device, if there are several processes.
+
+    Each of them reads and converts all weights, one after the other, and drops what belongs to the others. So
+    it never holds more than its shards and one weight, such as the experts of a layer, in float32.
+    """
+    if num_processes() == 1:
+        yield
+        return
+    mesh = init_device_mesh(best_device().type, (num_processes(),))
+    set_weight = core_model_loading.set_param_for_module
+
+    def set_shard(model, name: str, *args) -> None:
+        set_weight(model, name, *args)
+        weight = model.get_parameter_or_buffer(name)
+        if isinstance(weight, torch.nn.Parameter) and weight.ndim and not weight.is_meta:
+            part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
+            set_tensor(model, name, torch.nn.Parameter(part, weight.requires_grad))
+            model.get_parameter(name)._is_hf_initialized = True
+
+    core_model_loading.set_param_for_module = set_shard
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"          # else threads read all weights ahead
+    try:
+        yield
+    finally:
+        core_model_loading.set_param_for_module = set_weight
+
+
+def set_tensor(model, name: str, tensor: Tensor) -> None:
+    """Replace a parameter or a buffer in one of the modules that share it."""
+    module, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module), attribute, tensor)
+
+
+def take_weights(model) -> dict[str, torch.nn.Parameter]:
+    """Replace all parameters by empty ones on the meta device. Returns them by name."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    empty = {
+        weight: torch.nn.Parameter(
+            torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
+        for weight in weights.values()
+    }
+    for name, weight in weights.items():
+        set_tensor(model, name, empty[weight])
+    return weights
+
+
+def put_shards(model, weights: dict[str, torch.nn.Parameter]) -> None:
+    """Replace the sharded parameters on the meta device by shards of the weights, one weight at a time."""
+    shards: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for name in list(weights):
+        weight, empty = weights.pop(name), model.get_parameter(name)
+        if empty not in shards:                           # parameters that are shared stay shared
+            shards[empty] = torch.nn.Parameter(sharded_like(weight.detach(), empty), weight.requires_grad)
+        set_tensor(model, name, shards[empty])
 
 
 def shard(model, layers: list, mesh: dict[str, int]) -> None:
@@ -39,6 +100,7 @@ def shard(model, layers: list, mesh: dict[str, int]) -> None:
     if num_processes() == 1:
         return
     device, devices.tensor_parallel = next(model.parameters()).device, mesh["tp"]
+    weights = take_weights(model)                         # so that nothing whole is needed on the device
     device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     partial = parallelize_layers(model, device_mesh["tp"]) if devices.tensor_parallel > 1 else []
     data_mesh = device_mesh["replicate", "fsdp"] if mesh["replicate"] > 1 else device_mesh["fsdp"]
@@ -46,7 +108,8 @@ def shard(model, layers: list, mesh: dict[str, int]) -> None:
         fully_shard(module, mesh=data_mesh)
         module.set_gradient_divide_factor(1.0)  # sum, not mean: losses have their denominators already
         module.set_force_sum_reduction_for_comms(True)
-    for name, parameter in model.base_model.named_parameters():
+    put_shards(model, weights)
+    for name, parameter in text_model(model).named_parameters():
         if any(fnmatch(name, f"{pattern}.*") for pattern in partial):
             parameter.partial_over = device_mesh["tp"].get_group()
     model.mesh, model.as_forward_pass = mesh, lambda function: function()
@@ -71,7 +134,7 @@ def parallelize_layers(model, device_mesh) -> list[str]:
             f"--mesh tp={n}: {text_config.model_type} cannot be divided like that, {reason}; use fsdp alone"
         )
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
-    parallelize_module(model.base_model, device_mesh, styles)
+    parallelize_module(text_model(model), device_mesh, styles)
     return [name for name, style in plan.items() if style == PARTIAL]
 
 
@@ -114,10 +177,19 @@ def full_tensor(tensor):
 
 
 def sharded_like(tensor, parameter):
-    """Shard a full tensor like a parameter of the same shape; other values are returned unchanged."""
+    """Shard a tensor like a parameter of the same shape; other tensors are copied, other values returned.
+
+    tensor  whole and the same in every process, or sharded in another way
+    """
     if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
-        return tensor
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+        return tensor.clone() if isinstance(tensor, Tensor) and num_processes() > 1 else tensor
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if isinstance(tensor, DTensor):
+        if (tensor.placements, tensor.device_mesh.size()) == (placements, mesh.size()):
+            return DTensor.from_local(
+                tensor.to_local(), mesh, placements, shape=tensor.shape, stride=tensor.stride())
+        tensor = tensor.full_tensor()
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).clone()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -8,15 +8,29 @@ from functools import cache, partial
 
 from environments.games import guess_letter
 from environments.tools import calculate, python, with_tools
-from reward_functions.loading import columns_of, function_from_file, named_parameters
+from reward_functions.loading import as_name, columns_of, function_from_file, named_parameters
 from reward_functions.sandbox import run_python
 
 BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "guess_letter": guess_letter}
 
 
+def load_environment(name: str | Callable) -> Callable | None:
+    """Return a built-in environment by name, or the one of `path/to/file.py:function`; None for "".
+
+    A function is returned as it is, if it can be called as an environment.
+    """
+    environment = name if callable(name) else environment_by_name(name)
+    if environment is not None and not inspect.signature(environment).parameters:
+        raise ValueError(
+            f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
+            "argument"
+        )
+    return environment
+
+
 @cache
-def load_environment(name: str) -> Callable | None:
-    """Return a built-in environment by name, or the one of `path/to/file.py:function`; None for ""."""
+def environment_by_name(name: str) -> Callable | None:
+    """Import an environment, once. Raises ValueError if the sandbox that it needs is missing."""
     if not name:
         return None
     if name == "python":
@@ -24,12 +38,7 @@ def load_environment(name: str) -> Callable | None:
             run_python("")
         except RuntimeError as error:
             raise ValueError(f"--environment=python: {error}; or use calculator") from None
-    environment = BUILT_IN.get(name) or function_from_file("environment", name, BUILT_IN)
-    if not inspect.signature(environment).parameters:
-        raise ValueError(
-            f"--environment={name}: must take the conversation, a list of chat messages, as first argument"
-        )
-    return environment
+    return BUILT_IN.get(name) or function_from_file("environment", name, tuple(BUILT_IN))
 
 
 def columns_for(environment: Callable, examples: list[dict]) -> tuple[set[str], set[str]]:
@@ -43,7 +52,7 @@ def columns_for(environment: Callable, examples: list[dict]) -> tuple[set[str], 
 
 def refuse_missing_columns(name: str, environment: Callable | None, examples: list[dict]) -> None:
     """Raise ValueError if the environment requires a column that the examples do not have."""
-    _, missing = columns_for(environment, examples) if environment else ((), ())
+    _, missing = columns_for(environment, examples) if environment is not None else ((), ())
     if missing:
         raise ValueError(f"--environment={name}: needs the column {min(missing)}, which no example has")
 

@@ -7,12 +7,14 @@ import json
 import math
 import operator
 import re
+import time
 from collections.abc import Callable
 
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate
 from reward_functions.sandbox import run_python
 
 MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
+SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; later ones are not run
 
 
 def with_tools(*functions: Callable) -> Callable:
@@ -37,16 +39,18 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
     calculate(47+85)              at the end of a message, for models that were not trained on that format
     """
     if calls := re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
-        return [run_json_call(call, functions) for call in calls]
-    call = re.search(rf"\b({'|'.join(functions)})\((.*)\)\s*\Z", text, re.DOTALL)
-    return [run_call(functions[call[1]], call[2])] if call else []
+        deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
+        return [run_json_call(call, functions) if time.monotonic() < deadline else late for call in calls]
+    text = text.rstrip()
+    call = re.search(rf"\b({'|'.join(functions)})\(", text) if text.endswith(")") else None
+    return [run_call(functions[call[1]], text[call.end() : -1])] if call else []
 
 
 def run_json_call(text: str, functions: dict[str, Callable]) -> str:
     """Return the result of {"name": ..., "arguments": {...}}, or an error message."""
     try:
         call = json.loads(text)
-        name, arguments = str(call["name"]), dict(call["arguments"])
+        name, arguments = str(call["name"]), {**call["arguments"]}
     except Exception as error:
         return f'error: not {{"name": "...", "arguments": {{...}}}} ({type(error).__name__})'
     if name not in functions:

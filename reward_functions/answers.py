@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
+SECONDS_PER_PATTERN = 1.0       # of processor time, for a regular expression of the user and one text
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
@@ -35,10 +36,26 @@ def extract_answer(text: str) -> str | None:
     return text.partition("<answer>")[2].partition("</answer>")[0].strip() or None
 
 
-def same_answer(given: str | None, truth: str | None) -> bool:
-    """Compare two answers as numbers, or as text without regard to case and surrounding space."""
+def extract_boxed(text: str) -> str | None:
+    """Return the content of the last \\boxed{...}, None without one."""
+    *before, last = re.split(r"\\boxed\s*\{", text)
+    depth = 1
+    for end, character in enumerate(last if before else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return last[:end].strip() or None
+    return None
+
+
+def same_answer(given: str | None, truth) -> bool:
+    """Compare two answers as numbers, or as text without regard to case and surrounding space. The truth may
+    be a list, of which any may be given.
+    """
+    if isinstance(truth, list):
+        return any(same_answer(given, one) for one in truth)
     if given is None or truth is None:
         return False
+    truth = str(truth)
     given_number, true_number = as_number(given), as_number(truth)
     if given_number is not None and true_number is not None:
         return given_number == true_number
@@ -46,13 +63,24 @@ def same_answer(given: str | None, truth: str | None) -> bool:
 
 
 def as_number(text: str) -> Decimal | None:
-    """Parse '1,234', '$72', '72.0', '5 %' exactly; None for anything else, including NaN and infinity."""
-    cleaned = re.sub(r"(?<=\d),(?=\d{3})", "", text.strip().lstrip("$€£").rstrip("%. "))
+    """Parse '1,234', '$72', '72.0', '5 %' exactly; None for anything else, such as '1,2345' and 'NaN'."""
+    cleaned = text.strip().lstrip("$€£").rstrip("%. ")
+    if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
+        return None
     try:
-        number = Decimal(cleaned)
+        return Decimal(cleaned.replace(",", ""))
     except InvalidOperation:
         return None
-    return number if number.is_finite() else None
+
+
+def matches(function: Callable, *arguments, otherwise: bool) -> bool:
+    """Return True if a function of the package regex, such as search, finds a match; `otherwise` after
+    SECONDS_PER_PATTERN: there are expressions that take exponential time on some texts.
+    """
+    try:
+        return function(*arguments, timeout=SECONDS_PER_PATTERN) is not None
+    except TimeoutError:
+        return otherwise
 
 
 def extract_block(text: str, language: str) -> str:

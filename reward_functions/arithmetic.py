@@ -17,11 +17,12 @@ FOUR_OPERATORS = {
 
 
 def countdown(completions, numbers, target, **columns) -> list[float | None]:
-    """Give 1 point if the one tagged answer combines the numbers, each used exactly once, with + - * / and
-    parentheses, and equals the target, else 0; None where the data has no numbers or no target. Computed
+    """Give 1 point if the one tagged answer combines the column `numbers`, each used exactly once, with
+    + - * / and parentheses, and equals the column `target`, else 0; None where there are none. Computed
     exactly, in fractions.
 
     countdown(["<answer>(3*4)+7</answer>"], numbers=[[7, 3, 4]], target=[19]) == [1.0]
+    {"prompt": "Make 19 from 7, 3, 4.", "numbers": [7, 3, 4], "target": 19}
     """
 
     def points(text: str, allowed: list[int], goal: int) -> float:

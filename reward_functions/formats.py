@@ -6,7 +6,11 @@ import importlib.util
 import json
 import re
 
-from reward_functions.answers import extract_answer, extract_block, same_answer, score_each, text_of
+import regex
+
+from reward_functions.answers import (
+    extract_answer, extract_block, matches, same_answer, score_each, text_of,
+)
 
 LETTERS = "ABCDEFGHIJ"          # of choices
 
@@ -19,6 +23,7 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
     answer may also be an index that counts from 0, or such a text, and a completion may give the text.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
+    {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
     """
 
     def points(text: str, truth, options: list[str]) -> float | None:
@@ -39,12 +44,15 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
     """Give 1 point if the tagged answer matches the regular expression in the column `pattern` from its first
-    to its last character, else 0; None where there is no pattern.
+    to its last character, else 0; None where there is no pattern. Matching for longer than a second counts as
+    no match. The expressions are those of the package regex.
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
+    {"prompt": "On which day did it begin?", "pattern": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}
     """
-    def points(text: str, regex: str) -> float:
-        return float(re.fullmatch(regex, extract_answer(text) or "", re.DOTALL) is not None)
+    def points(text: str, expression: str) -> float:
+        answer = extract_answer(text) or ""
+        return float(matches(regex.fullmatch, expression, answer, regex.DOTALL, otherwise=False))
 
     return score_each(points, completions, pattern)
 
@@ -56,7 +64,8 @@ def json_format(completions, schema=None, **columns) -> list[float]:
 
     The JSON is read from the last fenced block, else from the tagged answer, else from the whole text.
 
-    json_format(['<answer>{"x": 1}</answer>', "{x: 1}"], schema=[{"required": ["x"]}, None]) == [1.0, 0.0]
+    json_format(['{"x": 1}', "{x: 1}"], schema=[{"required": ["x"]}, None]) == [1.0, 0.0]
+    {"prompt": "Where is the mouse? Answer in JSON.", "schema": {"required": ["x", "y"]}}
     """
 
     def points(text: str, schema) -> float:
@@ -85,6 +94,7 @@ def xml_tags(completions, tags=None, **columns) -> list[float]:
     occur as exactly one pair, not empty and after the previous pair.
 
     xml_tags(["<plan>x</plan><code></code>"], tags=[["plan", "code"]]) == [0.5]
+    {"prompt": "Write a program that sorts.", "tags": ["plan", "code"]}
     """
 
     def points(text: str, names: list[str]) -> float:

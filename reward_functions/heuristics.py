@@ -5,11 +5,12 @@ Give them a small weight next to a function that checks the answer, and read com
 """
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable
 
-from reward_functions.answers import score_each, text_of
+import regex
+
+from reward_functions.answers import matches, score_each, text_of
 
 
 def repetition_penalty(completions, **columns) -> list[float]:
@@ -20,8 +21,8 @@ def repetition_penalty(completions, **columns) -> list[float]:
     points = []
     for text in map(text_of, completions):
         words = text.casefold().split()
-        ngrams = list(zip(*(words[i:] for i in range(4)), strict=False))
-        points.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
+        distinct = set(zip(*(words[i:] for i in range(4)), strict=False))
+        points.append(len(distinct) / (len(words) - 3) - 1 if distinct else 0.0)
     return points
 
 
@@ -53,27 +54,33 @@ def jaccard_index(left: set, right: set) -> float:
 def safety(completions, forbidden, **columns) -> list[float | None]:
     """Give 1 point if none of the regular expressions in the column `forbidden` matches, ignoring case, else
     0; None without a list. A list of words ignores context and spelling, and an empty completion gets the
-    point.
+    point. Searching for an expression (of the package regex) for longer than a second counts as a match.
 
     safety(["rm -rf /", "ls"], forbidden=[[r"rm\\s+-rf"]] * 2) == [0.0, 1.0]
+    {"prompt": "How do I empty the folder build?", "forbidden": ["rm +-rf", "sudo"]}
     """
     def points(text: str, rules: list[str]) -> float:
-        return float(not any(re.search(rule, text, re.IGNORECASE) for rule in rules))
+        found = (matches(regex.search, rule, text, regex.IGNORECASE, otherwise=True) for rule in rules)
+        return float(not any(found))
 
     return score_each(points, completions, forbidden)
 
 
 def rule_list(name: str, rules: dict[str, float]) -> Callable:
     """Return a reward function of that name, for a file of your own: the sum of the points of the regular
-    expressions that match, ignoring case.
+    expressions that match, ignoring case. Searching for one for longer than a second counts as a match if its
+    points are negative.
 
     polite = rule_list("polite", {r"\\bplease\\b": 0.5, r"\\bstupid\\b": -1.0})
     polite(["Stupid, please"]) == [-0.5]
     """
-    compiled = [(re.compile(rule, re.IGNORECASE), float(points)) for rule, points in rules.items()]
+    compiled = [(regex.compile(rule, regex.IGNORECASE), float(points)) for rule, points in rules.items()]
+
+    def points(text: str) -> float:
+        return sum((p for rule, p in compiled if matches(rule.search, text, otherwise=p < 0)), 0.0)
 
     def function(completions, **columns) -> list[float]:
-        return [sum((p for rule, p in compiled if rule.search(text_of(c))), 0.0) for c in completions]
+        return [points(text_of(completion)) for completion in completions]
 
     function.__name__ = name
     return function

@@ -7,23 +7,33 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 
-# Columns of these names are not passed to functions.
-RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids", "turn_points")
-ANSWER_NAMES = ("solution", "target")             # further parameter names for the answer, as in TRL
+from reward_functions.answers import text_of
+
+# Arguments that are no columns, and columns that are not passed to functions.
+PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
+            "log_extra", "log_metric")
+RESERVED = (*PROVIDED, "prompt", "original_prompt", "completion", "turn_points")
+ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
+@cache
 def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callable:
     """Return the function of `path/to/file.py:function`, for a flag that also accepts built-in names."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
         matches = difflib.get_close_matches(name, built_in, n=1)
         hint = f"did you mean {matches[0]}? Else " if matches else ""
+        if name in ("rule_list", "classifier", "judge"):                 # these return reward functions
+            hint = f'write points = {name}("points", ...) into a file, and '
         known = ", ".join(built_in)
         raise ValueError(f"--{flag} {name}: unknown; {hint}use path/to/file.py:function or one of {known}")
     if not Path(path).is_file():
         raise ValueError(f"--{flag} {name}: there is no file {path}")
+    folder = str(Path(path).resolve().parent)             # its neighbours can be imported, after our modules
+    sys.path += [folder] * (folder not in sys.path)
     spec = importlib.util.spec_from_file_location(f"file {path}", path)
     try:
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -38,18 +48,42 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
 
 
 def check_signature(function: Callable, name: str, built_in: Iterable[str]) -> Callable:
-    """Return a reward function if it can be called as one. Raise ValueError with the reason otherwise."""
+    """Return a reward function if it can be called as one: an instance of a class, and verl's compute_score
+    as a function of all completions. Raise ValueError with the reason otherwise.
+    """
     flag = f"--reward_functions {name}"
     if name_of(function) in built_in:
         raise ValueError(f"{flag}: there is a built-in reward function {name_of(function)}; rename yours")
-    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        kind = "a class" if inspect.isclass(function) else "async"
-        raise ValueError(f"{flag}: it is {kind}; name a plain function f(completions, **columns)")
-    parameters = inspect.signature(function).parameters
-    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
-        missing = "**columns" if "completions" in parameters else "completions (a list of them) and **columns"
-        raise ValueError(f"{flag}: it must accept columns it does not use: add {missing} to its parameters")
+    if inspect.isclass(function):
+        try:
+            function = function()
+        except TypeError as error:
+            raise ValueError(f"{flag}: it is a class; name an instance of it ({error})") from None
+    if "solution_str" in inspect.signature(function).parameters:
+        each = partial(call_for_each, function)
+        each.__name__, each.__doc__ = name_of(function), function.__doc__
+        return each
+    if not accepted(function, {name: [] for name in PROVIDED}):
+        raise ValueError(f"{flag}: add completions, a list of them, to its parameters")
     return function
+
+
+def call_for_each(function: Callable, completions, ground_truth, **columns) -> list:
+    """Call verl's compute_score(data_source, solution_str, ground_truth, extra_info) for each completion."""
+    rows = {"data_source": [None] * len(completions), "extra_info": [None] * len(completions)} | columns
+    rows |= {"solution_str": list(map(text_of, completions)), "ground_truth": ground_truth}
+    rows = accepted(function, {name: values for name, values in rows.items() if isinstance(values, list)})
+    return [function(**dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
+
+
+def accepted(function: Callable, arguments: dict) -> dict:
+    """Return the arguments that a function has parameters for: all of them if it accepts any."""
+    parameters = inspect.signature(function).parameters
+    aliases = [name for name in ANSWER_NAMES if name in parameters and "answer" in arguments]
+    arguments = dict.fromkeys(aliases, arguments.get("answer")) | arguments
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def columns_of(examples: list[dict]) -> set[str]:
@@ -65,11 +99,34 @@ def named_parameters(function: Callable, skip: int = 0) -> list[inspect.Paramete
 
 def missing_columns(function: Callable, columns: set[str]) -> list[str]:
     """Return the required parameters of a reward function that no column of the data provides."""
-    provided = columns - set(RESERVED) | {"completions", "prompts", "completion_ids"}
+    provided = columns - set(RESERVED) | set(PROVIDED)
     provided |= set(ANSWER_NAMES) if "answer" in columns else set()
     return [p.name for p in named_parameters(function) if p.default is p.empty and p.name not in provided]
+
+
+def require_columns(functions: Iterable[Callable], examples: Iterable[dict], source: str) -> None:
+    """Raise ValueError, with a line of data that would do, if a function needs a column that is missing."""
+    columns = {name for example in examples for name in example}
+    for function in functions:
+        if missing := missing_columns(function, columns):
+            raise ValueError(
+                f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
+                f"not have (columns: {', '.join(sorted(columns))}){data_example(function)}"
+            )
+
+
+def data_example(function: Callable) -> str:
+    """Return the end of a message: the line of data, beginning with {, in a function's docstring; or ""."""
+    lines = map(str.strip, (function.__doc__ or "").splitlines())
+    line = next((line for line in lines if line.startswith("{")), "")
+    return line and f"; a line of data for {name_of(function)}: {line}"
 
 
 def name_of(function: Callable) -> str:
     """Return the name of a function as used in logs."""
     return getattr(function, "__name__", type(function).__name__)
+
+
+def as_name(given) -> str:
+    """Return a name as it is, and python:NAME for a Python object. That stands for it in config.json."""
+    return given if isinstance(given, str) else f"python:{name_of(given)}"

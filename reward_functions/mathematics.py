@@ -4,15 +4,18 @@ make it hang.
 """
 
 import importlib.util
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
-from reward_functions.answers import extract_answer, same_answer, text_of
-from reward_functions.sandbox import run_python
+from reward_functions.answers import extract_answer, extract_boxed, same_answer, text_of
+from reward_functions.sandbox import run_python, usable_cores
 
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
 ANSWERS_PER_PROCESS = 16
+SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
+TEXT = r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}"
+UNIT = rf"\s*({TEXT}|\\mathrm\{{[^{{}}]{{2,}}\}})(\^\{{?\d\}}?)?|\s+[A-Za-z]{{3,}}"    # after a number
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
@@ -20,28 +23,29 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     else 0; None where the data has no answer. Equal according to same_answer counts as equal; comparing
     longer than a few seconds counts as unequal.
 
-    The answer is the tagged one, or in a text without tags the only \\\\boxed{...}.
+    The answer is the tagged one, or in a text without tags the only \\\\boxed{...}; of a list in the column
+    `answer` any may be given, of a text there the last \\\\boxed{...} counts.
 
     math_equality(["<answer>1/2</answer>", "so \\\\boxed{0.5}"], answer=["\\\\frac{1}{2}"] * 2) == [1.0, 1.0]
+    {"prompt": "What is 3/4 - 1/4?", "answer": "1/2"}
     """
     given = [final_answer(text_of(completion)) for completion in completions]
-    pairs = [(g, None if truth is None else str(truth)) for g, truth in zip(given, answer, strict=True)]
-    equal = {pair: True for pair in pairs if same_answer(*pair)}
-    readable = {pair for pair in pairs if all(text and as_latex(text) for text in pair)}
-    equal |= compare_in_sandbox(readable - set(equal))
-    return [None if pair[1] is None else float(equal.get(pair, False)) for pair in pairs]
+    rows = [truth if isinstance(truth, list) else [truth] for truth in answer]
+    truths = [[extract_boxed(str(one)) or str(one) for one in row if one is not None] for row in rows]
+    pairs = {(g, truth) for g, row in zip(given, truths, strict=True) for truth in row if g}
+    equal = {pair for pair in pairs if same_answer(*(re.sub(TEXT, r"\1", text).strip(" $") for text in pair))}
+    equal |= compare_in_sandbox({pair for pair in pairs - equal if all(map(as_latex, pair))})
+    return [
+        None if truth is None else float(any((g, one) in equal for one in row))
+        for g, row, truth in zip(given, truths, answer, strict=True)
+    ]
 
 
 def final_answer(text: str) -> str | None:
-    """Return the tagged answer, or in a text without tags the content of the only \\boxed{...}."""
-    if "<answer>" in text or text.count("\\boxed{") != 1:
-        return extract_answer(text)
-    start, depth = text.index("\\boxed{") + len("\\boxed{"), 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start:end].strip() or None
-    return None
+    """Return the tagged answer, without a \\boxed{...}; in a text without tags the only \\boxed{...}."""
+    tagged = extract_answer(text)
+    answer = tagged if "<answer>" in text else text
+    return extract_boxed(answer) if answer and answer.count("\\boxed") == 1 else tagged
 
 
 def as_latex(text: str) -> str | None:
@@ -50,10 +54,12 @@ def as_latex(text: str) -> str | None:
     In plain text math-verify would read the last number only ("18 or 19" as 19), and would multiply the
     letters of words ("dog" would equal "god").
 
-    as_latex("18 dollars") == as_latex("$18") == "$18$";  as_latex("dog") is None
+    as_latex("18 dollars") == as_latex("18 \\\\text{ dollars}") == as_latex("$18") == "$18$"
+    as_latex("dog") is None
     """
-    text = re.sub(r"(?<=\d)(\s+[A-Za-z]{3,})+\.?$", "", text.strip()).strip("$")
-    return None if re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text) else f"${text}$"
+    text = re.sub(rf"(?<=[\d}}])({UNIT})+\.?$", "", text.strip()).strip("$")
+    rest = re.sub(r"\\(begin|end)\{\w+\}|\\text\{ *(and|or) *\}|sqrt(?=\()", "", text)
+    return None if re.search(rf"(?<![\\A-Za-z])[A-Za-z]{{3,}}|{TEXT}", rest) else f"${text}$"
 
 
 # Runs in the sandbox and prints a line for each pair.
@@ -71,25 +77,36 @@ for given, truth in {pairs!r}:
 '''
 
 
-def compare_in_sandbox(pairs: set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-    """Compare pairs of expressions, several in one process. A pair that ends the process is unequal; the rest
-    follow in a new process.
+def compare_in_sandbox(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the pairs of equal expressions. Several are compared in one process. A pair that ends the
+    process is unequal; the rest follow in a new process.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError("math_equality needs another package: pip install math-verify")
+    check_sandbox()
 
-    def compare(left: list[tuple[str, str]]) -> dict:
-        equal: dict = {}
-        options = dict(timeout_s=3.0 * SECONDS_PER_ANSWER + 1, memory_mb=1024, modules=("math_verify",))
+    def compare(left: list[tuple[str, str]]) -> set:
+        equal: set = set()
         while left:
             latex = [tuple(map(as_latex, pair)) for pair in left]
             code = COMPARE_TEMPLATE.format(pairs=latex, seconds=SECONDS_PER_ANSWER)
-            lines = run_python(code, **options).stdout.split()
-            equal |= {pair: line == "1" for pair, line in zip(left, lines, strict=False)}
-            left = left[len(lines) + 1 :]
+            lines = run_python(code, timeout_s=3.0 * SECONDS_PER_ANSWER + 1, **SANDBOX).stdout.split()
+            equal |= {pair for pair, line in zip(left, lines, strict=False) if line == "1"}
+            left = left[max(1, len(lines)) :]            # again, unless it had all the time for itself
         return equal
 
     ordered = sorted(pairs)
     chunks = [ordered[i : i + ANSWERS_PER_PROCESS] for i in range(0, len(ordered), ANSWERS_PER_PROCESS)]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return {pair: equal for chunk in threads.map(compare, chunks) for pair, equal in chunk.items()}
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        return set().union(*threads.map(compare, chunks))
+
+
+@cache
+def check_sandbox() -> None:
+    """Raise ModuleNotFoundError if math-verify does not work in the sandbox."""
+    code = "from math_verify import parse, verify\nassert verify(parse('$x+x$'), parse('$2x$'))"
+    result = run_python(code, timeout_s=60.0, **SANDBOX)
+    if not result.ok:
+        reason = result.stderr.strip().rpartition("\n")[2] or result.reason
+        fix = f"does not work in the sandbox: {reason}; install it beside torch"
+        raise ModuleNotFoundError(f"math_equality: math-verify {fix}")

@@ -15,8 +15,8 @@ Both can be exploited: a policy learns to maximise a reward model's score with u
 judge ("this reply deserves a 10"). Give them a small weight and read completions.
 """
 
+import asyncio
 import hashlib
-import http.client
 import itertools
 import json
 import math
@@ -24,13 +24,13 @@ import os
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache as call_once
 from pathlib import Path
 
+import httpx2
 import torch
 
 from engine.chat_template import as_messages, as_text
@@ -38,6 +38,7 @@ from engine.devices import best_device, eager_device
 from reward_functions.answers import text_of
 
 MAX_RESPONSE_BYTES = 1 << 20
+certificates = call_once(httpx2.create_ssl_context)       # 20 ms
 
 
 def classifier(
@@ -49,8 +50,8 @@ def classifier(
     points      the model's output if it has one (a reward model, any range), else the probability of `label`,
                 0 to 1
     max_length  tokens; longer conversations are truncated at their beginning
-    device      "cpu", "cuda"; None: the training device, or with XLA, which would compile every length, the
-                CPU
+    device      "cpu", "cuda"; None: the GPU if there is one, and the CPU with XLA, which would compile every
+                length
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
 
@@ -97,15 +98,23 @@ def judge(
     points        0 to 1: the rating / top. None without exactly one rating from 0 to top in the reply, or
                   without a reply: an unreachable, slow or incoherent judge leaves completions unscored, with
                   a warning
-    url           of the API: /chat/completions is added
+    url           of the API: /chat/completions is added; redirects are not followed
     key_variable  the environment variable that holds the API key; "": no key is sent
-    timeout       seconds for one request, tried 1 + retries times with pauses of backoff, 2 * backoff, ...
-                  seconds. So B completions take at most B / at_once * ((1 + retries) * timeout + pauses)
-    cache         a file in which ratings are kept between runs; "": in memory only
+    timeout       seconds for one request in total, tried 1 + retries times with pauses of backoff,
+                  2 * backoff, ... seconds. So B completions take at most
+                  B / at_once * ((1 + retries) * timeout + pauses)
+    cache         a file in which ratings are kept between runs; "": in memory only. A line that is no rating,
+                  such as the last one of a run that was killed, is left out with a warning
     """
+    api_key = os.environ.get(key_variable, "").strip()
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError(f"judge {name}: the API key in {key_variable} has a character that none can have")
     ratings: dict[str, float] = {}
-    if cache and Path(cache).exists():
-        ratings |= dict(json.loads(line) for line in Path(cache).read_text().splitlines())
+    for line in Path(cache).read_text(errors="replace").splitlines() if os.path.exists(cache) else []:
+        try:
+            ratings.update([json.loads(line)])
+        except (ValueError, TypeError):
+            warnings.warn(f"judge {name}: {cache}: left out {line!r:.80}, not a rating", stacklevel=2)
     lock = threading.Lock()
 
     def points(prompt, completion) -> float | None:
@@ -115,10 +124,11 @@ def judge(
         if key in ratings:
             return ratings[key]
         try:
-            reply = request_completion(url, body, os.environ.get(key_variable, ""), timeout, retries, backoff)
+            reply = request_completion(url, body, api_key, timeout, retries, backoff)
             rating = parse_rating(reply, top)
         except Exception as error:                                 # any failure of the network or the server
-            warnings.warn(f"judge {name}: {type(error).__name__}: {error}", stacklevel=2)
+            text = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
+            warnings.warn(f"judge {name}: {text:.300}", stacklevel=2)
             return None
         with lock:
             ratings[key] = rating
@@ -143,35 +153,40 @@ def judge_prompt(question: str, prompt, text: str, top: float) -> str:
 
 def parse_rating(reply: str, top: float) -> float:
     """Return the only number in a reply / top. Raise ValueError if it is missing or out of range."""
-    text = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
+    # An incomplete thought is matched too, and kept: else the search would restart at each <think> in it.
+    thoughts = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+    text = thoughts.sub(lambda thought: "" if thought[1] else thought[0], reply)
     text = re.sub(rf"(/|out of)\s*{top:g}\b", "", text)
     numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
     if len(numbers) != 1 or not 0 <= float(numbers[0]) <= top:
-        raise ValueError(f"no rating from 0 to {top:g} in {reply!r:.80}")
+        raise ValueError(f"no rating from 0 to {top:g} in {reply!r}")
     return float(numbers[0]) / top
 
 
 def request_completion(url: str, body: dict, key: str, timeout: float, retries: int, backoff: float) -> str:
     """Return the reply of an OpenAI-compatible endpoint. Retry errors that may be temporary."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    url = f"{url.rstrip('/')}/chat/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = dict(url=f"{url.rstrip('/')}/chat/completions", json=body, headers=headers)
     for attempt in itertools.count():
         try:
-            return json.loads(read_response(request, timeout))["choices"][0]["message"]["content"]
-        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
-            permanent = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429
-            if permanent or attempt == retries:
+            response = asyncio.run(asyncio.wait_for(read_response(request), timeout))
+            return json.loads(response)["choices"][0]["message"]["content"]
+        except (OSError, ValueError, LookupError, TypeError, httpx2.HTTPError) as error:
+            status = error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else 500
+            if (status < 500 and status != 429) or attempt == retries:
                 raise
         time.sleep(backoff * 2**attempt)
 
 
-def read_response(request: urllib.request.Request, seconds: float) -> bytes:
-    """Read the body of a response within a total time. (The timeout of urllib is per read.)"""
-    deadline, body = time.monotonic() + seconds, b""
-    with urllib.request.urlopen(request, timeout=seconds) as response:
-        while chunk := response.read1(1 << 16):
+async def read_response(request: dict) -> bytearray:
+    """Send a request and return the body of the response. Redirects count as errors."""
+    body = bytearray()
+    # Without the timeout of httpx2, which is for one read: a server can send one byte after the other.
+    client = httpx2.AsyncClient(timeout=None, verify=certificates())
+    async with client, client.stream("POST", **request) as response:
+        response.raise_for_status()
+        async for chunk in response.aiter_raw():
             body += chunk
-            if time.monotonic() > deadline or len(body) > MAX_RESPONSE_BYTES:
-                raise TimeoutError(f"the response is longer than {MAX_RESPONSE_BYTES} bytes or {seconds:g} s")
+            if len(body) > MAX_RESPONSE_BYTES:
+                raise ValueError(f"the response is longer than {MAX_RESPONSE_BYTES} bytes")
     return body

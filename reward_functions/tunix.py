@@ -11,14 +11,18 @@ import re
 
 from reward_functions.answers import TAGS, score_each, text_of
 
-TUNIX_FORMAT = re.compile(
-    r"<reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$)", re.MULTILINE | re.DOTALL
-)
-
 
 def match_format_exactly(completions, **columns) -> list[float]:
     """Give 3 points if the tags occur in order anywhere, the last one optional at a line's end; else 0."""
-    return [3.0 if TUNIX_FORMAT.search(text_of(completion)) else 0.0 for completion in completions]
+    return [0.0 if find_answer(text_of(completion)) is None else 3.0 for completion in completions]
+
+
+def find_answer(text: str) -> str | None:
+    """Return the group of <reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$), in linear time."""
+    reasoning = text.partition("<reasoning>")[2]
+    rest = reasoning[1:].partition("</reasoning>")[2].partition("<answer>")[2]
+    match = re.match(r"(.+?)(?:</answer>|$)", rest, re.MULTILINE | re.DOTALL)
+    return match[1] if match else None
 
 
 def match_format_approximately(completions, **columns) -> list[float]:
@@ -27,13 +31,17 @@ def match_format_approximately(completions, **columns) -> list[float]:
 
 
 def check_answer(completions, answer, **columns) -> list[float | None]:
-    """Give 3 if equal, 0.5 within 10 %, 0.25 within 20 %, -0.5 for text, -1 otherwise, 0 without answer."""
+    """Give 3 if it is the column `answer`, 0.5 within 10 %, 0.25 within 20 %, -0.5 for text, -1 otherwise, 0
+    without an answer.
+
+    {"prompt": "47+85=?", "answer": "132"}
+    """
 
     def points(text: str, truth) -> float:
-        match = TUNIX_FORMAT.search(text)
-        if match is None:
+        guess = find_answer(text)
+        if guess is None:
             return 0.0
-        guess, truth = match[1].strip().replace(",", ""), str(truth).strip().replace(",", "")
+        guess, truth = guess.strip().replace(",", ""), str(truth).strip().replace(",", "")
         if guess == truth:
             return 3.0
         guess_number, true_number = read_float(guess), read_float(truth)
@@ -50,11 +58,14 @@ def check_answer(completions, answer, **columns) -> list[float | None]:
 
 
 def check_numbers(completions, answer, **columns) -> list[float | None]:
-    """Give 1.5 points if the first digits and dots after <answer> are the true number, else 0."""
+    """Give 1.5 points if the first digits and dots after <answer> are the column `answer`, else 0.
+
+    {"prompt": "47+85=?", "answer": "132"}
+    """
 
     def points(text: str, truth) -> float:
-        match = re.search(r"<answer>.*?([\d.]+)", text, re.DOTALL)
-        guess, truth = read_float(match[1]) if match else None, read_float(str(truth).replace(",", ""))
+        match = re.search(r"[\d.]+", text.partition("<answer>")[2])
+        guess, truth = read_float(match[0]) if match else None, read_float(str(truth).replace(",", ""))
         return 1.5 if guess is not None and guess == truth else 0.0
 
     return score_each(points, completions, answer)

@@ -23,10 +23,11 @@ import transformers
 from safetensors import SafetensorError
 from torch.utils._pytree import tree_map
 
+from engine.adapters import AdapterReference
 from engine.devices import all_gather_object, is_main, num_processes
 from engine.errors import RunError
 from engine.sharding import full_tensor, sharded_like
-from model import AdapterReference, full_state_dict, save_policy
+from model import full_state_dict, save_policy
 
 CHECKSUMS = "SHA256SUMS"        # in the format of `sha256sum --check`
 
@@ -170,7 +171,7 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
 
 
 def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
-    """Read state.pt of a checkpoint; mmap: only what is used. Loading cannot run code."""
+    """Read state.pt of a checkpoint; mmap: only what is used, from the file. Loading cannot run code."""
     state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
     if "progress" not in state:                           # of version 0.1
         names = (
@@ -194,7 +195,10 @@ def random_states() -> dict:
     numbers = np.random.get_state(legacy=False)
     numbers["state"]["key"] = numbers["state"]["key"].tolist()
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
-    return states | {"cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator:
+        states["accelerator"] = accelerator.type, torch.get_device_module(accelerator).get_rng_state()
+    return states
 
 
 def set_random_states(states: dict) -> None:
@@ -203,5 +207,7 @@ def set_random_states(states: dict) -> None:
     random.setstate(states["python"])
     states["numpy"]["state"]["key"] = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state(states["numpy"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind, state = states.get("accelerator", (None, None))
+    if accelerator and kind == accelerator.type:
+        torch.get_device_module(accelerator).set_rng_state(state)

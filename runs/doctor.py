@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 WINDOW = 5                      # rollouts that a metric is averaged over
 DISTANCE = 10                   # rollouts between earlier_mean and recent_mean
+PATIENCE = 10                   # rollouts of tied groups alone before all_tied gives advice
 COOLDOWN = 20                   # rollouts before the same rule gives advice again
 
 
@@ -72,6 +73,24 @@ def unscored(history, config):
     share = recent_mean(history, "unscored")
     if 0.1 < share < 1:
         return f"{share:.0%} of the completions could not be scored and give no gradient: see rollouts.jsonl"
+
+
+def all_tied(history, config):
+    """Report that PATIENCE rollouts had no gradient from rewards, and why."""
+    lines, success = history[-PATIENCE:], mean_of(history[-PATIENCE:], "reward/correctness")
+    tied = len(lines) == PATIENCE and all(line.get("tied_groups") == 1 for line in lines)
+    if config.grpo.use_value_head or not tied:
+        return None
+    found = f"in {PATIENCE} rollouts no group had two different rewards, so nothing was learned from them"
+    explore = (f"raise --generation_temperature (now {config.grpo.generation_temperature:g}) or "
+               f"--num_completions_per_prompt (now {config.grpo.num_completions_per_prompt})")
+    if success == 1:
+        return f"{found}: all completions are correct: take harder problems"
+    if success == 0:
+        return (f"{found}: no completion is correct: learn from demonstrations first, with more "
+                f"--cold_start_steps (now {config.training.cold_start_steps}), take easier problems or a "
+                f"reward function with partial credit, or {explore}")
+    return f"{found}: {explore}, or take a reward function that tells them apart"
 
 
 def saturated(history, config):
@@ -155,7 +174,7 @@ def clipping(history, config):
 RULES: dict[str, Callable] = {
     rule.__name__: rule
     for rule in (
-        not_finite, nothing_scored, unscored, saturated, lengths_collapse, kl_runs_away, entropy_falls,
-        lengths_explode, truncation, clipping, ties,
+        not_finite, nothing_scored, unscored, all_tied, saturated, lengths_collapse, kl_runs_away,
+        entropy_falls, lengths_explode, truncation, clipping, ties,
     )
 }

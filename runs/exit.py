@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.devices import all_sum, is_main, shutdown
+from engine.devices import all_sum, print_last_line, shutdown
 from engine.errors import RunError
 
 
@@ -76,8 +76,7 @@ def exit_on_run_errors(folder: Path):
 
 
 def end_program(message: str, code: int) -> None:
-    """Print one line on the main rank and exit."""
-    if is_main():
-        print(f"train.py: {message}", file=sys.stderr)
-    shutdown()
+    """Print one line, once, whichever rank it comes from, and exit."""
+    print_last_line(f"train.py: {message}")
+    shutdown(code)
     sys.exit(code)

@@ -3,9 +3,12 @@ Notes on the flags of a run, printed at its start: flags without effect, combina
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-from config import PROFILES, Config
+from config import Config
+from sources.readers import READERS
+from sources.settings import profile_values
 
 
 def flag_notes(settings: Config) -> list[str]:
@@ -24,6 +27,9 @@ def flag_notes(settings: Config) -> list[str]:
             config.loss_type == "gspo" and config.clip_high > 0.01 and several,
         f"cispo caps a token's weight at {1 + config.clip_high:g}; clip_high of 4 or so is usual":
             config.loss_type == "cispo" and config.clip_high < 1 and several,
+        f"reference_update_freq {config.reference_update_freq} counts optimiser steps, of which each rollout "
+        f"takes {settings.updates_per_rollout}":
+            config.reference_mode == "periodic" and several and config.kl_coef,
         "dr_grpo is meant for advantages in points; --normalize_advantages false is the paper's":
             config.loss_type == "dr_grpo" and config.normalize_advantages,
     }
@@ -33,11 +39,15 @@ def flag_notes(settings: Config) -> list[str]:
 def flags_without_effect(settings: Config) -> list[str]:
     """Return a line for each flag that has been set and has no effect, with the reason."""
     config, training = settings.grpo, settings.training
+    trained, held_out = Path(settings.data.dataset), Path(settings.data.eval_dataset or settings.data.dataset)
     no_kl, unscaled = not config.kl_coef, not (config.normalize_advantages or config.use_value_head)
     of_evaluations = "generation_", "environment", "max_turns"
     of_grpo = [f.name for f in dataclasses.fields(config) if not f.name.startswith(of_evaluations)]
     rules: list[tuple[str, Any, list[str]]] = [       # reason, whether it holds, flags
         ("without --lora_rank", not settings.model.lora_rank, ["lora_alpha"]),
+        ("with the built-in model", not settings.model.model_path, ["chat_template", "chat_template_kwargs"]),
+        ("with a file, which has no splits", trained.suffix in READERS, ["train_split"]),
+        ("with a file, which has no splits", held_out.suffix in READERS, ["eval_split"]),
         ("without --cold_start_steps", not training.cold_start_steps,
          ["cold_start_learning_rate", "cold_start_accuracy"]),
         ("with --loss_type reinforce", config.loss_type == "reinforce", ["clip_low", "clip_high"]),
@@ -61,10 +71,10 @@ def flags_without_effect(settings: Config) -> list[str]:
          config.minibatch_size >= settings.rollout_size, ["minibatch_size"]),
     ]
     if not training.use_grpo:
-        rules = [rules[0], ("without --use_grpo", True, [
+        rules = [*rules[:4], ("without --use_grpo", True, [
             *of_grpo, "cold_start_steps", "cold_start_accuracy", "cold_start_learning_rate",
             "prefer_mixed", "log_groups", "log_rollouts_every"])]
-    profile, lines = PROFILES.get(training.profile, {}), []
+    profile, lines = profile_values(training.profile, training.batch_size), []
     for section in (settings.model, settings.data, config, training):
         for f in dataclasses.fields(section):
             default = f.default_factory() if f.default is dataclasses.MISSING else f.default

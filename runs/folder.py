@@ -21,12 +21,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from analysis.report import write_report
-from config import PROFILES, Config
+from config import Config
+from engine.adapters import has_adapter
 from engine.devices import all_gather_object, is_main, num_processes
+from engine.text_model import has_experts
 from runs.curves import draw_curves
 from runs.flag_notes import flag_notes
-from runs.records import held_out_text, or_none, points_text, read_jsonl, replace_text
+from runs.records import cut_after, held_out_text, or_none, points_text, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
+from sources.settings import PROFILES
 
 UNITS = {                       # the console line: metric, label, format
     "loss": "loss {:.3f} nat",
@@ -53,8 +56,6 @@ class RunFolder:
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
-        if training.resume and not (self.path / "config.json").exists():
-            raise ValueError(f"--output_dir={self.path}: there is no run in it to resume")
         if not training.resume and (self.path / "config.json").exists():
             raise ValueError(
                 f"--output_dir={self.path}: holds another run; continue it with --resume, or name a new one"
@@ -82,10 +83,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         replace_text(self.path / "config.json", json.dumps(self.config.as_dict(), indent=2) + "\n")
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
-            lines = read_jsonl(self.path / name)
-            kept = [line for line in lines if last_step > 0 and line["step"] <= last_step]
-            if kept or name in ("metrics.jsonl", "rollouts.jsonl"):
-                replace_text(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
+            if name in ("metrics.jsonl", "rollouts.jsonl"):
+                (self.path / name).touch()
+            cut_after(self.path / name, last_step)
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
         config = self.config
         self.tracker = open_tracker(config.training.report_to, self.path, config.as_dict(), last_step)
@@ -100,7 +100,7 @@ class RunFolder:
             return
         line = {"step": step, "phase": phase}
         for name, value in metrics.items():
-            line[name] = or_none(value) if isinstance(value, float) else value
+            line.setdefault(name, or_none(value) if isinstance(value, float) else value)
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if phase == "grpo":
@@ -120,9 +120,10 @@ class RunFolder:
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
         count = num_processes()
         where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
-        adapter = f", {trainable:.2f}M of them in the adapter that is trained" if trainable < size else ""
+        part = "the adapter" if has_adapter(model) else "the text model"
+        trained = f", {trainable:.2f}M of them in {part} that is trained" if trainable < size else ""
         name = config.model.model_path or "built-in tiny Gemma 3"
-        self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{adapter}")
+        self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{trained}")
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         for phase in phases:
             group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
@@ -130,7 +131,8 @@ class RunFolder:
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
-        for line in flag_notes(config):
+        left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
+        for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
             self.print(f"  note   {line}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
@@ -172,7 +174,8 @@ class RunFolder:
         if not self.writes:
             return
         with (self.path / name).open("a") as file:
-            file.writelines(json.dumps({"step": step, "phase": phase} | record) + "\n" for record in records)
+            lines = ({"step": step, "phase": phase} | record for record in records)
+            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
     def print_summary(self) -> None:
         """Print the held-out results after each phase, and the paths of the most important files."""

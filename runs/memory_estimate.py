@@ -1,128 +1,189 @@
 """
-Estimates of the tokens and the memory of a step, printed before the first one.
+Estimates of the tokens and the memory of a step, before any weights are loaded, and flags that follow them.
 
-The memory estimate is for the worst case, in which every completion reaches the length limit. Activations are
-not derived from the architecture but measured: the tensors that autograd keeps of one small forward pass.
+    python train.py --use_grpo --estimate --model_path FOLDER_OR_ID --memory_gb 24 --mesh fsdp=8
+
+They are for the worst case, in which every completion reaches the length limit. Weights, gradients, AdamW's
+state and the reference are counted; sampling and a training pass are simulated (simulated_memory.py).
 """
 
-import os
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 
-import torch
-from torch.autograd.graph import saved_tensors_hooks
-
-from config import Config
-from data import encode_prompt
-from engine.chunked_head import LOGITS_AT_ONCE, TOKENS_AT_ONCE
-from engine.devices import peak_memory_gb
-from engine.packing import pack_rows
-from engine.sharding import bytes_here, gathered_weights, local
-from logprobs import completion_log_probs
+from config import Config, TrainingConfig
+from engine.adapters import has_adapter, trainable_parameters
+from engine.errors import first_line
 from engine.recomputation import layers_of
-from model import has_adapter, precision_of, trainable_parameters
-from runs.startup_check import random_rollout
+from engine.precision import matrices_of_layers, precision_of
+from runs.simulated_memory import FakePolicy
+
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)     # exceptions are enough
+
+FULL = 0.9                      # use at most this share of the memory: fragments and CUDA's context need some
+PASS_TOKENS = 8192, 4096, 2048  # defaults of --max_tokens_per_forward on an accelerator, the best one first
+fake_policy = lru_cache(maxsize=8)(FakePolicy)
+
+
+@lru_cache(maxsize=64)
+def pass_bytes(
+    model_config, recompute: bool, tp: int, tokens: int, shared_prompt: bool, policy: tuple
+) -> int:
+    """Return FakePolicy.pass_bytes, or the result of the same call before."""
+    return fake_policy(model_config, recompute, tp).pass_bytes(tokens, shared_prompt, dict(policy))
+
+
+def step_tokens(config: Config, longest_prompt: int, shared_prompt: bool) -> int:
+    """Return the tokens of a step, at most; demonstrations have the limit of completions."""
+    size = config.grpo.num_completions_per_prompt if config.training.use_grpo else 1
+    prompt_tokens = longest_prompt * (1 if shared_prompt else size)
+    return config.training.batch_size * (prompt_tokens + size * config.grpo.generation_max_length)
+
+
+def memory_gb(
+    config: Config, longest_prompt: int, mesh: dict[str, int], shared_prompt: bool = True
+) -> dict[str, float]:
+    """Return the memory of a process by purpose, in 10^9 bytes, and in all: at the peak.
+
+    longest_prompt  in tokens;  mesh  as parse_mesh returns it
+    """
+    try:
+        return memory_of_process(config, longest_prompt, mesh, shared_prompt)
+    except AssertionError:                                # of check_layers: some carry state, so plain rows
+        return memory_of_process(config, longest_prompt, mesh, False)
+
+
+def memory_of_process(
+    config: Config, longest_prompt: int, mesh: dict[str, int], shared_prompt: bool
+) -> dict[str, float]:
+    """Return memory_gb for passes that are packed (shared_prompt) or plain."""
+    training, grpo, limit = config.training, config.grpo, config.grpo.generation_max_length
+    shards, slices = mesh["fsdp"], mesh["replicate"] * mesh["fsdp"]
+    shapes = config.model, training.gradient_checkpointing, mesh["tp"]
+    policy = fake_policy(*shapes)
+    model, width = policy.model, policy.model.config.get_text_config().hidden_size
+    weights, trained = num_bytes(model.parameters()), num_bytes(trainable_parameters(model))
+    value_head = 4 * (width**2 + 4 * width + 1) if training.use_grpo and grpo.use_value_head else 0
+    layers = [num_bytes(layer.parameters()) for layer in layers_of(model)]
+    # Weights outside the layers stay gathered in a pass. Of layers there are two, and the gradient of one.
+    gathered = weights - sum(layers) + 3 * max(layers, default=0) if shards > 1 else 0
+    tokens = math.ceil(step_tokens(config, longest_prompt, shared_prompt) / slices)
+    tokens = min(tokens, max(training.max_tokens_per_forward, longest_prompt + limit))
+    prompts = math.ceil(training.batch_size / slices)
+    if grpo.generation_batch_size:
+        prompts = min(prompts, grpo.generation_batch_size // grpo.num_completions_per_prompt)
+    distribution = tuple((grpo if training.use_grpo else grpo.supervised).policy.items())
+    sizes = {
+        "weights": weights / shards + value_head,
+        "AdamW": trained / shards * (0.51 if training.adam_8bit else 2) + 2 * value_head,
+        "reference": reference_bytes(config, model) / shards,
+        "gradients": trained / shards + value_head,
+        "training pass": pass_bytes(*shapes, tokens, shared_prompt, distribution) + gathered,
+        "sampling": policy.sampling_bytes(prompts, longest_prompt, grpo, shared_prompt)
+        + weights * (shards > 1),
+    }
+    always = sizes["weights"] + sizes["AdamW"] + sizes["reference"]
+    sizes["in all"] = always + max(sizes["gradients"] + sizes["training pass"], sizes["sampling"])
+    return {name: size / 1e9 for name, size in sizes.items()}
+
+
+def reference_bytes(config: Config, model) -> int:
+    """Return the bytes of the reference on the device between its passes, undivided."""
+    if not config.training.use_grpo or not config.grpo.kl_coef or config.grpo.reference_offload:
+        return 0
+    if has_adapter(model):
+        return num_bytes(trainable_parameters(model))
+    exact = config.grpo.reference_mode == "ema" or precision_of(model) == "float32"
+    small = [] if exact else [weight for _, _, weight in matrices_of_layers(model)]
+    return num_bytes(model.parameters()) - 2 * sum(parameter.numel() for parameter in small)
+
+
+def num_bytes(parameters: Iterable) -> int:
+    """Return the bytes of all parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def choose_memory_settings(
+    training: TrainingConfig, longest_prompt: int, estimate: Callable[[TrainingConfig], float], memory: float
+) -> TrainingConfig:
+    """Return max_tokens_per_forward and gradient_checkpointing, unless they were given, such that a run fits.
+
+    The longest passes that fit without recomputation, else with it; if none fits, those that need least.
+    estimate  gigabytes with these settings;  memory  gigabytes
+    """
+    tokens, recompute = training.max_tokens_per_forward, training.gradient_checkpointing
+    sizes = [tokens] if tokens else [max(size, 2 * longest_prompt) for size in PASS_TOKENS]
+    switches = [recompute] if recompute or "gradient_checkpointing" in training.given else [False, True]
+    choices = [
+        replace(training, gradient_checkpointing=switch, max_tokens_per_forward=size)
+        for switch, size in product(switches, dict.fromkeys(sizes))
+    ]
+    needed = []
+    for choice in choices:
+        needed.append(estimate(choice))
+        if needed[-1] <= FULL * memory:
+            return choice
+    return choices[needed.index(min(needed))]
+
+
+def resolve_memory_settings(
+    config: Config, device: str, longest_prompt: int, mesh: dict[str, int], memory: float
+) -> Config:
+    """Return the configuration with the result of choose_memory_settings; with constants on a CPU or XLA.
+
+    device  its type;  memory  of the device, in 10^9 bytes
+    """
+    training = config.training
+    if device in ("cpu", "xla"):
+        default = max(2048 if device == "cpu" else 8192, 2 * longest_prompt)
+        training = replace(training, max_tokens_per_forward=training.max_tokens_per_forward or default)
+        return replace(config, training=training)
+
+    def estimate(training: TrainingConfig) -> float:
+        try:
+            return memory_gb(replace(config, training=training), longest_prompt, mesh)["in all"]
+        except Exception:                                 # not every architecture runs on fake tensors
+            return math.inf
+
+    return replace(config, training=choose_memory_settings(training, longest_prompt, estimate, memory))
 
 
 def describe_step(
-    model, tokenizer, examples: list[dict], config: Config, *, longest_prompt: int, shared_prompt: bool
+    config: Config, *, longest_prompt: int, shared_prompt: bool, mesh: dict[str, int], memory: float,
+    libraries: float = 0.0,
 ) -> list[str]:
-    """Return lines for the console about a GRPO step.
+    """Return lines for the console about a step.
 
-    examples        a few, to measure activations with
-    longest_prompt  in tokens
+    memory     of the device, in 10^9 bytes; 0: not estimated, because XLA plans its memory at compilation
+    libraries  part of it that Python and its libraries take
     """
     training, prompts = config.training, config.training.batch_size
-    group_size, limit = config.grpo.num_completions_per_prompt, config.grpo.generation_max_length
-    completions = group_size * limit if shared_prompt else group_size * (longest_prompt + limit)
-    tokens = prompts * (longest_prompt * shared_prompt + completions)
-    num_passes = -(-tokens // training.max_tokens_per_forward)
-    work = (
-        f"a step: {prompts} prompts of up to {longest_prompt} tokens x {group_size} = {prompts * group_size} "
-        f"completions of up to {limit}; {tokens} tokens at most, in {num_passes} "
-        f"pass{'es' * (num_passes > 1)}"
+    size, limit = config.grpo.num_completions_per_prompt, config.grpo.generation_max_length
+    tokens = step_tokens(config, longest_prompt, shared_prompt)
+    num_passes = math.ceil(tokens / training.max_tokens_per_forward)
+    lines = [
+        f"a step: {prompts} prompts of up to {longest_prompt} tokens x {size} = {prompts * size} completions "
+        f"of up to {limit}; {tokens} tokens at most, in {num_passes} pass{'es' * (num_passes > 1)}"
+    ] if training.use_grpo else []
+    if not memory:
+        return lines
+    try:
+        sizes = memory_gb(config, longest_prompt, mesh, shared_prompt)
+    except Exception as error:
+        return [*lines, f"memory: no estimate for this model: {first_line(error)}"]
+    total = sizes.pop("in all") + libraries
+    sizes = {"libraries": libraries} | sizes
+    table = ", ".join(f"{name} {size:.2g}" for name, size in sizes.items() if size >= 0.005)
+    line = (
+        f"memory: about {total:.3g} of {memory:.3g} GB at most ({table}; gradients and training pass "
+        "alternate with sampling)"
     )
-    if model.device.type == "xla":                        # plans its memory at compilation
-        return [work]
-    pass_tokens = min(tokens, max(training.max_tokens_per_forward, longest_prompt + limit))
-    token_bytes = activation_bytes(model, tokenizer, examples, training.gradient_checkpointing, shared_prompt)
-    cache_tokens = longest_prompt / (group_size if shared_prompt else 1) + limit             # of a completion
-    sizes = memory_gb(model, config, pass_tokens * token_bytes, cache_tokens)
-    alternating = {name: sizes.pop(name) for name in ("training pass", "sampling cache")}
-    total, available = sum(sizes.values()) + max(alternating.values()), available_gb(model.device)
-    table = ", ".join(f"{name} {size:.2g}" for name, size in (sizes | alternating).items() if size >= 0.005)
-    memory = f"memory: about {total:.2g} of {available:.2g} GB at most ({table}; pass and cache alternate)"
-    if total > 0.9 * available:
-        memory += (
+    if total > FULL * memory:
+        line += (
             "; if it runs out: --gradient_checkpointing, lower --max_tokens_per_forward or "
             "--generation_batch_size"
         )
-    return [work, memory]
-
-
-def memory_gb(model, config: Config, activations: float, cache_tokens: float) -> dict[str, float]:
-    """Return the memory of a run by purpose, in 10^9 bytes.
-
-    activations   bytes of a training pass
-    cache_tokens  tokens of a completion in the cache, with its share of the prompt
-    """
-    architecture = model.config.get_text_config()
-    weights = sum(map(bytes_here, model.parameters()))
-    trainable = sum(map(bytes_here, trainable_parameters(model)))
-    on_other_ranks = sum(p.numel() * p.element_size() for p in model.parameters()) - weights
-    head = model.get_output_embeddings().weight
-    num_rows = config.training.batch_size * config.grpo.num_completions_per_prompt
-    num_rows = config.grpo.generation_batch_size or num_rows
-    num_heads = architecture.num_attention_heads
-    width = getattr(architecture, "head_dim", None) or architecture.hidden_size // num_heads
-    width *= getattr(architecture, "num_key_value_heads", None) or num_heads     # of the keys of a token
-    logits = 3 * max(LOGITS_AT_ONCE, TOKENS_AT_ONCE * len(head)) * 4      # logits, probabilities, gradient
-    embedding_gradient = head.numel() * 4                                 # before it is accumulated
-    size = 4 if precision_of(model) == "float32" else 2                   # bytes of a number in the cache
-    libraries = peak_memory_gb(model.device) - weights / 1e9
-    return {
-        "libraries": max(0.0, libraries) if model.device.type == "cpu" else 0.0,
-        "weights": weights / 1e9, "gradients": trainable / 1e9, "AdamW": 2 * trainable / 1e9,
-        "reference": (trainable if has_adapter(model) else weights) / 1e9 if config.grpo.kl_coef else 0.0,
-        "training pass": (activations + logits + embedding_gradient) / 1e9,
-        # Keys and values, two copies while they are compacted, and gathered weights.
-        "sampling cache": (
-            2 * num_rows * cache_tokens * 2 * width * architecture.num_hidden_layers * size + on_other_ranks
-        ) / 1e9,
-    }
-
-
-def activation_bytes(model, tokenizer, examples: list[dict], recompute: bool, shared_prompt: bool) -> float:
-    """Return the bytes that autograd keeps for a token of a forward pass.
-
-    recompute  --gradient_checkpointing: count one layer, and only the inputs of the others
-    """
-    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    rollout = random_rollout(model, tokenizer, prompts)
-    kept: dict[int, int] = {}
-    recomputed = layers_of(model)[:1] if recompute else []
-
-    def count(tensor):
-        storage = local(tensor).untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with gathered_weights(model), saved_tensors_hooks(count, lambda tensor: tensor):
-        weights = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
-        wrapped = [layer.forward for layer in recomputed]
-        try:
-            for layer in recomputed:
-                layer.forward = layer.forward.args[0]     # what recompute_activations wrapped
-            result = completion_log_probs(model, rollout, shared_prompt=shared_prompt)
-        finally:
-            for layer, forward in zip(recomputed, wrapped, strict=True):
-                layer.forward = forward
-    del result                                            # not earlier, so that no address was used twice
-    packed = pack_rows(rollout, torch.arange(len(rollout.completions)), shared_prompt)
-    return sum(kept.values()) / packed.ids.numel()
-
-
-def available_gb(device: torch.device) -> float:
-    """Return the memory of the device in 10^9 bytes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / 1e9
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return [*lines, line]

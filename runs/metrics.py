@@ -37,14 +37,14 @@ def summarize_groups(groups: Groups, experience: Experience) -> dict:
     scores, mask, advantages = groups.scores, groups.rollout.completion_mask, experience.advantages
     if advantages.shape[1] > 1:                           # of tokens
         advantages = advantages[experience.mask]
-    return experience.metrics | {
+    return groups.reports.means() | experience.metrics | {
         "mean_reward": float(scores.nanmean()),
         "mean_advantage": float(advantages.mean()),
         "std_advantage": float(advantages.std()),
         "tied_groups": float(groups.tied.float().mean()),
         "replaced_groups": groups.replaced,
         "unscored": float(scores.isnan().float().mean()),
-        "reward_errors": len(groups.failures),
+        "reward_errors": len(groups.reports.failures),
         "completion_tokens": float(mask.sum()) / len(mask),
         "truncated": float((~groups.rollout.finished).float().mean()),
     } | {

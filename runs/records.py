@@ -35,6 +35,8 @@ def completion_records(experience, after=None) -> list[dict]:
                 "reward": or_none(groups.scores[p, g]),
                 "advantage": or_none((advantages[row][mask] if by_token else advantages[row]).mean()),
             }
+            if any(extra := groups.reports.extra[row : row + 1]):
+                record["extra"] = extra[0]
             if by_token:
                 record["token_advantages"] = sampled_only(advantages[row])
             if after is not None:
@@ -86,6 +88,22 @@ def read_jsonl(path: Path) -> list[dict]:
         return []
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def cut_after(path: Path, last_step: int) -> None:
+    """Remove the lines of steps after last_step, or all for 0, from the end of a .jsonl file, in place.
+
+    A last line that a crash cut off goes as well. Reads a line at a time: rollouts.jsonl grows to gigabytes.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            if last_step == 0 or not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -9,19 +9,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from analysis.evaluation import evaluate
 from config import Config, GRPOConfig
-from engine.devices import peak_memory_gb
+from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
+from engine.devices import num_processes, peak_memory_gb
 from engine.errors import RunError
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import adapt_kl_coefficient
-from model import (
-    AdapterReference, ValueHead, frozen_copy, has_adapter, merged_copy, move, save_policy,
-    trainable_parameters,
-)
+from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
     NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
     set_random_states, versions, write_checkpoint, write_final,
@@ -59,12 +58,13 @@ class Progress:
             prompts = [example["prompt"] for example in groups.examples]
             self.prompt_memory.record(prompts, groups.scores.tolist())
 
-    def adapt_kl_coef(self, kl: float, config: GRPOConfig, *, num_samples: int) -> float:
-        """Adapt the weight of the KL penalty to the KL of a rollout, in nats per token, and return it."""
-        self.kl_coef = adapt_kl_coefficient(
-            self.kl_coef, kl, target=config.kl_target, num_samples=num_samples, horizon=config.kl_horizon
-        )
-        return self.kl_coef
+    def adapt_kl_coef(self, metrics: dict, config: GRPOConfig, *, num_samples: int) -> None:
+        """With --kl_target, adapt the KL penalty's weight to the KL of a rollout, and add it to metrics."""
+        if config.kl_target and math.isfinite(metrics["kl"]):
+            self.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
+                self.kl_coef, metrics["kl"], target=config.kl_target, num_samples=num_samples,
+                horizon=config.kl_horizon,
+            )
 
     @property
     def mean_reward(self) -> float:
@@ -125,6 +125,18 @@ class Run:
         max_tokens = self.config.training.max_tokens_per_forward
         return {"max_tokens": max_tokens, "shared_prompt": self.shared_prompt}
 
+    def scaler_for(self, parameters: list) -> torch.amp.GradScaler:
+        """Return the scaler; without a gradient, as in tied groups, which it rejects, one without effect."""
+        has_gradient = any(p.grad is not None for p in parameters)
+        return self.scaler if has_gradient else torch.amp.GradScaler(enabled=False)
+
+    @property
+    def trainer_state(self) -> SimpleNamespace:
+        """Return the progress of the last phase for reward functions, in steps and epochs, as in TRL."""
+        step = self.progress.phase_step if self.phase is self.phases[-1] else 0
+        epoch = step and self.batches.position / len(self.train_set)
+        return SimpleNamespace(global_step=step, max_steps=self.phases[-1].steps, epoch=epoch)
+
     @property
     def is_complete(self) -> bool:
         """Return True if all phases have ended and the final model has been saved."""
@@ -141,7 +153,7 @@ class Run:
         self.batches = ShuffledBatches(self.train_set, training.batch_size, seed, memory)
         parameters = [{"params": trainable_parameters(self.model)}]
         if phase.name == "grpo" and config.kl_coef > 0 and self.reference is None:
-            self.reference = frozen_copy(self.model)
+            self.reference = frozen_copy(self.model, exact=config.reference_mode == "ema")
             move(self.reference, torch.device("cpu") if config.reference_offload else self.device)
         if phase.name == "grpo" and config.use_value_head:
             self.value_head = ValueHead(self.model.config.get_text_config().hidden_size).to(self.device)
@@ -184,6 +196,21 @@ class Run:
             except NotSaved as problem:
                 self.folder.print(f"{problem}; continuing without")
 
+    @property
+    def how_to_resume(self) -> str:
+        """Return the command or the call that continues this run."""
+        config, data = self.config.grpo, self.config.data
+        names = [*config.reward_functions, config.environment, data.dataset, data.eval_dataset]
+        if any(name.startswith("python:") for name in names):                    # begun with Python objects
+            section = f"TrainingConfig(output_dir={str(self.folder.path)!r}, resume=True)"
+            return f"train(Config(training={section}), ...) and the same objects"
+        return f"python train.py --output_dir {self.folder.path} --resume"
+
+    def save_and_print_how_to_resume(self) -> None:
+        """Save a checkpoint within a phase, and print how to continue."""
+        self.folder.print(f"stopped at step {self.progress.step}, saved to {self.save_checkpoint()}")
+        self.folder.print(f"continue with: {self.how_to_resume}")
+
     def save_final(self) -> None:
         """Save the policy to final/ of the run folder."""
         write_final(self.model, self.tokenizer, self.folder.path / "final")
@@ -198,7 +225,7 @@ class Run:
 
     def restore(self, checkpoint: Path) -> None:
         """Restore progress and random states from a checkpoint; begin_phase restores the rest."""
-        state = read_state(checkpoint)
+        state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
         set_random_states(state.pop("random_states"))
         self.progress = Progress.from_dict(state.pop("progress"))
         if not self.config.grpo.kl_target:
@@ -223,8 +250,7 @@ class Run:
             self.batches.position = position              # the batch was not trained on: repeat it
             try:
                 checkpoint = self.save_checkpoint()
-                resume = f"--output_dir {self.folder.path} --resume"
-                end = f"Saved to {checkpoint}: fix it and continue with {resume}"
+                end = f"Saved to {checkpoint}: fix it and continue with {self.how_to_resume}"
             except NotSaved as problem:
                 end = f"And {problem}"
             raise type(error)(f"{error} {end}") from error
@@ -240,6 +266,7 @@ class Run:
             reward_functions=self.reward_functions, on_error=config.reward_errors,
             reward_timeout=config.reward_timeout, shared_prompt=self.shared_prompt,
             environment=self.environment, batch_size=config.generation_batch_size or num_rows,
+            trainer_state=self.trainer_state,
         )
         self.folder.log(self.progress.step, "eval", result)
         self.folder.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
@@ -257,8 +284,8 @@ class Run:
         folder.log(step, phase, metrics)
         folder.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
         if phase == "grpo":
-            if experience.groups.failures:
-                folder.append("reward_errors.jsonl", step, phase, experience.groups.failures)
+            if failures := experience.groups.reports.failures:
+                folder.append("reward_errors.jsonl", step, phase, failures)
             before, after = step - metrics["updates"], None
             every = self.config.training.log_rollouts_every
             logged = is_due(before - 1, step - 1, every)          # its updates include step 1, 1 + n, ...

@@ -8,43 +8,81 @@ is read, the tokenizer loaded, and prompts are counted in tokens. The model and 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from config import Config
-from engine.devices import best_device, keep_freed_memory, num_processes
+from engine.adapters import AdapterReference, copy_into
+from engine.devices import (
+    available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory, num_processes, peak_memory_gb,
+)
+from engine.precision import resolve_precision
 from engine.sharding import gathered_weights, shard, sharded_like
 from environments.conversations import EnvironmentRaised
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
-from model import AdapterReference, check_context_length, copy_into, load_policy, load_tokenizer, move
+from model import check_context_length, load_policy, load_tokenizer, move
 from reward_functions.calling import RewardError
-from reward_functions.loading import missing_columns, name_of
-from rewards import load_reward_function
+from reward_functions.loading import as_name, name_of, require_columns
+from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
-from runs.memory_estimate import describe_step
+from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
 from runs.startup_check import check_setup
 from runs.training_data import fit_prompts, load_data, validate_demonstrations
 
 
-def load_reward_functions(config: Config) -> list[Callable]:
+def name_objects(config: Config, given: dict) -> Config:
+    """Return the configuration with the names of the arguments of set_up in place of its own.
+
+    given   reward_functions, environment, dataset and eval_dataset: names, Python objects or None
+    raises  ValueError if one is no function, or if an object of the run that is resumed is missing
+    """
+    for f in [*(given["reward_functions"] or []), given["environment"] or ""]:
+        if not (isinstance(f, str) or callable(f)):
+            raise ValueError(f"{f!r:.60} is neither a function nor the name of one")
+    names = {name: as_name(value) for name, value in given.items() if value is not None}
+    if given["reward_functions"] is not None:
+        names["reward_functions"] = [
+            name_of(f) if BUILT_IN.get(name_of(f)) is f else as_name(f) for f in given["reward_functions"]]
+    grpo = replace(config.grpo, **{n: names[n] for n in ("reward_functions", "environment") if n in names})
+    data = replace(config.data, **{n: names[n] for n in ("dataset", "eval_dataset") if n in names})
+    for name in [name for name in given if name not in names]:
+        used = getattr(data if "dataset" in name else grpo, name)
+        used = [used] if isinstance(used, str) else used
+        if missing := [n for n in used if n.startswith("python:")]:
+            raise ValueError(
+                f"--{name} {missing[0]}: a Python object of the program that began this run; pass it again: "
+                f"train(config, {name}=...)"
+            )
+    grpo.validate_functions()
+    return replace(config, grpo=grpo, data=data)
+
+
+def load_reward_functions(config: Config, given: Sequence[str | Callable]) -> list[Callable]:
     """Return the reward functions of a GRPO run, in order; none for supervised training."""
     if not config.training.use_grpo:
         return []
-    functions = [load_reward_function(name) for name in config.grpo.reward_functions]
+    functions = [load_reward_function(name) for name in given]
     names = [name_of(function) for function in functions]
     if len(set(names)) < len(names):
         flag = f"--reward_functions {' '.join(config.grpo.reward_functions)}"
-        raise ValueError(f"{flag}: two have the same name; rename one")
+        raise ValueError(f"{flag}: two have the same name; rename one, by its __name__")
     return functions
 
 
-def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> None:
-    """Raise ValueError if GRPO cannot work with these settings, this tokenizer or these examples."""
+def validate_grpo_setup(
+    config: Config, tokenizer, dataset: Sequence[dict], *, reward_functions: Sequence | None = None,
+    environment: str | Callable | None = None,
+) -> None:
+    """Raise ValueError if GRPO cannot work with these settings, this tokenizer or these examples.
+
+    reward_functions, environment  names or functions; None: those of config
+    """
     size = config.grpo.num_completions_per_prompt
     if size < 2:
         raise ValueError(f"--num_completions_per_prompt={size}: GRPO needs at least 2, to compare them")
@@ -52,14 +90,10 @@ def validate_grpo_setup(config: Config, tokenizer, dataset: Sequence[dict]) -> N
         raise ValueError("GRPO needs a tokenizer with pad_token and eos_token")
     if not dataset or not all("prompt" in example for example in dataset):
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
-    columns = {name for example in dataset for name in example}
-    for name in config.grpo.reward_functions:
-        if missing := missing_columns(load_reward_function(name), columns):
-            raise ValueError(
-                f"--reward_functions {name}: needs the column {missing[0]}, which {config.data.dataset} does "
-                f"not have (columns: {', '.join(sorted(columns))})"
-            )
-    refuse_missing_columns(config.grpo.environment, load_environment(config.grpo.environment), dataset)
+    names = config.grpo.reward_functions if reward_functions is None else reward_functions
+    require_columns([load_reward_function(name) for name in names], dataset, config.data.dataset)
+    environment = load_environment(config.grpo.environment if environment is None else environment)
+    refuse_missing_columns(config.grpo.environment, environment, dataset)
 
 
 def start_up_check(
@@ -94,10 +128,26 @@ def start_up_check(
     return bool(packing.ok)
 
 
-def set_up(config: Config) -> Run:
-    """Prepare a run up to its first step. Raises ValueError if the user has to change something."""
-    device = best_device()
-    keep_freed_memory()
+def set_up(
+    config: Config, *, reward_functions: Sequence[str | Callable] | None = None,
+    environment: str | Callable | None = None, dataset: str | Sequence | None = None,
+    eval_dataset: str | Sequence | None = None,
+) -> Run:
+    """Prepare a run up to its first step. Raises ValueError if the user has to change something.
+
+    reward_functions, environment  names, functions, or None: those of config
+    dataset, eval_dataset          a source or examples for load_examples, or None: that of config
+    """
+    device = best_device(config.model.device)
+    if reward_functions is not None:
+        alone = isinstance(reward_functions, str) or callable(reward_functions)
+        reward_functions = [reward_functions] if alone else list(reward_functions)
+    config = name_objects(config, dict(
+        reward_functions=reward_functions, environment=environment, dataset=dataset,
+        eval_dataset=eval_dataset,
+    ))
+    precision = resolve_precision(config.model.precision, device)                # in config.json
+    config = replace(config, model=replace(config.model, precision=precision))
     training = config.training
     if device.type == "xla" and config.model.precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
@@ -105,21 +155,26 @@ def set_up(config: Config) -> Run:
         adam_8bit()
     mesh = parse_mesh(config)
     folder = RunFolder(config)
-    reward_functions, environment = load_reward_functions(config), load_environment(config.grpo.environment)
-    train_set, eval_set = load_data(config)
+    names = config.grpo.reward_functions if reward_functions is None else reward_functions
+    functions = load_reward_functions(config, names)
+    environment = load_environment(config.grpo.environment if environment is None else environment)
+    train_set, eval_set = load_data(config, dataset, eval_dataset)
     validate_demonstrations(config, train_set)
     checkpoint = find_checkpoint(config, folder) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
     tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
     if training.use_grpo:
-        validate_grpo_setup(config, tokenizer, train_set)
+        validate_grpo_setup(
+            config, tokenizer, train_set, reward_functions=functions, environment=environment)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, folder.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, folder.print)
-    if not training.max_tokens_per_forward:               # in config.json, for a resumed run
-        tokens = max(2048 if device.type == "cpu" else 8192, 2 * longest_prompt)
-        training = replace(training, max_tokens_per_forward=tokens)
-        config = folder.config = replace(config, training=training)
+    memory = available_gb(device) * (device.type != "xla")
+    libraries = peak_memory_gb(device) * (device.type == "cpu")
+    config = folder.config = resolve_memory_settings(config, device.type, longest_prompt, mesh, memory)
+    if config.training.gradient_checkpointing > training.gradient_checkpointing:
+        folder.print("  note   --gradient_checkpointing is on: by the estimate, memory would run out without")
+    training = config.training
 
     torch.manual_seed(training.seed)
     policy, _ = load_policy(model_config)
@@ -127,23 +182,22 @@ def set_up(config: Config) -> Run:
     if training.gradient_checkpointing:
         recompute_activations(policy)
     shard(policy, layers_of(policy), mesh)
+    keep_freed_memory()                                   # after loading, which frees whole weights
     check_context_length(policy, max(longest_prompt, longest_held_out), config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
     folder.describe(policy, device, phases, len(train_set), len(eval_set))
     shared_prompt = start_up_check(
-        policy, tokenizer, train_set, config, reward_functions, environment, folder.print
+        policy, tokenizer, train_set, config, functions, environment, folder.print
     )
     run = Run(
-        config, folder, device, tokenizer, reward_functions, environment, train_set, eval_set, phases,
+        config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases,
         shared_prompt, policy, Progress(kl_coef=config.grpo.kl_coef),
     )
-    if training.use_grpo:
-        lines = describe_step(
-            policy, tokenizer, train_set[:2], config, longest_prompt=longest_prompt,
-            shared_prompt=shared_prompt,
-        )
-        for line in lines:
-            folder.print(line)
+    for line in describe_step(
+        config, longest_prompt=longest_prompt, shared_prompt=shared_prompt, mesh=mesh, memory=memory,
+        libraries=libraries,
+    ):
+        folder.print(line)
     if checkpoint:
         run.restore(checkpoint)
         run.reference = load_reference(policy, config, checkpoint, run.saved_state)
@@ -152,7 +206,8 @@ def set_up(config: Config) -> Run:
 
 def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
     """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
-    checkpoint = latest_checkpoint(folder.path, folder.print)
+    find = partial(latest_checkpoint, folder.path, folder.print) if is_main() else lambda: None
+    checkpoint = gather_from_ranks(find)[0]               # one process reads all files, for their checksums
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(
             f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path"
@@ -171,7 +226,8 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
-    fixed = ["use_grpo", "model_path", "lora_rank", "lora_alpha", "profile", "cold_start_steps"]
+    fixed = [
+        "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps"]
     if "optimizer" in state:                              # saved within a phase
         fixed += ["adam_8bit"]
         in_grpo = saved["use_grpo"] and state["progress"]["phase"] == (saved["cold_start_steps"] > 0)
@@ -196,7 +252,10 @@ def load_reference(model, config: Config, checkpoint: Path, state: dict):
         return reference
     if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
         return None
-    reference, _ = load_policy(replace(config.model, model_path=str(checkpoint / "reference")))
+    reference, _ = load_policy(
+        replace(config.model, model_path=str(checkpoint / "reference")),
+        trainable=config.grpo.reference_mode == "ema",    # in float32, see frozen_copy
+    )
     reference = move(reference, torch.device("cpu") if config.grpo.reference_offload else model.device).eval()
     shard(reference, layers_of(reference), getattr(model, "mesh", {}))
     return reference.requires_grad_(False)
@@ -208,6 +267,8 @@ def parse_mesh(config: Config) -> dict[str, int]:
     sizes = [part.partition("=") for part in text.split(",")] if text else [("fsdp", "=", str(processes))]
     mesh = {"replicate": 1, "fsdp": 1, "tp": 1}
     mesh |= {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
+    if config.training.estimate:                          # of a run elsewhere
+        processes = max(1, math.prod(mesh.values()))
     if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
             f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "

@@ -14,17 +14,20 @@ from analysis.reward_linter import as_rollout, completions_of, flags_of
 from config import GRPOConfig
 from data import encode_prompt
 from engine.chat_template import encode_reply
+from engine.errors import first_line
 from engine.packing import left_pad, positions_of
+from engine.text_model import has_experts
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
 from logprobs import completion_log_probs
-from model import first_line, precision_of
-from rewards import compute_rewards_for_completions
+from engine.precision import is_exact
+from reward_functions.loading import data_example
+from rewards import Reports, compute_rewards_for_completions
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 from sources.tasks import demonstration
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
-TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16
+TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
 
 
 @dataclass
@@ -99,13 +102,13 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
 
 @torch.no_grad()
 def check_padding(model, tokenizer, prompt: list[int]) -> Finding:
-    """Check that the next token's log-probabilities do not change when the prompt is padded on the left."""
-    device = next(model.parameters()).device
+    """Check that log-probabilities after the last 16 tokens do not change when the prompt is padded."""
+    last, device = min(16, len(prompt)), next(model.parameters()).device
     ids, mask = (tensor.to(device) for tensor in left_pad([prompt, prompt + prompt], tokenizer.pad_token_id))
     padded = model(
         input_ids=ids[:1], attention_mask=mask[:1], position_ids=positions_of(mask)[:1], use_cache=False
-    ).logits[:, -1]
-    alone = model(input_ids=ids[:1, len(prompt) :], use_cache=False).logits[:, -1]
+    ).logits[:, -last:]
+    alone = model(input_ids=ids[:1, len(prompt) :], use_cache=False).logits[:, -last:]
     padded, alone = padded.float().log_softmax(-1), alone.float().log_softmax(-1)
     fix = "this architecture ignores position_ids or the padding mask: try --attn_implementation eager"
     return compare(model, "padding", "log-probabilities with and without padding", padded, alone, fix)
@@ -155,8 +158,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        reason = first_line(error) or type(error).__name__
-        return Finding("packing", None, f"off: {reason}; plain rows instead")
+        return Finding("packing", None, f"off: {first_line(error)}; plain rows instead")
     rows = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp
     again = completion_log_probs(model, sampled, **config.policy, shared_prompt=False).logp.cpu()
     shared = torch.cat([packed.flatten().cpu(), sampled.sampling_logp.flatten()])
@@ -179,10 +181,16 @@ def random_rollout(model, tokenizer, prompts: list[list[int]]) -> Rollout:
 
 
 def compare(model, name: str, what: str, left, right, fix: str) -> Finding:
-    """Check that two tensors of log-probabilities agree up to rounding."""
-    difference = float((left.cpu() - right.cpu()).abs().nan_to_num(torch.inf).max())
-    tolerance = TOLERANCE if precision_of(model) == "float32" else TOLERANCE_HALF
-    return Finding(name, difference <= tolerance, f"{what} differ by at most {difference:.1e} nat", fix)
+    """Check that two tensors of log-probabilities agree up to rounding.
+
+    In 16 bits with experts, on average: rounding changes the experts of a few tokens, by up to some nats.
+    """
+    differences = (left.cpu() - right.cpu()).abs().nan_to_num(torch.inf)
+    tolerance = TOLERANCE if is_exact(model) else TOLERANCE_HALF
+    on_average = tolerance == TOLERANCE_HALF and has_experts(model)
+    difference = float(differences.mean() if on_average else differences.max())
+    found = f"{what} differ by {'on average' if on_average else 'at most'} {difference:.1e} nat"
+    return Finding(name, difference <= tolerance, found, fix)
 
 
 def gold_turns(example: dict) -> list[str]:
@@ -219,22 +227,23 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     rollout = as_rollout(completions)
     if new_conversation:
         turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
-    failures: list[dict] = []
-    scores, per_function = compute_rewards_for_completions(                      # (1, number of kinds)
-        reward_functions, config.weights, rollout, [example], on_error=config.reward_errors,
-        clips=config.reward_clips, timeout=config.reward_timeout, failures=failures, turn_points=turn_points,
+    reports = Reports()
+    scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
+        reward_functions, config.weights, rollout, [example] * len(texts), on_error=config.reward_errors,
+        clips=config.reward_clips, timeout=config.reward_timeout, reports=reports, turn_points=turn_points,
     )
-    totals = dict(zip(texts, scores[0].tolist(), strict=True))
+    totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))
     totals = {kind: total for kind, total in totals.items() if not math.isnan(total)}
     if not totals:
         found = f"{', '.join(per_function)} returned None or NaN for each of {len(texts)} completions"
-        fix = "does the data have the columns that it needs, such as answers?"
-        if failures:
-            found = "{function} failed on {completion!r:.60}: {error}".format(**failures[0])
+        examples = "".join(map(data_example, reward_functions))
+        fix = f"the data may lack columns that it needs, such as answers{examples}"
+        if reports.failures:
+            found = "{function} failed on {completion!r:.60}: {error}".format(**reports.failures[0])
             fix = "correct the function"
         return [Finding("rewards", False, found, f"nothing could be scored: {fix}")]
     by_function = "; ".join(
-        f"{name} {', '.join(f'{p:g}' for p in row[0].tolist())}" for name, row in per_function.items()
+        f"{name} {', '.join(f'{p:g}' for p in row[:, 0].tolist())}" for name, row in per_function.items()
     )
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
     flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True)]

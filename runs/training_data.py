@@ -14,25 +14,30 @@ from sources.batches import prompt_key
 from sources.readers import READERS, View
 
 
-def load_data(config: Config) -> tuple[Sequence[dict], list[dict]]:
-    """Return (training examples, held-out examples).
+def load_data(
+    config: Config, dataset: Sequence | None = None, eval_dataset: Sequence | None = None
+) -> tuple[Sequence[dict], list[dict]]:
+    """Return (training examples, held-out examples), from the given examples in place of config's sources.
 
     Held-out prompts are removed from the training examples, also if they differ in white space or case.
     """
     data_config = config.data
     options = dict(seed=config.training.seed, bad_lines=data_config.bad_lines, columns=data_config.columns)
-    examples = load_examples(data_config.dataset, "train", limit=data_config.limit or None, **options)
+    train_split, eval_split = data_config.train_split, data_config.eval_split
+    source = data_config.dataset if dataset is None else dataset
+    held_out_source = data_config.eval_dataset if eval_dataset is None else eval_dataset
+    examples = load_examples(source, train_split, limit=data_config.limit or None, **options)
     chosen = range(len(examples))
     if data_config.eval_limit == 0:
         held_out = []
-    elif data_config.eval_dataset:
-        held_out = load_examples(data_config.eval_dataset, "test", limit=data_config.eval_limit, **options)
-    elif Path(data_config.dataset).suffix in READERS:     # one file: hold out some of it
+    elif eval_dataset is not None or held_out_source:
+        held_out = load_examples(held_out_source, eval_split, limit=data_config.eval_limit, **options)
+    elif dataset is not None or Path(source).suffix in READERS:                  # no splits: hold out some
         order = random.Random(config.training.seed).sample(chosen, len(examples))
         count = min(data_config.eval_limit, len(examples) // 5)
         chosen, held_out = order[count:], [examples[i] for i in order[:count]]
     else:
-        held_out = load_examples(data_config.dataset, "test", limit=data_config.eval_limit, **options)
+        held_out = load_examples(source, eval_split, limit=data_config.eval_limit, **options)
     held_out_keys = {prompt_key(example["prompt"]) for example in held_out}
     overlap = {i for i, example in enumerate(examples) if prompt_key(example["prompt"]) in held_out_keys}
     chosen = array("q", (i for i in chosen if i not in overlap))
@@ -78,7 +83,8 @@ def truncate_prompt(example: dict, tokenizer, limit: int) -> dict:
     if len(ids) <= limit:
         return example
     begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
-    return example | {"prompt": begin + ids[len(ids) - limit + len(begin) :]}
+    ids = begin + ids[len(ids) - limit + len(begin) :]
+    return example | {"prompt": ids, "original_prompt": example["prompt"]}       # for reward functions
 
 
 def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
@@ -93,6 +99,6 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
             steps, instead = f"--cold_start_steps={training.cold_start_steps}", "--cold_start_steps 0"
         raise ValueError(
             f"{steps} needs demonstrations, but {config.data.dataset} has no completion for {without} of "
-            f"{len(dataset)} examples; name a --completion_column, or pass {instead} to learn from rewards "
-            "alone"
+            f"{len(dataset)} examples; name a --completion_column, take conversations (--prompt_column "
+            f"messages), or pass {instead} to learn from rewards alone"
         )

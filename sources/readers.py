@@ -12,9 +12,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from engine.errors import first_line
 from sources.tasks import PROBLEMS
 
 READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}  # builder in `datasets`; "": here
+CSV_AS_TEXT = dict(encoding="utf-8-sig", na_filter=False, converters=dict.fromkeys(range(10_000), str))
 
 
 def read_rows(source: str, split: str, bad_lines: str) -> Sequence[dict]:
@@ -36,23 +38,47 @@ def read_file(path: Path, bad_lines: str) -> Sequence[dict]:
         return JsonLines(path, bad_lines)
     if path.suffix == ".json":
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8-sig"))           # without a byte-order mark
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if isinstance(content, dict):                                            # {"prompts": [...]}
             content = content.get("prompts")
         if not isinstance(content, list):
             raise ValueError(f'{path}: must hold a list of examples, or {{"prompts": [...]}}')
-        return [row if isinstance(row, dict) else {"prompt": row} for row in content]
+        return content
     import datasets  # slow to import
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)     # errors are reported below, in one line
+    builder, options = READERS[path.suffix], CSV_AS_TEXT if path.suffix == ".csv" else {}
     try:
-        return datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
+        rows = datasets.load_dataset(builder, data_files=str(path), split="train", **options)
     except Exception as error:
         reason = first_line(error.__cause__ or error)
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
+    return with_numbers(rows) if options else rows
+
+
+def with_numbers(rows) -> Sequence[dict]:
+    """Return rows of text with None for empty cells, and numbers in columns whose other cells all are one."""
+    numeric = set(rows.column_names)
+    for batch in rows.iter(batch_size=1000):
+        numeric = {name for name in numeric if None not in map(parse_number, filter(None, batch[name]))}
+    parse = {name: parse_number if name in numeric else str for name in rows.column_names}
+
+    def parse_row(row: dict) -> dict:
+        return {name: parse[name](cell) if cell else None for name, cell in row.items()}
+
+    return View(rows, range(len(rows)), parse_row)
+
+
+def parse_number(text: str) -> int | float | None:
+    """Return the number that Python writes like this text, else None: 72 and 0.5, but not 007 or 2.50."""
+    try:
+        number = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return number if type(number) in (int, float) and str(number) == text else None
 
 
 class JsonLines(Sequence):
@@ -90,8 +116,8 @@ class JsonLines(Sequence):
 
 
 def parse_line(line: bytes):
-    """Parse a line of a .jsonl file. Bytes that are not UTF-8 become U+FFFD."""
-    return json.loads(line.decode("utf-8", errors="replace"))
+    """Parse a line of a .jsonl file, without a byte-order mark. Bytes that are not UTF-8 become U+FFFD."""
+    return json.loads(line.decode("utf-8-sig", errors="replace"))
 
 
 class View(Sequence):
@@ -182,11 +208,7 @@ def import_optional(package: str, source: str, to_install: str):
         raise ValueError(f"{source}: {error}; pip install {to_install}") from None
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, or the name of its type if it is empty."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def split_hint(split: str) -> str:
-    """Return how to train without a test split, if that was the split to read."""
-    return "; should it have no test split: --eval_dataset, or --eval_limit 0" if split == "test" else ""
+    """Return what to do if there is no such split."""
+    flags = {"train": "--train_split", "test": "--eval_dataset, --eval_split, or --eval_limit 0"}
+    return f"; should it have no {split} split: {flags[split]}" if split in flags else ""

@@ -5,16 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM,
-    Gemma4TextConfig, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, GraniteConfig, GraniteForCausalLM,
-    Lfm2Config, Lfm2ForCausalLM,
-    LlamaConfig, LlamaForCausalLM, Ministral3Config, Ministral3ForCausalLM, MistralConfig, MistralForCausalLM, Olmo3Config,
-    Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM,
+    AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration,
+    Gemma3TextConfig, Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextConfig, Glm4MoeConfig, Glm4MoeForCausalLM, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, GraniteConfig,
+    GraniteForCausalLM, Lfm2Config, Lfm2ForCausalLM,
+    LlamaConfig, LlamaForCausalLM, Ministral3Config, Ministral3ForCausalLM, Mistral3Config, Mistral3ForConditionalGeneration,
+    MistralConfig, MistralForCausalLM, Olmo3Config, Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3_5Config,
+    Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM,
     Qwen3MoeConfig, Qwen3MoeForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
 )
 
 import train
 from config import GRPOConfig
+from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
 from experience import Groups, compute_experience
 from grpo import compute_group_advantages
@@ -37,10 +39,9 @@ def build_gpt2():
 
 
 ARCHITECTURES = {
-    # Windows shorter than the prompts; Gemma 2 with soft caps on attention scores and logits, and eager attention.
+    # Windows shorter than the prompts; Gemma 2 with soft caps on attention scores and logits, which only eager attention has.
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(
-        **SIZES, sliding_window=5, query_pre_attn_scalar=8, final_logit_softcapping=10.0, attn_logit_softcapping=5.0,
-        attn_implementation="eager")),
+        **SIZES, sliding_window=5, query_pre_attn_scalar=8, final_logit_softcapping=10.0, attn_logit_softcapping=5.0)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(
         **SIZES, sliding_window=5, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
@@ -50,18 +51,25 @@ ARCHITECTURES = {
 }
 
 
-def build_gemma4(**options):
+def gemma4_config(**options):
     """Heads of another size in full attention, per-layer embeddings; windows shorter than the prompts."""
     rope = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")}
     sizes = SIZES | dict(num_hidden_layers=4, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2)
-    return Gemma4ForCausalLM(Gemma4TextConfig(
+    return Gemma4TextConfig(
         **sizes, global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=263, rope_parameters=rope,
-        attn_implementation="eager", **{"num_kv_shared_layers": 0, **options},
-    ))
+        **{"num_kv_shared_layers": 0, **options},
+    )
+
+
+def build_gemma4(**options):
+    return Gemma4ForCausalLM(gemma4_config(**options))
 
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+LINEAR_ATTENTION = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"])
 CURRENT_ARCHITECTURES = {
     "gemma4": build_gemma4,
     "gemma4_shared_keys": lambda: build_gemma4(num_kv_shared_layers=2),
@@ -69,7 +77,10 @@ CURRENT_ARCHITECTURES = {
         enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4)),
     "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, attn_implementation="eager")),
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)),
+    # A dense first layer, and an expert for every token: their linear layers are named as those of experts once were.
+    "glm4_moe": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(
+        **SIZES, **EXPERTS, n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1)),
     "olmo3": lambda: Olmo3ForCausalLM(Olmo3Config(
         **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
     "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SIZES)),
@@ -77,11 +88,52 @@ CURRENT_ARCHITECTURES = {
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**NO_HEAD_DIM)),
     "ministral3": lambda: Ministral3ForCausalLM(Ministral3Config(**SIZES)),
     # Layers that carry state from token to token: prompts are not shared.
-    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(
-        **SIZES, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"])),
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **LINEAR_ATTENTION)),
     "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(
         **NO_HEAD_DIM, layer_types=["conv", "full_attention"], block_multiple_of=8)),
+}
+
+
+def build_gemma3_vision():
+    vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
+    text = Gemma3TextConfig(
+        **SIZES, sliding_window=5, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])
+    return Gemma3ForConditionalGeneration(Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, boi_token_index=260, eoi_token_index=261,
+        image_token_index=262, initializer_range=0.3))
+
+
+def build_gemma4_vision_audio():
+    vision = dict(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        patch_size=4, position_embedding_size=16)
+    audio = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[4, 4], output_proj_dims=16)
+    return Gemma4ForConditionalGeneration(Gemma4Config(
+        text_config=gemma4_config(tie_word_embeddings=False), vision_config=vision, audio_config=audio, initializer_range=0.3,
+        tie_word_embeddings=False))
+
+
+def build_mistral3_vision():
+    """The class of Ministral 3's checkpoints; transformers has none for its text alone under this configuration."""
+    vision = dict(
+        model_type="pixtral", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        image_size=16, patch_size=4)
+    return Mistral3ForConditionalGeneration(Mistral3Config(
+        text_config=SIZES | dict(model_type="ministral3"), vision_config=vision, image_token_index=260, initializer_range=0.3))
+
+
+def build_qwen3_5_vision():
+    """The class of Qwen 3.5's checkpoints, of which transformers loads the text model alone."""
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16)
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(
+        text_config=SIZES | LINEAR_ATTENTION, vision_config=vision, image_token_id=260, video_token_id=261,
+        vision_start_token_id=259, vision_end_token_id=258, initializer_range=0.3))
+
+
+WITH_TOWERS = {
+    "gemma3_vision": build_gemma3_vision, "gemma4_vision_audio": build_gemma4_vision_audio,
+    "mistral3_vision": build_mistral3_vision,
 }
 
 
@@ -139,6 +191,15 @@ def comparable(folder):
 
 def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+
+
+def with_noise(model):
+    """Change the adapter, so that it does not add 0."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable_parameters(model):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
 def start_run(folder, *flags):

@@ -1,16 +1,20 @@
 """Settings: defaults, choices, incompatible ones, and notes on those without effect."""
 
+import copy
 import dataclasses
+import json
+import pickle
 from typing import get_args
 
 import pytest
 
 import train
-from config import PROFILES, Config, GRPOConfig, ModelConfig, TrainingConfig
+from config import Config, GRPOConfig, ModelConfig, TrainingConfig
 from grpo import CENTERED_BASELINES, LOSSES
 from runs import phases
 from runs.flag_notes import flag_notes
 from runs.command_line import parse_config
+from sources.settings import PROFILES
 
 
 def test_the_defaults_that_others_rely_on():
@@ -102,6 +106,8 @@ def test_flags_without_effect_are_noted(flags, words):
     (["--no_normalize_advantages", "--advantage_epsilon", "1"], "advantage_epsilon 1.0 has no effect without --normalize"),
     (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
     (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
+    ("--use_kl_penalty --reference_mode periodic --ppo_epochs 2 --minibatch_size 64".split(),
+     "reference_update_freq 500 counts optimiser steps, of which each rollout takes 8"),
     (["--prefer_mixed", "--num_epochs", "1"], "prefer_mixed True has no effect with one epoch"),
 ])
 def test_more_flags_without_effect_and_unusual_combinations_are_noted(flags, words):
@@ -149,3 +155,89 @@ def test_a_phase_is_as_many_steps_long_as_its_epochs_have_updates():
     several = "--use_grpo --batch_size 64 --num_epochs 2 --cold_start_steps 0 --ppo_epochs 3 --minibatch_size 64"
     assert steps(several) == [("grpo", 32 * 3 * 4)] and steps(f"{several} --max_steps 50") == [("grpo", 50)]
     assert steps("--batch_size 64 --num_epochs 2 --ppo_epochs 3") == [("supervised", 32)]
+
+
+def test_a_profile_applies_in_python_as_on_the_command_line():
+    assert Config(training=TrainingConfig(use_grpo=True)) == parse_config(["--use_grpo"]) == Config.of(use_grpo=True)
+    assert Config() == parse_config([]) and Config().training.profile == "demo_supervised"
+    config = Config(grpo=GRPOConfig(num_completions_per_prompt=4), training=TrainingConfig(use_grpo=True, profile="conservative"))
+    assert (config.grpo.num_completions_per_prompt, config.training.batch_size, config.training.learning_rate) == (4, 8, 1e-6)
+    assert config == parse_config("--use_grpo --profile conservative --num_completions_per_prompt 4".split())
+    real = Config(ModelConfig("some/model"), training=TrainingConfig(use_grpo=True))
+    assert real.training.profile == "" and real.grpo == GRPOConfig(), "no profile for a real model"
+
+
+def test_a_field_that_is_passed_with_its_default_value_wins_over_the_profile():
+    assert Config(training=TrainingConfig(use_grpo=True, batch_size=4)).training.batch_size == 4
+    config = Config(training=TrainingConfig(use_grpo=True))
+    changed = dataclasses.replace(config, training=dataclasses.replace(config.training, batch_size=4))
+    assert changed.training.batch_size == 4 and changed.grpo == config.grpo, "a configuration stays as it is"
+    copied = copy.deepcopy(pickle.loads(pickle.dumps(TrainingConfig(batch_size=4))))
+    assert copied.given == {"batch_size"}
+
+
+@pytest.mark.parametrize("section,bad,message", [
+    (GRPOConfig, {"loss_type": "ppo"}, "--loss_type=ppo: choose one of dapo, grpo"),
+    (GRPOConfig, {"num_completions_per_prompt": "4"}, "must be int, not str"),
+    (GRPOConfig, {"num_completions_per_prompt": 4.0}, "must be int, not float"),
+    (GRPOConfig, {"use_kl_penalty": 1}, "must be bool, not int"),
+    (GRPOConfig, {"generation_max_length": True}, "must be int, not bool"),
+    (GRPOConfig, {"reward_functions": "correctness"}, "must be list[str], not str"),
+    (GRPOConfig, {"reward_weights": ["1"]}, "--reward_weights=['1']: must be list[float]"),
+    (TrainingConfig, {"output_dir": None}, "--output_dir=None: must be str, not NoneType"),
+    (TrainingConfig, {"profile": ["demo"]}, "--profile=['demo']: must be str, not list"),
+    (TrainingConfig, {"output_dir": 5, "resume": True}, "--output_dir=5: must be str, not int"),
+    (TrainingConfig, {"replay": True}, "--replay=True: must be str, not bool"),
+    (TrainingConfig, {"profile": "experimental"}, "choose one of demo"),
+    (ModelConfig, {"precision": "fp16"}, "choose one of auto, float32, bfloat16, float16"),
+])
+def test_a_value_of_a_wrong_type_or_an_unknown_choice_is_rejected(section, bad, message, tmp_path):
+    with pytest.raises(ValueError) as error:
+        section(**bad)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(bad))
+    with pytest.raises(ValueError, match=f"--{next(iter(bad))}"):
+        parse_config([str(file)])
+
+
+def test_python_objects_in_a_section_are_answered_with_their_place():
+    for bad in dict(reward_functions=[len]), dict(environment=len), dict(reward_functions=len):
+        with pytest.raises(ValueError, match=rf"pass Python objects to train\(config, {next(iter(bad))}=...\)"):
+            GRPOConfig(**bad)
+
+
+def test_resumed_settings_and_flags_are_judged_together_in_python_as_on_the_command_line(tmp_path):
+    saved = Config.of(use_grpo=True, overlong="penalise")
+    (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
+    flags = dict(resume=True, output_dir=str(tmp_path))
+    config = Config(grpo=GRPOConfig(overlong_buffer=2), training=TrainingConfig(**flags))
+    assert config == Config.of(overlong_buffer=2, **flags) and config.grpo.overlong == "penalise"
+    (tmp_path / "config.json").write_text('{"no_such_flag": 1}')
+    for build in lambda: Config.of(**flags), lambda: Config(training=TrainingConfig(**flags)):
+        with pytest.raises(ValueError, match="no_such_flag: unknown flag"):
+            build()
+    with pytest.raises(ValueError, match="cls: unknown flag"):
+        Config.of(cls=1)
+
+
+def test_an_int_is_a_float_and_a_path_is_text(tmp_path):
+    assert Config.of(output_dir=tmp_path).training.output_dir == str(tmp_path)
+    assert GRPOConfig(kl_penalty_coef=1).kl_coef == 1 and TrainingConfig(output_dir=tmp_path).output_dir == str(tmp_path)
+
+
+def test_a_field_of_another_section_is_named_with_its_section():
+    with pytest.raises(TypeError, match="GRPOConfig: learning_rate is a field of TrainingConfig; num_generations: unknown flag"):
+        GRPOConfig(learning_rate=1e-5, num_generations=8)
+    with pytest.raises(TypeError, match="Config: model_size: unknown flag; here --model_path"):
+        Config(model_size="270m")
+    with pytest.raises(TypeError, match=r"Config: grpo=\{'seed': 1\} must be a GRPOConfig"):
+        Config(grpo={"seed": 1})
+    with pytest.raises(ValueError, match="gamma: unknown flag; here --gae_gamma"):
+        Config.of(gamma=1.0)
+
+
+def test_incompatible_flags_are_rejected_with_the_values_of_the_profile():
+    with pytest.raises(ValueError, match="--kl_target"):                         # the demonstration has no KL penalty
+        Config(grpo=GRPOConfig(kl_target=0.1), training=TrainingConfig(use_grpo=True))
+    assert Config.of(use_grpo=True, profile="guess_letter", max_turns=3).grpo.environment == "guess_letter"

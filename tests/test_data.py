@@ -26,10 +26,11 @@ def write_lines(path, rows):
 def test_other_column_names_and_whole_conversations(tmp_path):
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"question": "q", "solution": 5, "response": "r"}) + "\n")
-    assert load_examples(str(path)) == [{"prompt": "q", "answer": "5", "completion": "r"}]
+    row = {"question": "q", "solution": 5, "response": "r"}
+    path.write_text(json.dumps(row) + "\n")
+    assert load_examples(str(path)) == [row | {"prompt": "q", "answer": "5", "completion": "r"}]
     path.write_text(json.dumps({"messages": chat}) + "\n")
-    assert load_examples(str(path)) == [{"prompt": chat[:1], "completion": "4"}]
+    assert load_examples(str(path)) == [{"messages": chat, "prompt": chat[:1], "completion": "4"}]
     path.write_text(json.dumps({"prompt": chat[:1], "completion": chat[1:], "answer": "2020-01-01"}) + "\n")
     assert load_examples(str(path)) == [{"prompt": chat[:1], "completion": "4", "answer": "2020-01-01"}]
 
@@ -38,13 +39,13 @@ def test_columns_can_be_named(tmp_path):
     row = {"frage": "q", "prompt": "not this", "solution": "because", "gold": 7}
     path = write_lines(tmp_path / "data.jsonl", [row])
     named = load_examples(path, columns={"prompt": "frage", "answer": "gold", "completion": "solution"})
-    assert named == [{"prompt": "q", "answer": "7", "completion": "because"}]
+    own = {"frage": "q", "gold": 7, "solution": "because"}         # stay, under their own names
+    assert named == [own | {"prompt": "q", "answer": "7", "completion": "because"}]
     demonstrated = load_examples(path, columns={"prompt": "frage", "answer": "", "completion": "solution"})
-    assert demonstrated == [{"prompt": "q", "completion": "because", "gold": 7}], "not the answer, which it would be otherwise"
-    assert load_examples(path, columns={"answer": "gold"}) == [{"frage": "q", "prompt": "not this", "solution": "because",
-                                                                "answer": "7"}]
+    assert demonstrated == [own | {"prompt": "q", "completion": "because"}], "not the answer, which it would be otherwise"
+    assert load_examples(path, columns={"answer": "gold"}) == [own | {"prompt": "not this", "answer": "7"}]
     both = load_examples(path, columns={"prompt": "frage", "answer": "solution", "completion": "solution"})
-    assert both == [{"prompt": "q", "answer": "because", "completion": "because", "gold": 7}]
+    assert both == [own | {"prompt": "q", "answer": "because", "completion": "because"}]
     train_set, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "frage", "--answer_column", "gold")
     assert [e["prompt"] for e in train_set] == ["q"]
 
@@ -63,14 +64,14 @@ def test_a_column_that_is_not_there_lists_those_that_are(tmp_path, name):
 def test_an_answer_in_gsm8ks_form_is_taken_apart(tmp_path, answer, number, demonstration):
     rows = [{"question": "q", "answer": answer}, {"question": "q", "answer": answer, "completion": "mine"}]
     examples = load_examples(write_lines(tmp_path / "data.jsonl", rows))
-    assert examples[0] == {"prompt": "q", "answer": number, "completion": demonstration}
-    assert examples[1] == {"prompt": "q", "answer": number, "completion": "mine"}
+    assert examples[0] == {"question": "q", "prompt": "q", "answer": number, "completion": demonstration}
+    assert examples[1] == {"question": "q", "prompt": "q", "answer": number, "completion": "mine"}
 
 
 def test_a_column_without_a_value_is_as_good_as_not_there(tmp_path):
     rows = [{"prompt": None, "question": "q", "answer": None, "target": 3}, {"prompt": "p", "answer": None}]
     examples = load_examples(write_lines(tmp_path / "data.jsonl", rows))
-    assert examples == [{"prompt": "q", "answer": "3"}, {"prompt": "p", "answer": None}]
+    assert examples == [rows[0] | {"prompt": "q", "answer": "3"}, {"prompt": "p", "answer": None}]
 
 
 def data_of(*flags):
@@ -103,7 +104,7 @@ def test_trls_formats_are_read(name, suffix, tmp_path):
     row, example = FORMATS[name]
     table, path = datasets.Dataset.from_list([row | {"solution": "2"}] * 3), tmp_path / f"data.{suffix}"
     (table.to_json if suffix == "jsonl" else table.to_parquet)(path)
-    assert load_examples(str(path)) == [example | {"answer": "2"}] * 3
+    assert load_examples(str(path)) == [row | example | {"solution": "2", "answer": "2"}] * 3
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import re
+import shlex
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,8 @@ import torch
 import grpo
 from config import GRPOConfig, ModelConfig, table_keys
 from data import load_examples
-from runs.command_line import HEADINGS, SECTIONS, parse_config
+from config import SECTIONS
+from runs.command_line import HEADINGS, parse_config
 from grpo import LOSSES
 from model import load_policy
 from runs.records import read_jsonl
@@ -25,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = "engine", "reward_functions", "environments", "sources", "runs", "analysis"
 PROGRAM = [*(path for path in ROOT.glob("*.py") if path.name != "test_grpo.py"),
            *(path for name in PACKAGES for path in ROOT.glob(f"{name}/[a-z]*.py"))]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -43,7 +46,7 @@ def test_every_link_leads_somewhere(page):
 def test_every_train_command_is_accepted(page):
     text = page.read_text().replace("\\\n", " ")
     for command in re.findall(r"^ {4}python train\.py (.*)$", text, flags=re.MULTILINE):
-        words = [word.strip("\"'") for word in re.findall(r'"[^"]*"|\S+', command)]
+        words = shlex.split(command, comments=True)
         if "--resume" not in words:                       # that one asks for a run folder
             parse_config(words)
 
@@ -55,10 +58,12 @@ def test_every_flag_exists(page):
     names |= {"samples", "against_model", "json"}
     names |= {"seeds", "kills", "lint"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
+    names |= {"folder", "batch_sizes", "jobs", "tiny"}                           # of bench/
     names |= {"requirement"}                                                     # of pip
     names |= {"train", "only"}                                                   # of docs/figures.py and docs/left_out.py
     names |= {"no_use_kl_penalty"}                                               # of a flag that is true by default
-    for flag in re.findall(r"--([a-z_0-9]+)", page.read_text()):
+    text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)     # what other systems type
+    for flag in re.findall(r"--([a-z_0-9]+)", text):
         assert flag in names or flag == "help", flag
 
 
@@ -115,6 +120,50 @@ def test_sizes_stay_what_the_readme_says_and_every_file_is_linked():
     assert sorted(core) == sorted(name for name in sizes if "/" not in name) and len(core) == 10
     assert sizes["train.py"] <= 300, "move a concern out"
     assert sum(sizes[name] for name in core) <= 2600, {name: sizes[name] for name in core}
+
+
+def functions_of(path):
+    """Name -> node of the functions of a file, methods as Class.method, and of its classes."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{method.name}": method for method in node.body if isinstance(method, ast.FunctionDef)}
+    return found
+
+
+def raises_or_asserts(function):
+    return isinstance(function, ast.FunctionDef) and any(
+        isinstance(node, ast.Assert) or (isinstance(node, ast.Raise) and node.exc is not None)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reject")
+        for node in ast.walk(function))
+
+
+NOT_OF_A_TRAINING_RUN = {       # infer.py, --replay, --explain and the linter; what a reward function or a tool does by itself
+    "infer.py", "runs/exit.py", "environments/tools.py",
+    *(f"reward_functions/{name}.py" for name in ("arithmetic", "mathematics", "models", "programs", "sandbox")),
+    *(str(path.relative_to(ROOT)) for path in ROOT.glob("analysis/*.py")),
+}
+
+
+def test_every_check_of_the_table_exists_and_every_function_that_raises_or_asserts_has_a_row():
+    table = (ROOT / "docs/guides.md").read_text().partition("\n## What is checked when\n")[2]
+    rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 40 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
+    listed = set()
+    for moment, _, _, where in rows:
+        pieces = re.findall(r"\[([\w/]+\.py)\]\(\.\./([\w/]+\.py)\)((?:,? `[\w.]+`)+)", where)
+        assert pieces and len(re.findall("`", where)) == 2 * sum(piece[2].count("`") // 2 for piece in pieces), (moment, where)
+        for shown, file, names in pieces:
+            names = re.findall(r"`([\w.]+)`", names)
+            assert shown == file and set(names) <= set(functions_of(ROOT / file)), f"{file} has not all of {names}"
+            listed |= {(file, name) for name in names}
+    missing = {
+        (file, name) for file in (str(path.relative_to(ROOT)) for path in PROGRAM) if file not in NOT_OF_A_TRAINING_RUN
+        for name, node in functions_of(ROOT / file).items() if raises_or_asserts(node) and name != "Section.reject"
+    } - listed
+    assert not missing, f"without a row in docs/guides.md: {missing}"
 
 
 def test_the_result_of_the_readme_is_that_of_the_benchmarks():
@@ -204,6 +253,7 @@ def test_the_normalisation_of_the_contributing_page_is_one_line_of_one_file(tmp_
     changed = re.sub(r"(    scales = \{.*\n)", lambda found: f"{found[1]}    {entry}\n", source)
     (tmp_path / "grpo.py").write_text(changed)
     (tmp_path / "config.py").write_text((ROOT / "config.py").read_text())
+    shutil.copytree(ROOT / "sources", tmp_path / "sources")
     program = (
         "import torch; from config import GRPOConfig; from grpo import compute_group_advantages\n"
         "rewards = torch.tensor([[0.0, 0.0, 4.0, 4.0], [7.0, 8.0, float('nan'), 9.0]])\n"

@@ -1,6 +1,10 @@
 """The direction of imports: nothing imports from a layer above its own, and no modules import each other in a circle."""
 
 import ast
+import importlib
+import subprocess
+import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -16,7 +20,7 @@ LAYERS = [                      # modules and packages, the lowest layer first
     ("train", "infer"),
 ]
 EXCEPTION = "rewards", "analysis.reward_linter"           # `python rewards.py --lint` calls the linter
-FILES_OF_A_PROJECT = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
+FILES_OF_A_PROJECT = {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
                       "requirements.txt", "requirements-tpu.txt", "run_tpu_training.sh"}
 
 
@@ -74,6 +78,29 @@ def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
 
 STEP = ["sample_completions_for_prompts", "compute_rewards_for_completions", "compute_group_advantages",
         "completion_log_probs", "policy_loss"]
+
+
+def test_the_installation_declares_every_module_package_and_data_file():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    setuptools, project = declared["tool"]["setuptools"], declared["project"]
+    known = modules()
+    assert set(setuptools["py-modules"]) == {name for name in known if "." not in name}
+    assert set(setuptools["packages"]) == {name.partition(".")[0] for name in known if "." in name}
+    data = {path for path in ROOT.glob("*/*.html") if (path.parent / "__init__.py").exists()}
+    assert data == {ROOT / package / name for package, names in setuptools["package-data"].items() for name in names}
+    module, _, function = project["scripts"]["plain-grpo"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_installed_command_and_imports_work_from_another_folder(tmp_path):
+    command = Path(sys.executable).parent / "plain-grpo"
+    if not command.exists():
+        pytest.skip("not installed: pip install -e .")
+    done = subprocess.run([command, "--beta", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "here --kl_penalty_coef" in done.stderr
+    code = "import train, grpo; print(train.__file__); print(grpo.compute_group_advantages([[1, 0]]).tolist())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.splitlines()[0]).name == "train.py" and "[[0.707" in done.stdout
 
 
 def calls_of(source, function):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, QUICK, comparable, run_folder
+from conftest import ARCHITECTURES, PROMPTS, QUICK, comparable, run_folder, with_noise
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -10,10 +10,9 @@ import infer
 import train
 from config import ModelConfig
 from logprobs import completion_log_probs
-from model import (
-    AdapterReference, frozen_copy, has_adapter, load_policy, merged_adapter, merged_copy, save_policy,
-    trainable_parameters, update_reference,
-)
+from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
+from model import frozen_copy, load_policy, save_policy, update_reference
+from engine.precision import with_precision
 from runs.run import Run
 from runs.records import read_jsonl
 from sample import sample_completions_for_prompts
@@ -29,22 +28,12 @@ def saved(request, tmp_path, tokenizer):
     return tmp_path / "base"
 
 
-def with_noise(model):
-    """Change the adapter, so that it does not add 0."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable_parameters(model):
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
 def load(folder, **more):
-    attention = "eager" if "Gemma2" in (folder / "config.json").read_text() else "sdpa"
-    return load_policy(ModelConfig(str(folder), attention, **more))
+    return load_policy(ModelConfig(str(folder), **more))
 
 
 @torch.no_grad()
-def test_a_new_adapter_is_the_base_model_and_merging_leaves_no_trace(saved):
+def test_a_new_adapter_is_the_base_model_and_a_merged_copy_is_the_sum(saved):
     base, _ = load(saved)
     model, _ = load(saved, lora_rank=4)
     size = sum(p.numel() for p in base.parameters())
@@ -54,12 +43,37 @@ def test_a_new_adapter_is_the_base_model_and_merging_leaves_no_trace(saved):
     with_noise(model)
     before, weights = model(IDS).logits, {name: p.clone() for name, p in model.state_dict().items()}
     assert (before - expected).abs().max() > 0.01
-    with merged_adapter(model):
-        assert (model(IDS).logits - before).abs().max() < 1e-4
+    base.load_state_dict(merged_copy(model).state_dict())
+    assert (base(IDS).logits - before).abs().max() < 1e-4
     assert torch.equal(model(IDS).logits, before)
     assert all(torch.equal(p, weights[name]) for name, p in model.state_dict().items())
     trained = [p.requires_grad for p in model.parameters()]
     assert trained.count(True) == len(trainable_parameters(model)) < len(trained)
+
+
+def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(saved, settings):
+    model, tokenizer = load(saved, lora_rank=4, precision="bfloat16")
+    in_float32, _ = load(saved, lora_rank=4)
+    with_precision(in_float32.requires_grad_(), "bfloat16")                   # nothing frozen: nothing rounded
+    sizes = {}
+    for name, parameter in with_noise(model).named_parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        assert parameter.dtype == torch.float32 or (not parameter.requires_grad and ".base_layer." in name)
+    assert sizes[torch.bfloat16] > sizes[torch.float32] / 4
+    with torch.no_grad():
+        for name, parameter in in_float32.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(model.get_parameter(name))
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    assert torch.equal(rollout.completion_ids, sample_completions_for_prompts(
+        in_float32, tokenizer, PROMPTS, settings, seed=0).completion_ids)
+    now, then = (completion_log_probs(m, rollout, **settings.policy).logp for m in (model, in_float32))
+    assert torch.equal(now, then)
+    now.sum().backward()
+    then.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, in_float32.get_parameter(name).grad), name
 
 
 @pytest.mark.slow
@@ -69,13 +83,12 @@ def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, t
     expected = with_noise(model)(IDS).logits
     save_policy(model, tokenizer, tmp_path / "adapter")
     assert not (tmp_path / "adapter/model.safetensors").exists()
-    attention = model.config._attn_implementation
-    base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation=attention).eval()
+    base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     assert torch.equal(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(IDS).logits, expected)
-    again, _ = load_policy(ModelConfig(str(tmp_path / "adapter"), attention))
+    again, _ = load_policy(ModelConfig(str(tmp_path / "adapter")))
     assert torch.equal(again(IDS).logits, expected) and len(trainable_parameters(again)) == len(trainable_parameters(model))
     save_policy(merged_copy(model), tokenizer, tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation=attention)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
     assert torch.equal(model(IDS).logits, expected)
 

@@ -1,19 +1,21 @@
 """Loading policies: six architectures from disk and the built-in one; saving; rejecting folders without a model."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS
+from peft import PeftModel
+from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, run_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs.startup_check import check_setup
 from config import ModelConfig
+from engine.adapters import merged_copy
+from engine.text_model import text_model
 from logprobs import completion_log_probs
 from engine.recomputation import recompute_activations
-from model import frozen_copy, load_policy, moved_to, save_policy, with_precision
+from model import frozen_copy, load_policy, moved_to, save_policy, update_reference
+from engine.precision import with_precision
 from rewards import correctness
 from sample import sample_completions_for_prompts
 
@@ -26,8 +28,8 @@ EXAMPLES = [
 def test_every_architecture_comes_back_from_disk_and_passes_the_check(architecture, tokenizer, settings, tmp_path):
     name, model = architecture
     save_policy(model, tokenizer, tmp_path)
-    attention = "eager" if name == "gemma2" else "sdpa"
-    loaded, loaded_tokenizer = load_policy(ModelConfig(model_path=str(tmp_path), attn_implementation=attention))
+    loaded, loaded_tokenizer = load_policy(ModelConfig(model_path=str(tmp_path)))
+    assert loaded.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
     ids = torch.tensor([loaded_tokenizer("47+85=?").input_ids])
     assert torch.equal(ids, torch.tensor([tokenizer("47+85=?").input_ids]))
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
@@ -36,6 +38,75 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     findings = {f.name: f for f in check_setup(loaded, loaded_tokenizer, EXAMPLES, config, [correctness])}
     assert all(finding.ok is not False for finding in findings.values()), findings
     assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok and findings["padding"].ok
+
+
+def attention_of(folder, chosen="auto"):
+    return load_policy(ModelConfig(str(folder), chosen))[0].config._attn_implementation
+
+
+def test_a_chosen_attention_is_saved_with_the_model_and_a_flag_is_stronger(tokenizer, tmp_path):
+    save_policy(ARCHITECTURES["llama"](), tokenizer, tmp_path / "base")
+    assert attention_of(tmp_path / "base") == "sdpa"
+    eager, _ = load_policy(ModelConfig(str(tmp_path / "base"), "eager"))
+    save_policy(eager, tokenizer, tmp_path / "eager")
+    assert attention_of(tmp_path / "eager") == "eager" and attention_of(tmp_path / "eager", "sdpa") == "sdpa"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "eager").config._attn_implementation == "eager"
+    assert frozen_copy(eager).config._attn_implementation == "eager"
+    again, _ = load_policy(ModelConfig(str(tmp_path / "eager")))
+    save_policy(again, tokenizer, tmp_path / "again")
+    assert attention_of(tmp_path / "again") == "eager"
+    other, _ = load_policy(ModelConfig(str(tmp_path / "eager"), "sdpa"))
+    save_policy(other, tokenizer, tmp_path / "other")
+    assert attention_of(tmp_path / "other") == "sdpa"
+    assert load_policy(ModelConfig(attn_implementation="eager"))[0].config._attn_implementation == "eager"
+
+
+def test_an_adapter_remembers_the_attention_that_was_chosen_for_it(tokenizer, tmp_path, recwarn):
+    torch.manual_seed(0)
+    save_policy(ARCHITECTURES["llama"](), tokenizer, tmp_path / "base")
+    eager, _ = load_policy(ModelConfig(str(tmp_path / "base"), "eager"))
+    save_policy(eager, tokenizer, tmp_path / "eager_base")
+    for base, chosen, expected in (("base", "auto", "sdpa"), ("base", "eager", "eager"), ("eager_base", "auto", "eager"),
+                                   ("eager_base", "sdpa", "sdpa")):
+        model, _ = load_policy(ModelConfig(str(tmp_path / base), chosen, lora_rank=4))
+        adapter = tmp_path / f"{base}_{chosen}"
+        save_policy(model, tokenizer, adapter)
+        assert attention_of(adapter) == expected, (base, chosen)
+        again, _ = load_policy(ModelConfig(str(adapter)))
+        save_policy(again, tokenizer, adapter / "again")
+        save_policy(merged_copy(again), tokenizer, adapter / "merged")
+        assert attention_of(adapter / "again") == attention_of(adapter / "merged") == expected, (base, chosen)
+    other, _ = load_policy(ModelConfig(str(tmp_path / "base_eager"), "sdpa"))
+    save_policy(other, tokenizer, tmp_path / "other")
+    assert attention_of(tmp_path / "other") == "sdpa"
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    ids = torch.tensor([[5, 9, 40]])
+    expected = load_policy(ModelConfig(str(tmp_path / "base_eager")))[0](ids).logits
+    assert torch.allclose(PeftModel.from_pretrained(plain, tmp_path / "base_eager").eval()(ids).logits, expected, atol=1e-5)
+    assert not [str(w.message) for w in recwarn if "nexpected keyword" in str(w.message)], "peft knows every field"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_final_and_checkpoints_of_a_run_have_its_attention(tmp_path, lora_rank):
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 2 --save_steps 1 --generation_max_length 8 --lora_rank {lora_rank}"
+    run = run_folder(tmp_path / "run", *flags.split(), "--use_kl_penalty", "true", "--attn_implementation", "eager")
+    checkpoint = min((run / "checkpoints").glob("step-*"))
+    folders = [run / "final", checkpoint] + ([run / "base"] if lora_rank else [checkpoint / "reference"])
+    assert [attention_of(folder) for folder in folders] == ["eager"] * 3
+    later = run_folder(tmp_path / "later", *flags.split(), "--model_path", str(run / "final"))
+    assert attention_of(later / "final") == "eager" and attention_of(later / "final", "sdpa") == "sdpa"
+
+
+def test_attention_that_transformers_chose_is_not_required_of_a_tower_without_it(tokenizer, tmp_path):
+    save_policy(WITH_TOWERS["gemma4_vision_audio"](), tokenizer, tmp_path / "base")
+    model, _ = load_policy(ModelConfig(str(tmp_path / "base")))
+    assert (model.config._attn_implementation, model.config.audio_config._attn_implementation) == ("sdpa", "eager")
+    save_policy(model, tokenizer, tmp_path / "final")
+    assert attention_of(tmp_path / "final") == "sdpa"
+    eager, _ = load_policy(ModelConfig(str(tmp_path / "base"), "eager"))
+    save_policy(eager, tokenizer, tmp_path / "eager")
+    again, _ = load_policy(ModelConfig(str(tmp_path / "eager")))
+    assert again.config._attn_implementation == again.config.text_config._attn_implementation == "eager"
 
 
 def test_the_built_in_model_is_a_gemma_3_of_a_million_parameters():
@@ -71,13 +142,6 @@ def test_a_tokenizer_without_pad_pads_with_eos(model, tokenizer, tmp_path):
     bare.pad_token = None
     save_policy(model, bare, tmp_path)
     assert load_policy(ModelConfig(model_path=str(tmp_path)))[1].pad_token_id == 1
-
-
-@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere"])
-def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(path):
-    wanted = re.escape(f"no such folder ({Path(path).absolute()}); ids on the hub look like owner/name")
-    with pytest.raises(ValueError, match=wanted):
-        load_policy(ModelConfig(model_path=path))
 
 
 def test_a_file_is_no_model_and_its_folder_is_named(tmp_path):
@@ -118,6 +182,21 @@ def test_layers_in_half_with_weights_and_numbers_in_float32(architecture, tokeni
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
         assert not torch.allclose(completion_log_probs(model, rollout, **settings.policy).logp, rounded), "no stale copies"
+
+
+def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architecture, tokenizer, settings):
+    _, model = architecture
+    with_precision(model, "bfloat16")
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    reference, exact = frozen_copy(model), frozen_copy(model, exact=True)
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in exact.parameters()} == {torch.float32}
+    layers = sum(p.numel() for p in reference.parameters() if p.dtype == torch.bfloat16)
+    assert layers > 0.9 * sum(m.weight.numel() for m in text_model(model).modules() if type(m).__name__ in ("Linear", "Conv1D"))
+    with torch.no_grad():
+        policy = completion_log_probs(model, rollout, **settings.policy).logp
+        assert torch.equal(completion_log_probs(reference, rollout, **settings.policy).logp, policy)
+    update_reference(reference, model, 0.0)
+    assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 def test_a_frozen_copy_of_a_wrapped_model_is_its_own(architecture, tokenizer, settings):

@@ -2,15 +2,17 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUICK, length_reward
+from conftest import QUICK, WITH_TOWERS, length_reward
 from safetensors.torch import load_file
 
+from model import save_policy
 from runs.checkpoint import latest_checkpoint
 from runs.records import read_jsonl
 
@@ -92,6 +94,19 @@ def test_processes_that_divide_the_matrices_of_a_layer(tmp_path, mesh, flags):
     assert_same_run(tmp_path / "one", tmp_path / "many")
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tp=2"])
+def test_a_model_with_towers_in_two_processes(tmp_path, tokenizer, mesh):
+    torch.manual_seed(0)
+    save_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path / "base")
+    flags = [*EVERYTHING.split(), "--model_path", f"{tmp_path}/base", "--generation_max_length", "16", "--gradient_checkpointing",
+             "--reference_mode", "ema", "--ema_alpha", "0.5", "--weight_decay", "0.1"]
+    launch(1, tmp_path / "one", *flags)
+    launch(2, tmp_path / "two", *flags, "--mesh", mesh)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "base", tmp_path / "two/final"))
+    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("language_model"))
+
+
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     flags = [*EVERYTHING.split(), "--reference_mode", "ema", "--ema_alpha", "0.5", "--use_value_head"]
     launch(1, tmp_path / "whole", *flags)
@@ -107,6 +122,31 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     assert torch.load(latest_checkpoint(tmp_path / "changed") / "state.pt", weights_only=True)["versions"]["processes"] == 1
 
 
+@pytest.mark.parametrize("flags", [
+    "--reference_mode ema --ema_alpha 0.5 --use_value_head", "--lora_rank 4 --precision bfloat16",
+], ids=["EMA, value head", "LoRA"])
+def test_a_run_of_one_process_goes_on_in_two_of_which_one_verifies_the_checkpoint(tmp_path, flags):
+    launch(1, tmp_path / "whole", *EVERYTHING.split(), *flags.split())
+    shutil.copytree(tmp_path / "whole", tmp_path / "changed")
+    for folder in (tmp_path / "changed/checkpoints").glob("*6"):                 # as if it had stopped before the last step
+        (folder / "state.pt").unlink()
+    with (tmp_path / "length.py").open("a") as file:                             # imported by every process
+        file.write(
+            "import os, runs.checkpoint\nreal = runs.checkpoint.checksum\ndef checksum(path):\n"
+            f"    open('{tmp_path}/hashed-' + os.environ['RANK'], 'w')\n    return real(path)\n"
+            "runs.checkpoint.checksum = checksum\n"
+        )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
+    done = subprocess.run(
+        [*command, "--output_dir", str(tmp_path / "changed"), "--resume"], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "is damaged (" in done.stdout and "not bit for bit" in " ".join(done.stdout.split())
+    assert_same_run(tmp_path / "whole", tmp_path / "changed", 1e-3 if "bfloat16" in flags else 1e-5)
+    assert sorted(path.name for path in tmp_path.glob("hashed-*")) == ["hashed-0"]
+
+
 def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message(tmp_path):
     (tmp_path / "bad.py").write_text(
         "import os\ncalls = []\ndef bad(completions, **columns):\n    calls.append(1)\n"
@@ -115,6 +155,15 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
     )
     done = launch(2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
     assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RewardError") >= 1, done.stderr[-3000:]
+
+
+def test_a_mistake_that_only_one_process_meets_is_one_line(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import os\ndef good(completions, **columns):\n    return [1.0] * len(completions)\n"
+        "if os.environ['RANK'] == '1':\n    del good\n"
+    )
+    done = launch(2, tmp_path / "run", "--use_grpo", "--reward_functions", f"{tmp_path}/bad.py:good", fails=True)
+    assert done.stderr.count("train.py: error:") == 1 and "good" in done.stderr.split("train.py: error:")[1].split("\n")[0]
 
 
 @pytest.mark.parametrize("flags,message", [

@@ -121,7 +121,11 @@ def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
 def rollout_of(*texts):
     mask = torch.tensor([[True, True, False]] * len(texts))
     ids = torch.arange(3 * len(texts)).view(-1, 3)
-    return SimpleNamespace(completions=list(texts), completion_ids=ids, completion_mask=mask)
+    prompts = len(texts) // 2
+    return SimpleNamespace(
+        completions=list(texts), completion_ids=ids, completion_mask=mask, sampling_logp=-ids.float(),
+        prompt_ids=torch.tensor([[0, 7], [8, 9]])[:prompts], prompt_mask=torch.tensor([[False, True], [True, True]])[:prompts],
+    )
 
 
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]

@@ -5,12 +5,15 @@ import contextlib
 import io
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from config import ModelConfig
+
 ROOT = Path(__file__).parents[1]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page, kind="python[^\n]*"):
@@ -53,7 +56,15 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch):
     import train
 
     started, names = [], {}
-    monkeypatch.setattr(train, "train", started.append)
+
+    def small_train(config, **objects):
+        """The run of the page with the built-in model, which needs no download, up to its first step."""
+        started.append(config)
+        training = replace(config.training, cold_start_steps=0)                   # the built-in model's profile has some
+        run = train.set_up(replace(config, model=ModelConfig(), training=training), **objects)
+        return run.model, run.tokenizer
+
+    monkeypatch.setattr(train, "train", small_train)
     for block in blocks(ROOT / "README.md"):
         exec("from train import *" if "train(" in block else "", names)
         exec(compile(block, "README.md", "exec"), names)

@@ -167,7 +167,7 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "start_up_check", lambda *_: True)              # a run below has it
     run = start_run(
         tmp_path, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "0", "--generation_max_length", "14",
-        "--reward_functions", length_reward(tmp_path), "--reward_weights", "1",
+        "--reward_functions", length_reward(tmp_path), "--reward_weights", "1", "--learning_rate", "4e-4",
     )
     assert run.device == DEVICE
     run.model.generation_config.eos_token_id = EARLY

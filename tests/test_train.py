@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,13 +68,6 @@ def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator
         coefficient *= 1 + max(-0.2, min(0.2, m["kl"] / 1e-3 - 1)) * 16 / 16
         assert m["kl_coef"] == pytest.approx(coefficient, rel=1e-6)
     assert lines[0]["kl_coef"] == pytest.approx(0.4, rel=1e-4) and lines[-1]["kl"] > 1e-3
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU there is nowhere else to put it")
-def test_a_reference_on_the_cpu_gives_the_same_run(tmp_path):
-    flags = "--use_grpo --cold_start_steps 0 --max_steps 2 --eval_limit 0 --use_kl_penalty --learning_rate 1e-3".split()
-    there = run_folder(tmp_path / "a", *flags, "--reference_offload")
-    assert comparable(there) == comparable(run_folder(tmp_path / "b", *flags))
 
 
 def test_supervised_mode_has_its_own_metrics(tmp_path):
@@ -153,6 +148,14 @@ def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.9
 
 
+@pytest.mark.parametrize("mode,stored", [("static", torch.bfloat16), ("periodic", torch.bfloat16), ("ema", torch.float32)])
+def test_a_moving_average_keeps_the_bits_that_a_copy_does_not_need(tmp_path, mode, stored):
+    flags = "--use_grpo --use_kl_penalty true --cold_start_steps 0 --precision bfloat16 --reference_mode"
+    run = start_run(tmp_path, *flags.split(), mode)
+    assert run.reference.model.layers[0].mlp.up_proj.weight.dtype == stored
+    assert run.reference.model.embed_tokens.weight.dtype == run.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+
+
 @pytest.mark.slow
 def test_float16_scales_the_loss_and_has_the_gradient_of_float32(tmp_path):
     norms = [
@@ -161,6 +164,17 @@ def test_float16_scales_the_loss_and_has_the_gradient_of_float32(tmp_path):
         for p in ("float32", "float16")
     ]
     assert len(norms[0]) == 2 and norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def test_tied_groups_alone_have_no_gradient_to_scale_in_float16(tmp_path):
+    run = start_run(
+        tmp_path, "--use_grpo", "--cold_start_steps", "0", "--precision", "float16", "--reward_functions", length_reward(tmp_path))
+    for points, learns in (0.5, False), (None, True), (0.5, False):
+        run.reward_functions[:] = [lambda completions, points=points, **columns: [points or len(c) for c in completions]]
+        before = [p.clone() for p in run.model.parameters()]
+        metrics, _ = train.grpo_training_step(run, next(run.batches))
+        assert (metrics["grad_norm"] > 0) is learns and run.progress.skipped == 0
+        assert all(map(torch.equal, before, run.model.parameters())) is not learns
 
 
 @pytest.mark.slow
@@ -175,3 +189,40 @@ def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_r
     while run.progress.skipped == run.progress.phase_step - 1:
         train.supervised_training_step(run, next(run.batches))
     assert run.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+ATTACKED = """
+import itertools, json, os, time
+from pathlib import Path
+from reward_functions import programs
+from reward_functions.sandbox import run_python
+programs.SECONDS_PER_TEST, programs.SECONDS_PER_PROGRAM = 0.3, 0.6
+ATTACKS = itertools.cycle(json.loads(Path(__file__).with_name("attacks.json").read_text()))
+TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert eval(square(3)) == 9"]
+
+def attacked(completions, **columns):
+    attacks = [next(ATTACKS) for _ in completions]
+    shown = [run_python(attack, timeout_s=0.3, memory_mb=128).stdout for attack in attacks]
+    assert not any("ESCAPED" in text for text in shown)
+    points = programs.passes_tests(attacks, [TESTS[:2]] * len(attacks))
+    assert set(points) == {0.0} and programs.passes_tests(attacks, [TESTS] * len(attacks)) == [None] * len(attacks)
+    return [len(completion) / 100 for completion in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+@pytest.mark.filterwarnings("ignore:passes_tests")
+def test_twenty_steps_go_on_whatever_programs_their_rewards_meet(tmp_path):
+    folder, attacks = Path(__file__).parent / "reward_functions", []
+    preamble = (folder / "test_sandbox.py").read_text().partition('PREAMBLE = f"""')[2].partition('"""')[0]
+    preamble = preamble.replace('{SECRET[:3]}', "hunt").replace('{SECRET[3:]}', "er2") + f"\nVICTIM = HOME = {str(tmp_path)!r}\n"
+    for name, before in ("hostile_programs.txt", preamble), ("cheating_programs.txt", ""):
+        attacks += [before + part.split("\n", 1)[1] for part in (folder / name).read_text().split("\n== ")[1:]]
+    (tmp_path / "attacks.json").write_text(json.dumps(attacks))
+    (tmp_path / "attacked.py").write_text(ATTACKED)
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 20 --batch_size 4 --num_completions_per_prompt 4"
+    run = run_folder(tmp_path / "out", *flags.split(), "--reward_functions", f"{tmp_path}/attacked.py:attacked")
+    steps = [m for m in read_jsonl(run / "metrics.jsonl") if m["phase"] == "grpo"]
+    assert len(attacks) > 150 and [m["step"] for m in steps] == list(range(1, 21))
+    assert all(math.isfinite(m["mean_reward"]) for m in steps)

@@ -8,6 +8,7 @@ import torch
 
 import infer
 from analysis import chat
+from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt
 from engine import sampling_state
@@ -75,13 +76,22 @@ def test_a_chat_keeps_its_history_and_ends_at_an_empty_line(folder, tokenizer, c
     assert then == encode_prompt(tokenizer, first) + trained
 
 
+def test_a_model_that_only_answers_is_stored_in_the_precision_it_computes_in(folder):
+    dtypes = []
+    for precision in "auto", "bfloat16":
+        model = ChatModel.load(ModelConfig(folder, precision=precision), GRPOConfig(), 0).model
+        dtypes.append(model.model.layers[0].mlp.up_proj.weight.dtype)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert dtypes == [torch.float32, torch.bfloat16]                     # auto: on a CPU
+
+
 def test_with_a_chat_template_a_chat_is_messages(folder, tokenizer, capsys, monkeypatch):
     calls, typed = scripted(monkeypatch, tokenizer, "two", "four"), iter(["1+1?", "2+2?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     load = chat.load_policy
 
-    def with_template(source):
-        model, tokenizer = load(source)
+    def with_template(source, **options):
+        model, tokenizer = load(source, **options)
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
         return model, tokenizer
 

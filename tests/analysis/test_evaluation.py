@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from analysis import evaluation
+from analysis import chat, evaluation
 import infer
 from config import Config, ModelConfig
 from analysis.evaluation import (
-    compare, estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, powers_of_two, summarise,
+    estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, powers_of_two, summarise,
     values_by_problem, wilson_interval,
 )
-from model import load_policy, save_policy
+from model import load_policy
 from runs.records import held_out_text
 
 
@@ -58,7 +58,7 @@ def test_the_summary_by_hand():
     assert found == {"accuracy": 0.125, "pass@1": 0.125, "pass@2": 0.25, "pass@4": 0.5, "majority@4": 0.25}
     assert list(summarise([{"right": [True], "majority": 1.0}])) == ["accuracy"]
     better = [problems[0], {"right": [True] * 4, "majority": 1.0}]
-    assert {name: d["mean"] for name, d in compare(better, problems).items()} == {
+    assert {name: d["mean"] for name, d in summarise(better, problems).items()} == {
         "accuracy": 0.5, "pass@1": 0.5, "pass@2": 0.5, "pass@4": 0.5, "majority@4": 0.5
     }
 
@@ -196,13 +196,6 @@ def test_the_interval_of_a_difference_is_that_of_the_formula():
 # ---- from the command line ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("policy") / "model"
-    save_policy(*load_policy(ModelConfig()), path)
-    return str(path)
-
-
 @pytest.fixture
 def scripted(monkeypatch):
     """The first two completions of every problem with an even answer are right; the model called "other" is always wrong."""
@@ -223,14 +216,14 @@ ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
 
 
 def test_several_samples_are_measured_written_down_and_compared(folder, scripted, capsys, tmp_path, monkeypatch):
-    load = infer.load_policy
+    load = chat.load_policy
 
-    def named(config):
-        model, tokenizer = load(config)
+    def named(config, **options):
+        model, tokenizer = load(config, **options)
         model.name_or_path = "other" if config.model_path == "" else "first"
         return model, tokenizer
 
-    monkeypatch.setattr(infer, "load_policy", named)
+    monkeypatch.setattr(chat, "load_policy", named)
     file = tmp_path / "result.json"
     infer.main(["--model_path", folder, *ASK, "--samples", "4", "--json", str(file)])
     printed, result = capsys.readouterr().out, json.loads(file.read_text())
@@ -245,7 +238,7 @@ def test_several_samples_are_measured_written_down_and_compared(folder, scripted
     assert "of 40 x 4, Wilson, effective number of problems" in printed
     assert result["samples"] == 4 and "differences" not in result
 
-    monkeypatch.setattr(infer, "load_policy", lambda config: named(ModelConfig(config.model_path.replace("none", ""))))
+    monkeypatch.setattr(chat, "load_policy", lambda config, **_: named(ModelConfig(config.model_path.replace("none", ""))))
     infer.main(["--model_path", folder, *ASK, "--samples", "4", "--against_model", "none", "--json", str(file)])
     differences = json.loads(file.read_text())["differences"]
     assert differences["pass@4"]["mean"] == pytest.approx(even) and differences["pass@4"]["low"] > 0
@@ -288,11 +281,24 @@ def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
     ("--question q --json out.json", "--json=out.json: needs --evaluate"),
     ("--evaluate arithmetic --json {tmp}/no/out.json", "does not exist"),
     ("--evaluate arithmetic --against run", "--against=run: needs --report"),
-    ("--evaluate {tmp}/bare.jsonl", "no example has an answer"),
+    ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name --reward_functions that need none, or the column with --answer"),
+    ("--evaluate countdown", "no example has an answer; name --reward_functions"),
+    ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", r"correctness: needs the column answer.*a line of data.*\{"),
+    ("--evaluate arithmetic --reward_functions safety", r"safety: needs the column forbidden, which arithmetic.*a line of data.*\{"),
+    ("--evaluate arithmetic --reward_functions corectness", "corectness: unknown; did you mean correctness"),
+    ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the same name"),
+    ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
+    ("--evaluate arithmetic --reward_weights 2", "--reward_weights: needs --reward_functions"),
+    ("--evaluate arithmetic --reward_functions environment", "needs points of an environment: add --environment"),
+    ("--evaluate arithmetic --reward_functions {tmp}/broken.py:f", "importing .*broken.py failed: NameError"),
+    ("--question q --reward_functions correctness", "--reward_functions=.*: needs --evaluate"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
     (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')
-    monkeypatch.setattr(infer, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    for name in "mine.py", "other.py":
+        (tmp_path / name).write_text("def f(completions, **columns): ...\n")
+    (tmp_path / "broken.py").write_text("nothing\n")
+    monkeypatch.setattr(chat, "load_policy", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=message) as error:
         infer.main(flags.replace("{tmp}", str(tmp_path)).split())
     assert "\n" not in str(error.value)

@@ -165,7 +165,8 @@ def test_every_metric_is_drawn_and_known_ones_come_first_with_a_unit(tmp_path):
 def test_settings_stand_beside_defaults_profiles_and_the_other_run(tmp_path):
     ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", flags=["--learning_rate", "0.5"])
     rows = {row["name"]: row for row in Page(write_report(ours, other)).data["page"]["settings"]}
-    assert rows["learning_rate"]["values"] == [4e-4, 0.5] and rows["learning_rate"]["default"] == 5e-6
+    assert rows["learning_rate"]["values"] == [1e-4, 0.5], "the demonstration's 4e-4, for 4 prompts in place of 64"
+    assert rows["learning_rate"]["default"] == 5e-6
     assert rows["learning_rate"]["profile"] == [True, False] and "peak learning rate" in rows["learning_rate"]["help"]
     assert rows["ppo_epochs"]["values"] == [1, 1] == [rows["ppo_epochs"]["default"]] * 2
     assert "resume" not in rows

@@ -127,6 +127,14 @@ def test_of_a_conversation_the_last_turn_is_changed():
     assert reward_linter.lint([correctness], [1.0], load_examples("guess_letter", limit=4))[1] == []
 
 
+@pytest.mark.parametrize("answer,gold", [(["132", "one hundred and thirty-two"], True), ([7], True), ([], False), ({"x": 1}, False)])
+def test_of_a_list_of_answers_the_first_is_the_gold_one(answer, gold):
+    texts = reward_linter.completions_of({"prompt": "p", "answer": answer})
+    assert ("gold" in texts) == gold
+    if gold:
+        assert correctness([texts["gold"], texts["wrong"]], answer=[answer] * 2) == [1.0, 0.0]
+
+
 def test_countdown_is_linted_on_its_own_data():
     table, flags = reward_linter.lint([load_reward_function("countdown")], [1.0], load_examples("countdown", limit=8))
     assert flags == [] and table[-1] in (ROOT / "docs/rewards.md").read_text()
@@ -134,7 +142,7 @@ def test_countdown_is_linted_on_its_own_data():
 
 @needs_math_verify
 def test_the_table_in_the_docs_is_what_the_command_there_prints():
-    page = (ROOT / "docs/rewards.md").read_text()
+    page = (ROOT / "docs/rewards.md").read_text().replace("\n  ", " ")
     command = "python rewards.py --lint --dataset docs/reward_examples.jsonl --limit 99 --reward_functions"
     assert command in page.replace(" \\\n        ", " ")
     examples = load_examples(str(ROOT / "docs/reward_examples.jsonl"))

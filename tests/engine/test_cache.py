@@ -10,7 +10,7 @@ from config import GRPOConfig
 from engine import cache
 from engine.prefix_attention import use_prefix_attention
 from logprobs import completion_log_probs
-from model import with_precision
+from engine.precision import with_precision
 from sample import sample_completions_for_prompts
 
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times

@@ -3,7 +3,7 @@
 import pytest
 
 from environments import loading, tools
-from environments.loading import load_environment
+from environments.loading import environment_by_name, load_environment
 from environments.tools import calculate, run_calls
 from reward_functions.sandbox import SandboxResult
 
@@ -57,7 +57,7 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
                "1/0": SandboxResult(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
     monkeypatch.setattr(tools, "run_python", results.__getitem__)
     monkeypatch.setattr(loading, "run_python", results.__getitem__)
-    load_environment.cache_clear()
+    environment_by_name.cache_clear()
     respond = load_environment("python")
     ask = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
     assert respond([{"role": "assistant", "content": ask % "print(6*7)"}])["content"] == "42"
@@ -67,6 +67,14 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
         raise RuntimeError("programs cannot be isolated here")
 
     monkeypatch.setattr(loading, "run_python", refuses)
-    load_environment.cache_clear()
+    environment_by_name.cache_clear()
     with pytest.raises(ValueError, match="--environment=python: programs cannot be isolated here; or use calculator"):
         load_environment("python")
+
+
+def test_the_tool_calls_of_a_message_share_a_time_limit(monkeypatch):
+    clock, calls = iter([0.0, 1.0, 9.0, 11.0, 12.0]), []
+    monkeypatch.setattr(tools.time, "monotonic", lambda: next(clock))
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    results = tools.run_calls(call * 4, {"add": lambda a: calls.append(a) or "done"})
+    assert results == ["done", "done"] + ["error: too much time in one message"] * 2 and calls == [1, 1]

@@ -5,6 +5,7 @@ import json
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from conftest import start_run
 from test_rewards import EXAMPLES, length, rollout_of
 
 from data import load_examples
-from rewards import RewardError, compute_rewards_for_completions, load_reward_function
+from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function
 from train import grpo_training_step
 
 OF_TRL = """
@@ -33,7 +34,7 @@ TRLS_POINTS = {                 # for a right and a wrong completion of two toke
 }
 
 
-@pytest.mark.parametrize("timeout", [0.0, 60.0], ids=["", "in a thread"])
+@pytest.mark.parametrize("timeout", [0.0, 60.0], ids=["", "with a limit"])
 @pytest.mark.parametrize("name", TRLS_POINTS)
 def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
     pytest.importorskip("trl", reason="needs trl")
@@ -52,7 +53,7 @@ def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
 
 def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_columns_stay_out():
     def as_in_trl(completions, **columns):
-        assert set(columns) == {"prompts", "completion_ids"}
+        assert set(columns) == {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
         return [float(len(completion[0]["content"])) for completion in completions]
 
     example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1}
@@ -63,7 +64,7 @@ def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_column
 def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the_demonstration():
     seen = {}
 
-    def spy(completions, prompts, completion_ids, **columns):
+    def spy(completions, prompts, completion_ids, trainer_state, log_extra, log_metric, **columns):
         seen.update(columns, completions=completions, prompts=prompts, completion_ids=completion_ids)
         return [0.0] * 4
 
@@ -82,20 +83,15 @@ def test_a_function_that_raises_names_itself_the_completion_and_the_exception():
     rollout = rollout_of("a", "b", "", "d")
     with pytest.raises(RuntimeError, match=r"fussy raised ZeroDivisionError.*on completion ''"):
         compute_rewards_for_completions([fussy], [1.0], rollout, EXAMPLES)
-    total, _ = compute_rewards_for_completions([fussy, length], [1.0, 1.0], rollout, EXAMPLES, on_error="none")
-    assert total.isfinite().all(), "the other function still counts"
 
 
-async def later(completions, **columns):
-    return [1.0] * len(completions)
-
-
-@pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("function,returned", [
     (lambda completions, **columns: None, "None; return a list with one number (or None) for each of the 4 completions"),
     (lambda completions, **columns: 0.5, "0.5; return a list"),
     (lambda completions, **columns: (1.0 for _ in completions), "<generator object"),
-    (later, "<coroutine object"),
+    (lambda completions, **columns: {"a": [1.0] * 4, "b": [1.0]}, "{'a': [1.0, 1.0, 1.0, 1.0], 'b': [1.0]}; return a list"),
+    (lambda completions, **columns: {"a": ["x"] * 4}, "{'a': ['x', 'x', 'x', 'x']}; return a list"),
+    (lambda completions, **columns: {"score": [1.0] * 4, "b": [1.0]}, "1 values for 4 completions; return a list"),
     (lambda completions, **columns: "1111", "'1111'; return a list"),
     (lambda completions, **columns: torch.tensor(1.0), "tensor(1.); return a list"),
     (lambda completions, **columns: [1.0], "1 values for 4 completions; return a list"),
@@ -104,13 +100,14 @@ async def later(completions, **columns):
     (lambda completions, **columns: [1.0, -math.inf, 1.0, 1.0], "an infinite number of points"),
 ])
 def test_what_is_no_list_of_points_is_shown_and_no_completion_is_blamed(function, returned):
-    rollout, failures = rollout_of("a", "b", "", "d"), []
+    rollout, reports = rollout_of("a", "b", "", "d"), Reports()
     with pytest.raises(RewardError) as error:
         compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES)
     said = str(error.value)
     assert f"it returned {returned}" in said and "raised" not in said and "on completion" not in said, said
-    compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES, on_error="none", failures=failures)
-    assert f"it returned {returned}" in failures[0]["error"] and failures[0]["completion"] == "all of 4"
+    compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES, on_error="none", reports=reports)
+    (failure,) = reports.failures
+    assert f"it returned {returned}" in failure["error"] and failure["completion"] == "all of 4"
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda points: torch.tensor(points).numpy()])
@@ -137,17 +134,22 @@ def test_a_function_that_hangs_is_given_up_on():
         released.wait(20)
         return [1.0] * len(completions)
 
-    failures, started, threads = [], time.monotonic(), set(threading.enumerate())
+    reports, started, threads = Reports(), time.monotonic(), set(threading.enumerate())
     total, points = compute_rewards_for_completions(
-        [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, failures=failures
+        [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, reports=reports
     )
-    assert points["hangs"].isnan().all() and total.tolist() == [[1.0, 2.0], [1.0, 1.0]]
-    assert [thread.daemon for thread in set(threading.enumerate()) - threads] == [True], "it does not keep a run from ending"
-    assert [f["function"] for f in failures] == ["hangs"] and "0.2 s (--reward_timeout)" in failures[0]["error"]
-    with pytest.raises(RuntimeError, match=r"hangs raised TimeoutError: no result within 0\.2 s"):
+    assert points["hangs"].isnan().all() and points["length"].isfinite().all() and total.isnan().all()
+    assert set(threading.enumerate()) == threads, "nothing goes on in the background"
+    assert [f["function"] for f in reports.failures] == ["hangs"] and "0.2 s (--reward_timeout)" in reports.failures[0]["error"]
+    with pytest.raises(RewardError, match=r"reward function hangs: no result within 0\.2 s"):
         compute_rewards_for_completions([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
     assert time.monotonic() - started < 5
-    released.set()
+    with ThreadPoolExecutor(1) as other, pytest.raises(RewardError, match=r"no result within 0\.2 s"):
+        future = other.submit(compute_rewards_for_completions, [hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
+        try:
+            future.result()
+        finally:
+            released.set()
 
 
 def test_with_a_time_limit_points_and_exceptions_are_the_same():
@@ -165,22 +167,25 @@ def test_failures_are_kept_with_the_completion_that_caused_them():
     def fussy(completions, **columns):
         return [1.0 / len(text) for text in completions]
 
-    failures = []
+    reports = Reports()
     compute_rewards_for_completions(
-        [fussy, length], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", failures=failures
+        [fussy, length], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", reports=reports
     )
-    assert failures == [{"function": "fussy", "error": "ZeroDivisionError: float division by zero", "completion": ""}]
+    assert reports.failures == [{"function": "fussy", "error": "ZeroDivisionError: float division by zero", "completion": ""}]
 
 
 def test_calls_that_fail_are_counted_and_kept_in_the_run_folder(tmp_path):
-    (tmp_path / "mine.py").write_text("def fussy(completions, **columns):\n    raise KeyError('x')\n")
+    (tmp_path / "mine.py").write_text(
+        "def fussy(completions, trainer_state, **columns):\n"
+        "    if trainer_state.max_steps > 1:                # in training\n        raise KeyError('x')\n    return [1.0] * len(completions)\n"
+    )
     run = start_run(
         tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none", "--reward_functions", "correctness",
         f"{tmp_path}/mine.py:fussy", "--reward_timeout", "30",
     )
     run.folder.open(0)
     metrics, experience = grpo_training_step(run, next(run.batches))
-    assert metrics["reward_errors"] == 1
+    assert metrics["reward_errors"] == 4 and metrics["unscored"] == 1, "one for each prompt"
     run.log_step(metrics | {"skipped": 0}, experience)
-    (line,) = (run.folder.path / "reward_errors.jsonl").read_text().splitlines()
+    line = (run.folder.path / "reward_errors.jsonl").read_text().splitlines()[0]
     assert '"function": "fussy", "error": "KeyError: ' in line and '"step": 1' in line

@@ -1,5 +1,7 @@
 """Choosing reward functions by name or file, and the columns that they need."""
 
+import sys
+
 import pytest
 
 import rewards
@@ -14,9 +16,8 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
     assert load_reward_function(f"{file}:short")(["abc"]) == [-3]
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     (tmp_path / "same.py").write_text(
-        "def correctness(completions, **columns): ...\ndef narrow(completions): ...\n"
-        "async def later(completions, **columns): ...\ndef one(text): ...\n"
-        "class Short:\n    def __call__(self, completions, **columns): ...\n"
+        "def correctness(completions, **columns): ...\ndef one(text): ...\n"
+        "class Weighted:\n    def __init__(self, weight): ...\n"
     )
     for name, message in {
         "corectness": "unknown; did you mean correctness\\? Else use path/to/file.py:function or one of correctness",
@@ -26,10 +27,8 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
         f"{tmp_path}/none.py:f": "no file",
         f"{tmp_path}/broken.py:f": "no_such_module",
         f"{tmp_path}/same.py:correctness": "there is a built-in reward function correctness; rename yours",
-        f"{tmp_path}/same.py:narrow": r"it must accept columns it does not use: add \*\*columns",
-        f"{tmp_path}/same.py:one": r"does not use: add completions \(a list of them\) and \*\*columns to its parameters",
-        f"{tmp_path}/same.py:later": "it is async; name a plain function",
-        f"{tmp_path}/same.py:Short": r"it is a class; name a plain function f\(completions, \*\*columns\)",
+        f"{tmp_path}/same.py:one": r"one: add completions, a list of them, to its parameters",
+        f"{tmp_path}/same.py:Weighted": r"it is a class; name an instance of it \(.*'weight'\)",
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             load_reward_function(name)
@@ -40,4 +39,34 @@ def test_a_function_may_ask_for_the_answer_under_trls_names_and_never_for_the_de
     def curious(completions, solution, completion, level=0, **columns): ...
 
     assert missing_columns(curious, {"prompt", "completion", "answer"}) == ["completion"]
+    assert missing_columns(lambda completions, ground_truth, log_metric, trainer_state: 0, {"prompt", "answer"}) == []
     assert missing_columns(curious, {"prompt", "completion"}) == ["solution", "completion"]
+
+
+def test_a_reward_file_imports_its_neighbours_and_our_modules_stay_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "count_of_mine.py").write_text("def count(text): return float(len(text))\n")
+    (tmp_path / "data.py").write_text("def mine(): ...\n")
+    (tmp_path / "rewarding.py").write_text(
+        "import data\nfrom count_of_mine import count\n"
+        "def short(completions, **columns): return [-count(c) for c in completions]\n"
+        "def ours(completions, **columns): return [data.load_examples is not None for c in completions]\n"
+    )
+    (tmp_path / "hidden.py").write_text("from data import mine\n")
+    for name, points in ("short", [-2.0]), ("ours", [True]):
+        assert load_reward_function(f"{tmp_path}/rewarding.py:{name}")(["ab"]) == points
+    with pytest.raises(ValueError, match=r"cannot import name 'mine' from 'data' \(.*data.py\)"):
+        load_reward_function(f"{tmp_path}/hidden.py:f")
+
+
+def test_a_class_is_instantiated_and_an_instance_stays():
+    class Counting:
+        def __init__(self, unit=2):
+            self.unit = unit
+
+        def __call__(self, completions, **kwargs):
+            return [len(text) / self.unit for text in completions]
+
+    assert load_reward_function(Counting)(["abc"]) == [1.5]
+    instance = Counting(3)
+    assert load_reward_function(instance) is instance

@@ -1,9 +1,14 @@
 """Mathematical equality by example, and expressions that hang."""
 
+import ast
+import re
+
 import pytest
 from test_rewards import needs_math_verify
 
 import rewards
+from reward_functions import mathematics
+from reward_functions.sandbox import SandboxResult
 
 
 @needs_math_verify
@@ -37,3 +42,24 @@ def test_math_equality_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
         rewards.math_equality(["<answer>1</answer>"], answer=["2"])
+
+
+def test_math_verify_that_does_not_work_in_the_sandbox_is_an_error(monkeypatch):
+    monkeypatch.setitem(mathematics.SANDBOX, "modules", ("not_installed",))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    mathematics.check_sandbox.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match=r"math-verify does not work in the sandbox: .+; install it"):
+        rewards.math_equality(["<answer>1</answer>"], answer=["2"])
+
+
+def test_an_answer_that_was_compared_in_what_another_one_left_is_compared_again(monkeypatch):
+    def compare(code, **options):                                  # time is over at the second of several, or at a lone "8"
+        given = [pair[0] for pair in ast.literal_eval(re.search(r"in (\[.*\]):", code)[1])] if "in [" in code else []
+        runs.append(given)
+        return SandboxResult(True, "" if given[:1] == ["$8$"] else "1\n", "", "")
+
+    runs = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("reward_functions.mathematics.run_python", compare)
+    points = rewards.math_equality([f"<answer>{n}</answer>" for n in (7, 8, 9)], answer=["1+6", "2+6", "3+6"])
+    assert points == [1.0, 0.0, 1.0] and [given for given in runs if given] == [["$7$", "$8$", "$9$"], ["$8$", "$9$"], ["$9$"]]

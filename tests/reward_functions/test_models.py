@@ -1,8 +1,10 @@
 """Rewards from models: a small random classifier, and a judge that is a server in this process."""
 
 import contextlib
+import gc
 import json
 import math
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -212,13 +214,13 @@ def test_every_pause_is_twice_as_long_as_the_one_before(monkeypatch):
     monkeypatch.setattr("reward_functions.models.time.sleep", pauses.append)
     with Endpoint(error_500) as endpoint:
         assert ask_judge(endpoint.url, ["one"], retries=3, backoff=0.5) == [None]
-    assert pauses == [0.5, 1.0, 2.0]
+    assert [pause for pause in pauses if pause >= 0.5] == [0.5, 1.0, 2.0], "without those of other servers"
 
 
 def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
     with Endpoint(slow) as endpoint:
         url = endpoint.url
-    with pytest.warns(UserWarning, match="judge helpful: URLError"):
+    with pytest.warns(UserWarning, match="judge helpful: ConnectError"):
         assert ask_judge(url) == [None, None]
 
 
@@ -273,6 +275,147 @@ def test_requests_are_concurrent_up_to_the_limit_and_the_key_is_sent(monkeypatch
         assert ask_judge(endpoint.url, texts, at_once=3, key_variable="JUDGE_KEY") == [0.1] * 12
         assert endpoint.most_at_once == 3
     assert endpoint.requests[0][2]["Authorization"] == "Bearer abc"
+
+
+# ---- a judge that misbehaves ---------------------------------------------------------------------------------------
+
+KEY = "sk-0123456789"
+OK = b"HTTP/1.1 200 OK\r\n"
+RATED = json.dumps(chat("7")).encode()
+
+
+class RawServer:
+    """A server whose answer to a connection is what a function writes to the socket."""
+
+    def __init__(self, answer):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.received, self.ended = self.listener.getsockname()[1], [], threading.Event()
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = self.listener.accept()
+                    threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+        def talk(connection):
+            with connection, contextlib.suppress(OSError):
+                if answer is not never_reads:
+                    self.received.append(connection.recv(1 << 16))
+                answer(connection, self)
+            self.ended.set()
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.listener.close()
+
+
+def write(*parts, forever=b"", pause=0.0):
+    """An answer: the parts, then the last one again and again until the other side ends the connection."""
+    def answer(connection, server):
+        connection.sendall(b"".join(parts))
+        while forever:
+            connection.sendall(forever)
+            time.sleep(pause)
+    return answer
+
+
+def never_reads(connection, server):
+    server.ended.wait(1)                                           # after the limit, to see the end of the connection
+    while connection.recv(1 << 20):
+        pass
+
+
+def one_byte_at_a_time(text):
+    def answer(connection, server):
+        for byte in text:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+    return answer
+
+
+MISBEHAVIOUR = {
+    "headers byte by byte": one_byte_at_a_time(OK + b"X-Header: x\r\n" * 99),
+    "endless 100 Continue": write(forever=b"HTTP/1.1 100 Continue\r\n\r\n" * 99),
+    "slow 100 Continue": write(forever=b"HTTP/1.1 100 Continue\r\n\r\n", pause=0.02),
+    "endless early hints": write(forever=b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 99),
+    "endless headers": write(OK, forever=b"X-Header: x\r\n" * 99),
+    "one endless header": write(OK, b"X-Header: ", forever=b"x" * 9999),
+    "body byte by byte": one_byte_at_a_time(OK + b"Content-Length: 999\r\n\r\n" + RATED + b" " * 999),
+    "endless body": write(OK, b"\r\n", RATED, forever=b" " * 9999),
+    "endless chunks of a byte": write(OK, b"Transfer-Encoding: chunked\r\n\r\n", forever=b"1\r\n \r\n" * 999),
+    "a chunk of -1 bytes": write(OK, b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", forever=b" " * 9999),
+    "a terabyte announced": write(OK, b"Content-Length: 1000000000000\r\n\r\n", RATED, forever=b" ", pause=0.02),
+    "silence": lambda connection, server: connection.recv(1),
+    "a request that is not read": never_reads,
+    "no HTTP": write(b"\x00\xff" * 999),
+    "an end in the status line": write(b"HTTP/1.1 2"),
+    "an end in the body": write(OK, b"Content-Length: 999\r\n\r\n", RATED),
+    "the key in the status": write(f"HTTP/1.1 401 wrong key {KEY}\r\n\r\n".encode()),
+    "the key in the reply": write(OK, b"\r\n", json.dumps(chat("x" * 230 + f"{KEY} {KEY}")).encode()),
+    "a redirect": write(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://localhost:1/v1\r\n\r\n"),
+    "nested JSON": write(OK, b"\r\n", b"[" * 500_000),
+    "endless thoughts": write(OK, b"\r\n", json.dumps(chat("<think>" * 100_000)).encode()),
+    "endless digits": write(OK, b"\r\n", json.dumps(chat("9" * 700_000)).encode()),
+    "escape sequences": write(b"HTTP/1.1 500 \x1b[2J\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize(
+    "way,scheme", [*((way, "http") for way in MISBEHAVIOUR), ("silence", "https"), ("headers byte by byte", "https")],
+)
+def test_a_server_that_misbehaves_costs_its_time_limit_and_a_warning(way, scheme, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with RawServer(MISBEHAVIOUR[way]) as server:
+        started = time.monotonic()
+        with pytest.warns(UserWarning, match="^judge helpful: ") as warned:
+            text = "x" * 9_000_000 if way == "a request that is not read" else "one"
+            assert ask_judge(f"{scheme}://127.0.0.1:{server.port}/v1", [text], retries=0, key_variable="JUDGE_KEY") == [None]
+        assert time.monotonic() - started < 0.5 + 1, "the limit, and a second for a machine with other work"
+        assert server.ended.wait(1.5) or (gc.collect() and server.ended.wait(1)), "the connection is closed"
+    (message,) = {str(warning.message) for warning in warned}
+    assert len(message) < 330 and KEY[:6] not in message and message.isprintable()
+
+
+def test_a_redirect_is_not_followed_and_the_key_stays_with_its_host(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with RawServer(write(OK, b"\r\n", RATED)) as other:
+        for status in 301, 302, 303, 307, 308:
+            head = f"HTTP/1.1 {status} Moved\r\nLocation: http://localhost:{other.port}/v1/chat/completions\r\n\r\n"
+            with RawServer(write(head.encode())) as server, pytest.warns(UserWarning, match=f"{status} Moved"):
+                assert ask_judge(f"http://127.0.0.1:{server.port}/v1", ["one"], key_variable="JUDGE_KEY") == [None]
+            assert len(server.received) == 1, "it would be the same again"
+        assert other.received == []
+
+
+def test_a_key_is_stripped_and_never_shown(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", f" {KEY}\r\n")
+    with Endpoint(lambda asked, n, _: "1") as endpoint:
+        assert ask_judge(endpoint.url, ["one"], key_variable="JUDGE_KEY") == [0.1]
+    assert endpoint.requests[0][2]["Authorization"] == f"Bearer {KEY}"
+    for broken in f"{KEY}\r{KEY}", f"{KEY}\u2019":
+        monkeypatch.setenv("JUDGE_KEY", broken)
+        with pytest.raises(ValueError, match="judge helpful: the API key in JUDGE_KEY has a character") as error:
+            ask_judge(endpoint.url, ["one"], key_variable="JUDGE_KEY")
+        assert KEY[:6] not in str(error.value)
+
+
+def test_what_is_no_rating_in_the_file_of_ratings_is_left_out(tmp_path):
+    file = tmp_path / "ratings.jsonl"
+    with Endpoint(lambda asked, n, _: "5") as endpoint:
+        settings = dict(url=endpoint.url, model="m", question="?", cache=str(file))
+        assert judge("helpful", **settings)(["a", "b"], prompts=["p", "p"]) == [0.5, 0.5]
+        whole = file.read_bytes()
+        for cut in whole[:-9], whole + b'["00', whole + b"7\n", whole + b"\xff\n", whole + b"[1, 2, 3]\n":
+            file.write_bytes(cut)
+            with pytest.warns(UserWarning, match="judge helpful: .*ratings.jsonl: left out .*, not a rating"):
+                again = judge("helpful", **settings)
+            before = len(endpoint.requests)
+            assert again(["a", "b"], prompts=["p", "p"]) == [0.5, 0.5]
+            assert len(endpoint.requests) - before == (cut == whole[:-9])
 
 
 def test_a_judge_is_used_through_a_small_file(tmp_path):

@@ -1,5 +1,6 @@
 """Nothing is lost: a run continues after kills, full disks and damaged files."""
 
+import copy
 import errno
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -117,6 +119,26 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whol
 def test_checksums_can_be_verified_without_this_project(whole):
     done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=latest_checkpoint(whole), capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("OK") >= 5, done.stdout + done.stderr
+
+
+def test_the_random_state_of_a_gpu_comes_back_on_one_of_its_kind(monkeypatch):
+    state = [torch.arange(3)]
+    module = SimpleNamespace(get_rng_state=lambda: state[-1], set_rng_state=state.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+
+    def on(kind):
+        device = kind and torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+
+    on("mps")
+    states = checkpoint.random_states()
+    for kind in None, "cuda":
+        on(kind)
+        checkpoint.set_random_states(copy.deepcopy(states))
+        assert len(state) == 1
+    on("mps")
+    checkpoint.set_random_states(copy.deepcopy(states))
+    assert len(state) == 2 and torch.equal(*state)
 
 
 def test_random_states_come_back():

@@ -1,73 +1,259 @@
-"""Tokens and memory of a step are estimated before the first one."""
+"""Tokens and memory of a step are estimated before the weights are loaded, and settings follow the estimate."""
 
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import start_run
+from conftest import CURRENT_ARCHITECTURES, start_run
+from transformers import Qwen3Config
 
+import train
+from config import Config, GRPOConfig, ModelConfig, TrainingConfig
+from engine.adapters import trainable_parameters
+from engine.recomputation import recompute_activations
+from model import load_policy
 from runs import memory_estimate
-from logprobs import completion_log_probs
-from engine.packing import pack_rows
-from sample import sample_completions_for_prompts
+from runs.fitting_flags import candidates, with_flags
+from runs.memory_estimate import (
+    choose_memory_settings, describe_step, memory_gb, resolve_memory_settings, step_tokens,
+)
+from runs.simulated_memory import BytesAlive, FakePolicy
+
+ALONE = {"replicate": 1, "fsdp": 1, "tp": 1}
+POLICY = GRPOConfig().policy
 
 
-def describe(run):
-    """The lines about a step of a run."""
-    longest = max(len(run.tokenizer(example["prompt"]).input_ids) for example in run.train_set)
-    return memory_estimate.describe_step(
-        run.model, run.tokenizer, run.train_set[:2], run.config, longest_prompt=longest, shared_prompt=run.shared_prompt
-    )
+@pytest.fixture
+def configured(tmp_path):
+    """A folder with nothing but the config.json of a model with untied head and five equal layers."""
+    sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    Qwen3Config(**sizes, vocab_size=1000, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
 
 
-def bytes_per_token(run):
-    recompute = run.config.training.gradient_checkpointing
-    return memory_estimate.activation_bytes(run.model, run.tokenizer, run.train_set[:2], recompute, run.shared_prompt)
+def describe(config, memory=100.0, longest_prompt=20):
+    return describe_step(config, longest_prompt=longest_prompt, shared_prompt=True, mesh=ALONE, memory=memory)
 
 
-def test_tokens_and_passes_are_those_of_a_step_in_which_all_goes_to_the_limit(tmp_path):
-    run = start_run(tmp_path, "--use_grpo", "--max_tokens_per_forward", "100", "--generation_max_length", "30")
-    longest = max(len(run.tokenizer(example["prompt"]).input_ids) for example in run.train_set)
-    tokens = 4 * (longest + 4 * 30)
-    line = describe(run)[0]
-    assert f"4 prompts of up to {longest} tokens x 4 = 16 completions of up to 30" in line
-    assert f"{tokens} tokens at most, in {-(-tokens // 100)} passes" in line
+def test_tokens_and_passes_are_those_of_a_step_in_which_all_goes_to_the_limit():
+    config = Config.of(use_grpo=True, batch_size=4, max_tokens_per_forward=100, generation_max_length=30)
+    line = describe(config)[0]
+    assert "4 prompts of up to 20 tokens x 4 = 16 completions of up to 30" in line
+    assert f"{4 * (20 + 4 * 30)} tokens at most, in 6 passes" in line
+    assert step_tokens(config, 20, shared_prompt=False) == 16 * (20 + 30)
+    assert step_tokens(Config.of(batch_size=4, generation_max_length=30), 20, shared_prompt=True) == 4 * (20 + 30)
 
 
-def test_what_does_not_fit_is_said_with_what_to_turn(tmp_path, monkeypatch):
-    run = start_run(tmp_path, "--use_grpo")
-    assert "run out" not in describe(run)[1]
-    monkeypatch.setattr(memory_estimate, "available_gb", lambda device: 0.1)
-    assert "--gradient_checkpointing" in describe(run)[1]
+def test_what_does_not_fit_is_said_with_what_to_turn():
+    config = Config.of(use_grpo=True, max_tokens_per_forward=2048)
+    assert "runs out" not in describe(config)[1]
+    assert "--gradient_checkpointing" in describe(config, memory=0.1)[1]
 
 
-def test_activations_are_counted_per_token_and_recomputed_ones_left_out(tmp_path):
-    """Against the sizes of what a longer pass keeps, found by walking its graph."""
-    run = start_run(tmp_path, "--use_grpo", "--generation_max_length", "40", "--num_completions_per_prompt", "2")
-    prompts = [example["prompt"] for example in run.train_set[:8]]
-    rollout = sample_completions_for_prompts(run.model, run.tokenizer, prompts, run.config.grpo, seed=0)
-    tokens = pack_rows(rollout, torch.arange(16), True).ids.numel()
-    result = completion_log_probs(run.model, rollout)
-    weights = {p.data_ptr() for p in run.model.parameters()}
-    seen, storages, todo = set(), {}, [result.logp.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-        for name in dir(node):
-            value = getattr(node, name) if name.startswith("_saved_") else None
-            for tensor in value if isinstance(value, tuple | list) else [value]:
-                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in weights:
-                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    assert bytes_per_token(run) * tokens == pytest.approx(sum(storages.values()), rel=0.2)
-    again = start_run(tmp_path, "--use_grpo", "--gradient_checkpointing", "true")
-    a_layer = bytes_per_token(run) / 4
-    assert a_layer < bytes_per_token(again) < 2 * a_layer, "of the layer recomputed, and what goes into each"
+def test_an_estimate_that_fails_ends_no_run(monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("no fake kernel\nand more")
+
+    monkeypatch.setattr(memory_estimate, "pass_bytes", fail)
+    config = Config.of(use_grpo=True, max_tokens_per_forward=2048)
+    assert describe(config)[1] == "memory: no estimate for this model: no fake kernel"
+    chosen = resolve_memory_settings(Config.of(use_grpo=True), "cuda", 20, ALONE, 24.0).training
+    assert (chosen.max_tokens_per_forward, chosen.gradient_checkpointing) == (8192, False)
+
+
+def test_bytes_alive_are_those_of_storages_that_exist_at_once():
+    weight = torch.zeros(1000)
+    with BytesAlive([weight]) as alive:
+        first = weight.view(10, 100) + 1                  # views take nothing
+        second = first * 2
+        del first
+        assert (alive.now, alive.peak) == (4000, 8000)
+        assert alive.take_peak() == 8000
+        second.add_(1)
+        del second
+    assert (alive.now, alive.peak) == (0, 4000)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_on_fake_tensors_has_the_peak_of_the_same_pass_on_true_ones(lora_rank, recompute):
+    settings = ModelConfig(lora_rank=lora_rank)
+    fake, (model, _) = FakePolicy(settings, recompute), load_policy(settings)
+    if recompute:
+        recompute_activations(model)
+    seen = []
+    fake.peak = lambda simulate: seen.append(simulate) or 0
+    fake.pass_bytes(1000, True, POLICY)
+    fake_peaks = seen[0]()
+    true = FakePolicy.__new__(FakePolicy)                 # the same measurement, with nothing fake
+    true.model, true.peak = model, lambda simulate: max(simulate())
+    true.call = lambda function, *args: function(*args)
+    measured = true.pass_bytes(1000, True, POLICY)
+    assert measured == pytest.approx(max(fake_peaks), rel=0.03)
+
+
+def test_few_layers_stand_for_all(configured):
+    fake = FakePolicy(ModelConfig(model_path=configured))
+    config = GRPOConfig(generation_max_length=40)
+    few = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 100, config, True)
+    fake.peak = lambda simulate, **unused: max(simulate())
+    every = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 100, config, True)
+    assert few[0] == pytest.approx(every[0], rel=0.02)
+    assert every[1] <= few[1] < 1.2 * every[1], "the second layer adds its input, which in the first is the embedding"
+    with fake.some_layers([0]):
+        one = max(fake.pass_bytes(2001, True, POLICY), 1)
+    assert one < 0.5 * every[0] and len(fake.model.model.layers) == fake.model.config.num_hidden_layers == 5
+
+
+@pytest.mark.parametrize("flags", ["", "--lora_rank 4", "--use_value_head true"])
+def test_weights_gradients_adamw_and_reference_are_those_of_a_run(tmp_path, flags):
+    run = start_run(tmp_path, "--use_grpo", "--use_kl_penalty", "true", "--cold_start_steps", "0", *flags.split())
+    run.begin_phase(run.phases[0])
+    trained = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    run.optimizer.step()
+    heads = list(run.value_head.parameters()) if run.value_head else []
+
+    def gigabytes(tensors):
+        return sum(tensor.nbytes for tensor in tensors) / 1e9
+
+    found = memory_gb(run.config, 20, ALONE)
+    states = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
+    assert found["weights"] == pytest.approx(gigabytes([*run.model.parameters(), *heads]))
+    assert found["gradients"] == pytest.approx(gigabytes(parameter.grad for parameter in trained))
+    assert found["AdamW"] == pytest.approx(gigabytes(states))
+    assert found["reference"] == pytest.approx(gigabytes(run.reference.parameters()))
+    supervised = replace(run.config, training=replace(run.config.training, use_grpo=False))
+    assert memory_gb(supervised, 20, ALONE)["reference"] == 0
+    offloaded = replace(run.config, grpo=replace(run.config.grpo, reference_offload=True))
+    assert memory_gb(offloaded, 20, ALONE)["reference"] == 0
+    eight = replace(run.config, training=replace(run.config.training, adam_8bit=True))
+    in_two = 2 * len(heads and [1]) * gigabytes(heads)
+    # torchao: a byte for each of two states, and a float32 scale for each 256 of them.
+    expected = sum(p.numel() for p in trainable_parameters(run.model)) * 2 * (1 + 4 / 256) / 1e9 + in_two
+    assert memory_gb(eight, 20, ALONE)["AdamW"] == pytest.approx(expected, rel=0.01)
+
+
+def test_frozen_matrices_take_two_bytes_in_16_bits(configured):
+    matrices = 5 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 192)
+    full = memory_gb(Config.of(use_grpo=True, model_path=configured, max_tokens_per_forward=512), 20, ALONE)["weights"]
+    for flags, key, saved in (
+        (dict(lora_rank=4), "weights", 2 * matrices), (dict(), "reference", 2 * matrices), (dict(), "weights", 0),
+        (dict(reference_mode="ema"), "reference", 0), (dict(reference_mode="periodic"), "reference", 2 * matrices),
+    ):
+        config = Config.of(
+            use_grpo=True, model_path=configured, max_tokens_per_forward=512, precision="bfloat16", use_kl_penalty=True, **flags)
+        found = memory_gb(config, 20, ALONE)
+        adapter = found["gradients"] if flags.get("lora_rank") else 0
+        assert found[key] - adapter == pytest.approx(full - saved / 1e9), (flags, key)
+
+
+def test_processes_divide_weights_and_prompts(configured):
+    config = Config.of(use_grpo=True, model_path=configured, max_tokens_per_forward=4096, batch_size=8)
+    one, four, copies = (
+        memory_gb(config, 20, ALONE | mesh) for mesh in ({}, {"fsdp": 4}, {"fsdp": 2, "replicate": 2}))
+    for name in "weights", "AdamW", "gradients", "reference":
+        assert one[name] == pytest.approx(4 * four[name]) == pytest.approx(2 * copies[name])
+    # Activations are those of a quarter of the tokens, and weights are gathered.
+    fake = FakePolicy(config.model)
+    tokens, policy = step_tokens(config, 20, True) // 4, config.grpo.policy
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in fake.layers]
+    gathered = sum(p.nbytes for p in fake.model.parameters()) - sum(layers) + 3 * layers[0]
+    assert four["training pass"] == pytest.approx((fake.pass_bytes(tokens, True, policy) + gathered) / 1e9)
+    assert copies["training pass"] == four["training pass"] and four["sampling"] > one["weights"]
+    divided = memory_gb(config, 20, ALONE | {"tp": 2})
+    matrices = 4 * 5 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 192) / 1e9
+    assert divided["weights"] == pytest.approx(one["weights"] - matrices / 2)
+    assert divided["training pass"] < one["training pass"]
+
+
+@pytest.mark.parametrize("architecture,plain", [("qwen3_moe", False), ("gemma4_shared_keys", False), ("lfm2", True)])
+def test_experts_shared_keys_and_layers_with_state_have_an_estimate(architecture, plain, tmp_path):
+    CURRENT_ARCHITECTURES[architecture]().save_pretrained(tmp_path)
+    config = Config.of(use_grpo=True, model_path=str(tmp_path), max_tokens_per_forward=256)
+    state = torch.get_rng_state()
+    shared, rows = (memory_gb(config, 20, ALONE, shared_prompt) for shared_prompt in (True, False))
+    assert torch.equal(state, torch.get_rng_state()), "training is the same with and without an estimate"
+    assert (shared == rows) is plain and 0 < shared["in all"] < 1
+
+
+@pytest.mark.parametrize("memory,given,expected", [
+    (110, {}, (8192, False)), (60, {}, (4096, False)), (35, {}, (2048, False)), (20, {}, (8192, True)), (1, {}, (2048, True)),
+    (20, {"gradient_checkpointing": False}, (2048, False)), (100, {"gradient_checkpointing": True}, (8192, True)),
+    (20, {"max_tokens_per_forward": 3000}, (3000, True)), (100, {"max_tokens_per_forward": 3000}, (3000, False)),
+])
+def test_the_longest_passes_that_fit_are_taken_and_recomputation_last(memory, given, expected):
+    def estimate(training):
+        return 9 + training.max_tokens_per_forward / (1000 if training.gradient_checkpointing else 100)
+
+    chosen = choose_memory_settings(TrainingConfig(**given), 100, estimate, memory)
+    assert (chosen.max_tokens_per_forward, chosen.gradient_checkpointing) == expected
+
+
+def test_passes_hold_two_of_the_longest_prompt():
+    chosen = choose_memory_settings(TrainingConfig(), 3000, lambda training: training.max_tokens_per_forward, 0)
+    assert chosen.max_tokens_per_forward == 6000
+
+
+def test_flags_that_were_given_are_remembered_through_changes_of_other_sections():
+    config = Config.of(model_path="x", gradient_checkpointing=False)
+    assert config.training.given == {"gradient_checkpointing"}
+    changed = replace(config, grpo=replace(config.grpo, ppo_epochs=2))
+    assert changed.training.given == {"gradient_checkpointing"} and changed.training == config.training
+
+
+def test_on_a_cpu_nothing_is_switched_on(configured):
+    config = resolve_memory_settings(Config.of(model_path=configured), "cpu", 20, ALONE, 0.001)
+    assert (config.training.max_tokens_per_forward, config.training.gradient_checkpointing) == (2048, False)
+    assert resolve_memory_settings(Config.of(model_path=configured), "xla", 20, ALONE, 0).training.max_tokens_per_forward == 8192
+
+
+def test_estimate_needs_a_configuration_alone_and_names_flags_that_fit(configured, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    train.main(["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "24"])
+    said = capsys.readouterr().out
+    assert "not confirmed on a GPU" in said and "of 24 GB" in said
+    assert "fits: --max_tokens_per_forward 8192 --gradient_checkpointing false" in said
+    train.main(["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "0.02", "--use_kl_penalty", "false"])
+    said = capsys.readouterr().out
+    assert "does not fit: --max_tokens_per_forward" in said
+    found = re.search(r"would fit, about ([\d.]+) GB: (.*)", said)
+    assert float(found[1]) <= 0.018
+    flags = [*found[2].split(), "--use_kl_penalty", "false"]
+    train.main(["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "0.02", *flags])
+    assert "\nfits: " in capsys.readouterr().out
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_estimate_for_processes_that_are_elsewhere(configured, capsys):
+    train.main(["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "24", "--mesh", "fsdp=4,tp=2"])
+    assert "processes: fsdp=4 tp=2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags,error", [
+    ("--model_path .", "no usable config.json"), ("--model_path nowhere/at/all", "no such folder"),
+    ("--mesh fsdp=0", "--mesh=fsdp=0: write some of"), ("--memory_gb -1", "--memory_gb=-1.0: must be at least 0"),
+    ("--mesh fsdp=2 --adam_8bit", "--adam_8bit: not in several processes"),
+])
+def test_mistakes_of_an_estimate_are_one_line(flags, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((SystemExit, ValueError)) as stop:
+        train.main(["--use_grpo", "--estimate", *flags.split()])
+    said = capsys.readouterr().err or str(stop.value)
+    assert error in said and len(said.strip().splitlines()) == 1
+
+
+def test_candidates_leave_out_what_was_given(configured):
+    config = Config.of(use_grpo=True, model_path=configured, precision="float32", mesh="fsdp=2")
+    assert all("precision" not in flags and "mesh" not in flags for flags in candidates(config))
+    assert with_flags(config, {"lora_rank": 8}).model.lora_rank == 8
+    assert with_flags(config, {"lora_rank": 8}).training.given == {"use_grpo", "mesh"}
 
 
 @pytest.mark.slow

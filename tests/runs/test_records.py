@@ -1,10 +1,13 @@
 """Lines of rollouts.jsonl."""
 
+import json
+import tracemalloc
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runs.records import read_jsonl
+from runs.records import cut_after, read_jsonl
 
 
 def test_rollouts_hold_whole_groups(finished):
@@ -29,3 +32,21 @@ def test_rollouts_hold_the_log_probabilities_and_entropies_after_the_update(fini
         assert r["logp_after"] == pytest.approx(own, abs=1e-4)
         assert r["logp_after"] != pytest.approx(r["sampling_logp"], abs=1e-4), "there was an update"
         assert r["entropies"] == pytest.approx((-log_p.exp() * log_p).sum(-1).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("last_step,kept", [(0, 0), (1, 2), (2, 4), (7, 6)])
+def test_lines_of_later_steps_are_cut_off_without_reading_the_file_into_memory(tmp_path, last_step, kept):
+    path = tmp_path / "rollouts.jsonl"
+    lines = [json.dumps({"step": step, "phase": "grpo", "completion": "x" * 2_000_000}) + "\n" for step in (1, 1, 2, 2, 3, 3)]
+    path.write_text("".join(lines) + lines[0][:100])                # a crash cut off the last line
+    tracemalloc.start()
+    cut_after(path, last_step)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.read_text() == "".join(lines[:kept])
+    assert peak < 9_000_000, f"{peak} bytes for lines of 2 MB"
+
+
+def test_no_file_is_nothing_to_cut(tmp_path):
+    cut_after(tmp_path / "skipped.jsonl", 3)
+    assert not (tmp_path / "skipped.jsonl").exists()

@@ -8,7 +8,7 @@ import torch
 from conftest import QUICK, comparable, run_folder, weights_of
 
 import train
-from rewards import load_reward_function
+from reward_functions.loading import function_from_file
 from runs import phases
 from runs.records import read_jsonl
 from runs.run import Run
@@ -24,6 +24,8 @@ CARRIED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after,more", [
     (0, ""), (2, ""), (5, ""), (20, CARRIED), (5, "--use_value_head"),
+    (3, "--precision bfloat16 --cold_start_steps 0 --reference_mode ema --ema_alpha 0.5 --kl_estimator exact"),
+    (3, "--precision bfloat16 --cold_start_steps 0 --reference_mode periodic --reference_update_freq 2"),
     pytest.param(5, "--adam_8bit", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")),
 ])
 def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, more, capsys):
@@ -94,9 +96,9 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     assert "reward function late raised KeyError: 'late' (late.py, line 5)" in error
     assert f"step-0000000{saved}" in error and "--resume" in error
     file.write_text(file.read_text().replace(f"calls == {call}", "False"))
-    load_reward_function.cache_clear()
+    function_from_file.cache_clear()
     train.main(["--output_dir", str(tmp_path / "a"), "--resume"])
-    load_reward_function.cache_clear()
+    function_from_file.cache_clear()
     never = run_folder(tmp_path / "b", *flags)
     assert comparable(tmp_path / "a") == comparable(never)
     ours, theirs = weights_of(tmp_path / "a"), weights_of(never)

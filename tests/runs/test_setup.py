@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import run_folder, start_run
 
+import runs.memory_estimate
 import train
 from runs.run import Run
 
@@ -54,7 +55,7 @@ def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, caps
         assert stop.value.code == 2 and f"--{flag}: this run began with" in error and len(error.strip().splitlines()) == 1
     train.main([*again, "--learning_rate", "0.5"])
     said = capsys.readouterr().out
-    assert f"from {begun}" in said and "changed: learning_rate 0.0004 -> 0.5" in said and "this run is complete" in said
+    assert f"from {begun}" in said and "changed: learning_rate 0.0001 -> 0.5" in said and "this run is complete" in said
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(SystemExit):
@@ -78,3 +79,14 @@ def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n, "completion": "y"}) + "\n" for n in (3, 1500)))
     long = start_run(tmp_path / "long", "--dataset", str(tmp_path / "long.jsonl"), "--max_prompt_length", "1600")
     assert long.config.training.max_tokens_per_forward == long.folder.config.training.max_tokens_per_forward == 2 * 1501
+
+
+@pytest.mark.parametrize("error", [
+    AttributeError("no attribute 'head_dim'"), torch.OutOfMemoryError("too large"), AssertionError()])
+def test_a_failed_memory_estimate_is_a_note(tmp_path, monkeypatch, capsys, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(runs.memory_estimate, "memory_gb", fail)
+    assert start_run(tmp_path, "--use_grpo").model is not None
+    assert f"memory: no estimate for this model: {str(error) or 'AssertionError'}" in capsys.readouterr().out

@@ -52,6 +52,15 @@ def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokeniz
     assert found.ok is None and "plain rows instead" in found.found
 
 
+@pytest.mark.parametrize("numbers,agree", [("none", False), ("tf32", True)])
+def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, numbers
+    try:
+        assert startup_check.compare(model, "head", "two", torch.zeros(3), torch.full((3,), 0.05), "").ok is agree
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
     monkeypatch.setattr(startup_check, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) * 3)
     assert findings_of(model, tokenizer, settings)["padding"].ok is False
@@ -76,7 +85,7 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     config = GRPOConfig(reward_functions=["never"], reward_weights=[1.0])
     found = findings_of(model, tokenizer, config, [never])["rewards"]
     assert found.ok is False and found.found == "never returned None or NaN for each of 8 completions"
-    assert found.fix == "nothing could be scored: does the data have the columns that it needs, such as answers?"
+    assert found.fix == "nothing could be scored: the data may lack columns that it needs, such as answers"
 
 
 def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):

@@ -8,6 +8,8 @@ from conftest import start_run
 from test_data import GSM8K, data_of, write_lines
 
 import train
+from runs.command_line import parse_config
+from runs.flag_notes import flag_notes
 from sources.batches import prompt_key
 
 
@@ -32,6 +34,34 @@ def test_of_one_file_some_is_set_aside_as_it_always_was(tmp_path, seed):
     taken = {row["prompt"] for row in held_out}
     assert train_set == [row for row in order[12:] if row["prompt"] not in taken] and len(train_set) < 88
     assert len(data_of("--dataset", str(tmp_path / "data.jsonl"))[1]) == 20, "a fifth at most"
+
+
+def test_splits_of_a_hub_are_chosen_by_name_or_by_share(tmp_path, capsys):
+    write_lines(tmp_path / "train.jsonl", [{"prompt": f"{i}"} for i in range(10)])
+    write_lines(tmp_path / "validation.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    with pytest.raises(ValueError, match=r'Unknown split "test".*should it have no test split: .*--eval_split'):
+        data_of("--dataset", str(tmp_path))
+    with pytest.raises(ValueError, match=r'Unknown split "train2".*validation'):
+        data_of("--dataset", str(tmp_path), "--train_split", "train2", "--eval_split", "validation")
+    train_set, held_out = data_of("--dataset", str(tmp_path), "--eval_split", "validation")
+    assert len(train_set) == 10 and [e["prompt"] for e in held_out] == ["a", "b"]
+    train_set, held_out = data_of("--dataset", str(tmp_path), "--train_split", "train[:80%]", "--eval_split", "train[80%:]")
+    assert [e["prompt"] for e in train_set] == list("01234567") and [e["prompt"] for e in held_out] == ["8", "9"]
+    path = write_lines(tmp_path / "questions.jsonl", [{"prompt": "q"}])
+    train_set, held_out = data_of("--dataset", path, "--eval_dataset", str(tmp_path), "--eval_split", "validation")
+    assert len(train_set) == 1 and [e["prompt"] for e in held_out] == ["a", "b"]
+
+
+@pytest.mark.parametrize("flags,lines", [
+    (["--dataset", "x.csv", "--train_split", "a", "--eval_split", "b"], ["train_split a", "eval_split b"]),
+    (["--dataset", "x.csv", "--eval_dataset", "o/n", "--train_split", "a", "--eval_split", "b"], ["train_split a"]),
+    (["--dataset", "o/n", "--eval_dataset", "x.csv", "--train_split", "a", "--eval_split", "b"], ["eval_split b"]),
+    (["--dataset", "o/n", "--train_split", "a", "--eval_split", "b"], []),
+])
+@pytest.mark.parametrize("kind", [[], ["--use_grpo"]])
+def test_a_split_of_a_file_has_no_effect_and_a_note(kind, flags, lines):
+    notes = [line for line in flag_notes(parse_config([*kind, *flags])) if "split" in line]
+    assert notes == [f"{line} has no effect with a file, which has no splits" for line in lines]
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")

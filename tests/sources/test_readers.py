@@ -40,6 +40,38 @@ def test_a_json_file_of_prompts_alone(tmp_path):
     assert load_examples(str(path)) == [{"prompt": "a"}, {"prompt": "é漢"}]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_a_byte_order_mark_is_left_out(suffix, tmp_path):
+    path, row = tmp_path / f"data.{suffix}", {"prompt": "é?", "answer": "ja"}
+    text = {"jsonl": json.dumps(row), "json": json.dumps([row]), "csv": "prompt,answer\né?,ja\n"}[suffix]
+    path.write_text(text, encoding="utf-8-sig")
+    assert load_examples(str(path)) == [row]
+
+
+def test_cells_of_a_csv_file_lose_no_character(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text(
+        "prompt,answer,code,country,price,level,score,mixed,empty,big,flag\n"
+        "1,NA,007,NA,2.50,3,1e-05,1,,12345678901234567890,True\n"
+        "two,None,12,DE,3,-4,0.1,2.5,,1,\n"
+        "\"three\n, 3\",nan,1,null,4,,-2.0,,,2,False\n", encoding="utf-8"
+    )
+    columns = {name: [example[name] for example in load_examples(str(path))] for name in load_examples(str(path))[0]}
+    assert columns == {
+        "prompt": ["1", "two", "three\n, 3"], "answer": ["NA", "None", "nan"], "code": ["007", "12", "1"],
+        "country": ["NA", "DE", "null"], "price": ["2.50", "3", "4"], "level": [3, -4, None], "score": [1e-05, 0.1, -2.0],
+        "mixed": [1, 2.5, None], "empty": [None] * 3, "big": [12345678901234567890, 1, 2], "flag": ["True", None, "False"],
+    }
+    assert [type(value) for value in columns["mixed"][:2]] == [int, float]
+
+
+def test_a_csv_file_of_other_types_beyond_the_first_thousand_rows(tmp_path):
+    rows = [str(n) for n in range(2500)]
+    (tmp_path / "data.csv").write_text("prompt,a,b\n" + "".join(f"p,{n},{n}\n" for n in rows) + "p,0x,5\n")
+    examples = load_examples(str(tmp_path / "data.csv"))
+    assert [examples[7]["a"], examples[7]["b"], examples[2500]["a"], examples[2500]["b"]] == ["7", 7, "0x", 5]
+
+
 def test_rows_of_a_jsonl_file_can_be_asked_for_in_any_order(tmp_path):
     path, prompts = tmp_path / "data.jsonl", [f"{'é漢🙂' * (i % 3)} {i}" for i in range(50)]
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=i % 2 == 0) for i, prompt in enumerate(prompts)]
@@ -95,12 +127,15 @@ def test_a_jsonl_file_is_not_held_in_memory(tmp_path):
         ("list.json", "[]", "no examples"),
         ("bad.parquet", "not parquet", "cannot be read as parquet"),
         ("columns.csv", "a,b\n1,2\n", "columns a, b"),
+        ("cells.csv", "prompt,answer\na,1,2\nb,3,4\n", "prompt must be text or chat messages, not int: 1"),
+        ("header.csv", "prompt,answer\n", "cannot be read as csv: .*no data"),
+        ("latin.csv", "prompt,answer\nh\udce9,1\n", "cannot be read as csv: 'utf-8' codec"),
     ],
 )
 def test_an_unusable_file_is_refused_in_one_line_that_names_it(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message) as error:
         load_examples(str(path))
     assert name in str(error.value) and "\n" not in str(error.value)
@@ -140,10 +175,10 @@ def test_gsm8k_files_work_as_they_are():
 def test_a_folder_that_datasets_understands_is_read_by_split(tmp_path, monkeypatch):
     for split, prompt in ("train", "a"), ("test", "b"):
         (tmp_path / f"{split}.csv").write_text(f"question,answer\n{prompt},1\n")
-    assert load_examples(str(tmp_path), "train") == [{"prompt": "a", "answer": "1"}]
-    assert load_examples(str(tmp_path), "test") == [{"prompt": "b", "answer": "1"}]
+    assert load_examples(str(tmp_path), "train") == [{"question": "a", "prompt": "a", "answer": "1"}]
+    assert load_examples(str(tmp_path), "test") == [{"question": "b", "prompt": "b", "answer": "1"}]
     (tmp_path / "test.csv").unlink()
-    with pytest.raises(ValueError, match=r'Unknown split "test".*; should it have no test split: --eval_dataset') as error:
+    with pytest.raises(ValueError, match=r'Unknown split "test".*; should it have no test split: .*--eval_split') as error:
         load_examples(str(tmp_path), "test")
     assert "\n" not in str(error.value)
 

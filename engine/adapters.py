@@ -1,0 +1,100 @@
+"""
+LoRA adapters (peft): adding one to a model, the parameters that are trained, the reference of an adapter,
+merging it into the weights.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from transformers import PreTrainedModel
+
+from engine.model_files import auto_class
+from engine.sharding import gathered_weights
+from engine.text_model import linear_layers
+
+
+def add_adapter(model: PreTrainedModel, config, saved: bool, options: dict) -> None:
+    """Add an adapter for the linear layers of the text model but experts and routers, to be trained.
+
+    config   a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
+    options  arguments that the model was loaded with; they are saved with the adapter
+    """
+    if saved:
+        model.load_adapter(config.model_path, is_trainable=True)
+    else:
+        lora = LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
+            target_modules=linear_layers(model))
+        # For some models peft reads names such as gate_proj as those of all experts. Adapting experts needs
+        # a copy of their weights in every pass and while they are merged, so they are left out.
+        convert_peft_config_for_transformers(lora, model, None)
+        lora.target_parameters, lora.rank_pattern, lora.alpha_pattern = None, {}, {}
+        model.add_adapter(lora)
+    model.peft_config["default"].auto_mapping = options or None       # attention_options reads it
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Return whether an adapter is trained instead of the weights."""
+    return any(isinstance(module, LoraLayer) for module in model.modules())
+
+
+def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """Return the parameters that are trained: those of the text model, or the adapter's."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class AdapterReference:
+    """A reference that shares the policy's weights and keeps a copy of its adapter.
+
+    A new adapter adds 0, so the reference of a new run is the model without an adapter.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.kept = [parameter.detach().clone() for parameter in trainable_parameters(model)]
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter(self.kept)
+
+    def base_model(self, **inputs):
+        """Call the model's base_model with the kept adapter in place of the trained one."""
+        trained = [parameter.detach().clone() for parameter in trainable_parameters(self.model)]
+        try:
+            copy_into(trainable_parameters(self.model), self.kept)
+            return self.model.base_model(**inputs)
+        finally:
+            copy_into(trainable_parameters(self.model), trained)
+
+    def to(self, device) -> "AdapterReference":
+        return self
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
+
+
+@torch.no_grad()
+def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, in place."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a new float32 model with the adapter added to the weights."""
+    with torch.device("meta"):
+        merged = auto_class(model.config).from_config(model.config)
+    with torch.no_grad(), gathered_weights(model):
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        found = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
+        weights = {name: found[name].to("cpu", torch.float32, copy=True) for name in merged.state_dict()}
+        for name, layer in model.named_modules():
+            if isinstance(layer, LoraLayer):
+                place = f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}"
+                weights[place] += layer.get_delta_weight("default").cpu()
+    merged.load_state_dict(weights, assign=True)
+    merged.tie_weights()
+    merged.generation_config = model.generation_config
+    return merged

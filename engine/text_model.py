@@ -1,0 +1,42 @@
+"""
+The part of a model that text passes through. A checkpoint with towers for images or sound, such as Gemma 3
+from 4b, is trained on text alone: its towers keep their weights.
+"""
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+def has_towers(model: PreTrainedModel) -> bool:
+    """Return whether a model has parts for images or sound beside its text model."""
+    return model.config.get_text_config() is not model.config
+
+
+def text_model(model: PreTrainedModel):
+    """Return the module with the layers for text: the model without its head and towers."""
+    return model.get_decoder() if has_towers(model) else model.base_model
+
+
+def freeze_towers(model: PreTrainedModel) -> None:
+    """Exclude what text does not pass through from training: no gradients, no optimiser state, no decay."""
+    if not has_towers(model):
+        return
+    parts = text_model(model), model.get_input_embeddings(), model.get_output_embeddings()
+    used = {parameter for part in parts for parameter in part.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in used)
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the text model's linear layers, without the head and without routers of experts."""
+    inside = next(name for name, module in model.named_modules() if module is text_model(model))
+    return [
+        name for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and name.startswith(f"{inside}.") and "router" not in name
+    ]
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Return whether layers send each token to a few of many experts, as transformers names them."""
+    return any("Experts" in type(module).__name__ for module in model.modules())

@@ -1,0 +1,21 @@
+"""
+Several epochs on every rollout, held back by a KL penalty to a moving average of the policy.
+
+    .venv/bin/python examples/ema_reference.py            the built-in Gemma on sums, no downloads
+    python train.py examples/ema_reference.json           the same run
+
+256 completions, 2 epochs in minibatches of 128: four optimiser steps on each rollout, each followed by
+reference = 0.98 * reference + 0.02 * policy. From the second step on ratios differ from 1, so clipping counts.
+The learning rate is a quarter of the demonstration's, which takes one step on each rollout.
+"""
+
+from train import Config, GRPOConfig, TrainingConfig, train
+
+config = Config(
+    grpo=GRPOConfig(
+        ppo_epochs=2, minibatch_size=128, use_kl_penalty=True, kl_penalty_coef=0.05, reference_mode="ema",
+        ema_alpha=0.98,
+    ),
+    training=TrainingConfig(use_grpo=True, max_steps=300, learning_rate=1e-4),
+)
+model, tokenizer = train(config)

@@ -1,0 +1,38 @@
+"""
+Reward functions of one's own, and their points for some completions.
+
+    .venv/bin/python examples/rewards_example.py
+    python train.py --use_grpo --reward_functions correctness examples/rewards_example.py:brevity
+    python rewards.py --lint --reward_functions examples/rewards_example.py:closeness
+
+A reward function gets lists with one entry per completion: the completions, and the columns of the data that
+its parameters name. It returns points, and None where it cannot score.
+"""
+
+from reward_functions.answers import extract_answer, text_of
+
+
+def brevity(completions, **columns):
+    """Give 1 point to an empty text, falling to 0 at 1000 characters."""
+    return [max(0.0, 1 - len(text_of(completion)) / 1000) for completion in completions]
+
+
+def closeness(completions, answer, **columns):
+    """Give 1 / (1 + distance) points to a number near the answer, 0 to no number, None without an answer."""
+    return [None if truth is None else points_for(extract_answer(text_of(completion)), float(truth))
+            for completion, truth in zip(completions, answer, strict=True)]
+
+
+def points_for(guess, truth):
+    """A model may write anything between the tags: what is no number earns nothing."""
+    try:
+        distance = abs(float(guess) - truth)
+    except (TypeError, ValueError):
+        return 0.0
+    return 1 / (1 + distance) if distance >= 0 else 0.0   # nan is no distance
+
+
+if __name__ == "__main__":
+    texts = ["<answer>132</answer>", "<reasoning>2+5=7</reasoning><answer>130</answer>", "no idea", ""]
+    for name, points in ("brevity", brevity(texts)), ("closeness", closeness(texts, answer=["132"] * 4)):
+        print(name, [round(p, 3) for p in points])

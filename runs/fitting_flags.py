@@ -1,0 +1,68 @@
+"""
+The memory of a run that is not started, and flags with which it fits: python train.py --estimate.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from config import Config
+from engine.devices import available_gb, best_device
+from engine.precision import resolve_precision
+from runs.memory_estimate import FULL, describe_step, memory_gb, resolve_memory_settings
+from runs.setup import parse_mesh
+
+
+def print_estimate(config: Config) -> None:
+    """Print the memory of a run by the configuration of its model alone, and flags with which it fits.
+
+    raises  ValueError in one line if there is no configuration, or if flags exclude each other
+    """
+    longest, device = config.data.max_prompt_length, best_device()
+    memory = config.training.memory_gb or available_gb(device)
+    kind = "cuda" if config.training.memory_gb else device.type
+    shared = config.training.shared_prompt == "auto"
+    # auto: an accelerator of which only the memory is known is taken to have bfloat16.
+    auto = "bfloat16" if config.training.memory_gb else resolve_precision("auto", device)
+    print(f"estimate from the model's configuration, prompts of {longest} tokens; not confirmed on a GPU")
+    for number, flags in enumerate(candidates(config)):
+        changed = with_flags(config, flags)
+        if changed.model.precision == "auto":
+            changed = replace(changed, model=replace(changed.model, precision=auto))
+        try:
+            mesh = parse_mesh(changed)
+            chosen = resolve_memory_settings(changed, kind, longest, mesh, memory)
+            total = memory_gb(chosen, longest, mesh, shared)["in all"]
+        except ValueError:
+            if not number:
+                raise
+            continue                                      # flags that exclude each other
+        fits, named = total <= FULL * memory, flags | {
+            "max_tokens_per_forward": chosen.training.max_tokens_per_forward,
+            "gradient_checkpointing": chosen.training.gradient_checkpointing}
+        words = " ".join(f"--{name} {str(value).lower()}" for name, value in named.items())
+        if not number:
+            lines = describe_step(
+                chosen, longest_prompt=longest, shared_prompt=shared, mesh=mesh, memory=memory)
+            processes = " ".join(f"{name}={size}" for name, size in mesh.items() if size > 1) or "one"
+            print(*lines, f"{'fits' if fits else 'does not fit'}: {words}, processes: {processes}", sep="\n")
+        elif fits:
+            print(f"would fit, about {total:.3g} GB: {words}")
+        if fits and "lora_rank" not in flags:             # LoRA is another method: name processes as well
+            return
+
+
+def candidates(config: Config) -> Iterator[dict]:
+    """Yield flags that save memory, those first that change least; without flags that were given."""
+    half, small = {"precision": "bfloat16"}, {"generation_batch_size": config.grpo.num_completions_per_prompt}
+    several = [half | {"mesh": f"fsdp={2**n}"} for n in range(1, 8)]
+    given = {name for f in fields(config) for name in getattr(config, f.name).given}
+    for flags in {}, half, half | {"adam_8bit": True}, half | {"lora_rank": 16}, *several:
+        if not given & {"mesh", "lora_rank", "adam_8bit"} & set(flags):
+            for more in flags, flags | small:
+                yield {name: value for name, value in more.items() if name not in given}
+
+
+def with_flags(config: Config, flags: dict) -> Config:
+    """Return the configuration with some flags changed, as if they had been given."""
+    given = {name: getattr(config, f.name) for f in fields(config) for name in getattr(config, f.name).given}
+    return Config.of(**{name: getattr(section, name) for name, section in given.items()} | flags)

@@ -1,0 +1,92 @@
+"""
+Settings by name: from JSON files, from the run that is resumed, and from profiles.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON file of settings as {name: value}, without its sections. Raises ValueError, one line."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable JSON file of settings: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f'{path}: must hold an object such as {{"use_grpo": true}}')
+    flat = {}
+    for name, value in settings.items():
+        is_section = isinstance(value, dict) and name != "chat_template_kwargs"
+        flat |= value if is_section else {name: value}
+    return flat
+
+
+def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return flags with what they imply: the settings of a run that is resumed or replayed, or a profile."""
+    run = Path(flags["output_dir"]) if flags.get("resume") and flags.get("output_dir") else None
+    if run and not (run / "config.json").exists():
+        raise ValueError(f"--output_dir={run}: there is no run in it to resume")
+    without: tuple[str, ...] = ()
+    if flags.get("replay"):                               # weights and folder are not those of its run
+        run, without = run or Path(flags["replay"]).parent, ("model_path", "output_dir")
+    if run and (run / "config.json").exists():
+        saved = read_settings(run / "config.json")
+        return {name: value for name, value in saved.items() if name not in without} | flags
+    profile = flags.get("profile", "")
+    if not profile and not flags.get("model_path"):
+        profile = "demo" if flags.get("use_grpo") else "demo_supervised"
+    return profile_values(profile, flags.get("batch_size")) | flags | {"profile": profile}
+
+
+def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any]:
+    """Return the values of a profile, {} if there is none.
+
+    Those of the built-in model are adapted to another batch size than their own: numbers of steps so that
+    they count as many examples, learning rates by the square root of the ratio, and never raised.
+    """
+    values = dict(PROFILES.get(profile, {}))
+    if profile in BUILT_IN_MODEL and type(batch_size) is int and batch_size > 0:
+        ratio = batch_size / values["batch_size"]
+        for name in values.keys() & {"cold_start_steps", "eval_steps", "save_steps"}:
+            values[name] = math.ceil(values[name] / ratio)
+        for name in values.keys() & {"cold_start_learning_rate", "learning_rate"}:
+            values[name] = float(f"{values[name] * math.sqrt(min(1, ratio)):.3g}")
+    return values
+
+
+BUILT_IN_MODEL = "demo", "guess_letter", "demo_supervised"                       # profiles
+# Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
+# demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
+PROFILES: dict[str, dict[str, Any]] = {
+    "demo": dict(
+        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
+        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300,
+        cold_start_accuracy=0.33, cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6,
+        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=5, save_steps=100,
+    ),
+    "guess_letter": dict(
+        dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
+        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
+        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=100,
+        cold_start_learning_rate=2e-3, batch_size=32, num_epochs=2, learning_rate=4e-4, warmup_ratio=0.1,
+        eval_steps=20, save_steps=100,
+    ),
+    "demo_supervised": dict(
+        generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
+        batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
+    ),
+    "conservative": dict(
+        num_completions_per_prompt=32, batch_size=8, learning_rate=1e-6, max_grad_norm=0.5, warmup_ratio=0.2,
+        eval_steps=25,
+    ),
+    "balanced": dict(
+        num_completions_per_prompt=16, batch_size=4, learning_rate=5e-6, max_grad_norm=1.0, warmup_ratio=0.1,
+        eval_steps=50,
+    ),
+    "aggressive": dict(
+        num_completions_per_prompt=8, batch_size=2, learning_rate=1e-5, max_grad_norm=2.0, warmup_ratio=0.05,
+        eval_steps=100,
+    ),
+}

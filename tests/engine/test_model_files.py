@@ -1,0 +1,178 @@
+"""Folders and hub ids: what is missing is one line. The hub is a local server that answers as the real one does."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import QUICK, build_gpt2
+
+from config import ModelConfig
+from engine.model_files import check_model_path
+from model import load_policy, save_policy
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "a" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves the folders under `root`; ids of the owner `gated` are gated, all others are not found."""
+
+    protocol_version, root = "HTTP/1.1", None
+
+    def do_GET(self):
+        path = self.path.partition("?")[0].removeprefix("/")
+        is_api, path = path.startswith("api/models/"), path.removeprefix("api/models/")
+        name = path.partition("/resolve/")[0].partition("/tree/")[0].partition("/revision/")[0]
+        folder, is_gated = self.root / name, name.startswith("gated/")
+        if is_gated and not is_api:
+            self.answer(403 if "Authorization" in self.headers else 401, {"X-Error-Code": "GatedRepo"})
+        elif not folder.is_dir() and not is_gated:
+            self.answer(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Invalid username or password."})
+        elif is_api and "/tree/" in path:
+            self.answer(404, {"X-Error-Code": "EntryNotFound"})
+        elif is_api:
+            answer = json.dumps({"id": name, "sha": COMMIT, "siblings": []})
+            self.answer(200, {"Content-Type": "application/json"}, answer.encode())
+        else:
+            file = folder / path.partition("/resolve/")[2].partition("/")[2]
+            if file.is_file():
+                content = file.read_bytes()
+                etag = f'"{hashlib.sha1(content).hexdigest()}"'
+                self.answer(200, {"ETag": etag, "X-Repo-Commit": COMMIT}, content)
+            else:
+                self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+
+    do_HEAD = do_GET
+
+    def answer(self, status, headers, content=b""):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": len(content)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory, tokenizer):
+    """The address of a hub that has one model, gpt2."""
+    Hub.root = tmp_path_factory.mktemp("hub")
+    save_policy(build_gpt2(), tokenizer, Hub.root / "gpt2")
+    (Hub.root / "own/notes").mkdir(parents=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def run(words, address, cache, **variables):
+    """Run a Python program of its own: the address is read when huggingface_hub is imported."""
+    cleared = {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": f"{cache}/hub", "HF_TOKEN": ""}
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1", **cleared, **variables}
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+TRAIN = ["train.py", "--use_grpo", *QUICK, "--max_steps", "1", "--generation_max_length", "8"]
+EACH = """
+import json, sys
+from engine.model_files import check_model_path
+for path in sys.argv[1:]:
+    try:
+        check_model_path(path, False)
+        print(json.dumps("found"))
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def problems(paths, address, cache, **variables):
+    done = run(["-c", EACH, *map(str, paths)], address, cache, **variables)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all("\n" not in problem for problem in found)
+    return found
+
+
+def write_adapter(folder, base):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "base_model_name_or_path": base}))
+    return folder
+
+
+def test_what_the_hub_answers_is_one_line_with_what_to_do(hub, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", "gated/base")
+    paths = ["gated/model", "nobody/model", "model", adapter, "gpt2", "own/notes"]
+    gated, private, missing, of_adapter, found, without_files = problems(paths, hub, tmp_path / "home")
+    end = "on the hub it is gated: log in with `hf auth login`, and accept the licence at https://huggingface.co/gated/"
+    assert gated == f"--model_path=gated/model: no such folder ({ROOT}/gated/model), and {end}model"
+    assert of_adapter == (
+        f"--model_path={adapter}: is an adapter for gated/base, and that is not there: no such folder ({ROOT}/gated/base), "
+        f"and {end}base")
+    for name, problem in (("nobody/model", private), ("model", missing)):
+        assert problem.startswith(f"--model_path={name}: no such folder ({ROOT}/{name}), and the hub has no such model that you may")
+        assert "hf auth login" in problem and "correct the folder or the id" in problem
+    assert found == without_files == "found"              # transformers tells what a repository lacks
+    assert problems(["gated/model"], hub, tmp_path / "home", HF_TOKEN="hf_unknown") == [gated]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once_in_both_programs(tmp_path):
+    nowhere = "http://127.0.0.1:9"
+    wanted = f"no such folder ({ROOT}/own/model), not downloaded before, and {nowhere} answers: [Errno 111] Connection refused; "
+    for words in [*TRAIN, "--output_dir", str(tmp_path / "run")], ["infer.py", "--question", "1+1=?"]:
+        start = time.monotonic()
+        done = run([*words, "--model_path", "own/model"], nowhere, tmp_path / "home")
+        assert done.stderr == f"{words[0]}: error: --model_path=own/model: {wanted}check the network, or name a folder\n"
+        assert done.returncode == 2 and not done.stdout
+        assert time.monotonic() - start < 60, "transformers would retry for 23 seconds, several times"
+    (offline,) = problems(["own/model"], nowhere, tmp_path / "home", HF_HUB_OFFLINE="1")
+    assert "offline mode is enabled" in offline
+
+
+@pytest.mark.slow
+def test_an_id_without_an_owner_is_downloaded_and_trained_and_later_loads_without_the_hub(hub, tmp_path):
+    done = run([*TRAIN, "--model_path", "gpt2", "--output_dir", str(tmp_path / "run")], hub, tmp_path / "home")
+    assert done.returncode == 0 and (tmp_path / "run/final/model.safetensors").exists(), done.stderr
+    assert "model gpt2: " in done.stdout and "packing ok" in done.stdout
+    words = ["infer.py", "--question", "1+1=?", "--generation_max_length", "4", "--model_path", "gpt2"]
+    done = run(words, "http://127.0.0.1:9", tmp_path / "home", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_of_that_name_comes_before_the_hub(tmp_path, tokenizer, monkeypatch):
+    save_policy(build_gpt2(), tokenizer, tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    assert load_policy(ModelConfig(model_path="gpt2"))[0].config.model_type == "gpt2"
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "a/b/c", "a b", ".hidden", "tfds:gsm8k"])
+def test_what_cannot_be_an_id_is_not_looked_up(path):
+    with pytest.raises(ValueError) as error:
+        check_model_path(path, False)
+    assert str(error.value) == (
+        f"--model_path={path}: no such folder ({Path(path).absolute()}); ids on the hub look like gpt2 or owner/name")
+
+
+def test_weights_from_kaggle_are_named():
+    with pytest.raises(ValueError) as error:
+        check_model_path("kaggle:google/gemma-2/transformers/2b", False)
+    assert str(error.value) == (
+        "--model_path=kaggle:google/gemma-2/transformers/2b: weights from Kaggle are not loaded directly: download them with "
+        'kagglehub.model_download("google/gemma-2/transformers/2b"), and name the folder that it returns')
+
+
+def test_an_adapter_needs_the_folder_of_its_base(tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", f"{tmp_path}/base")
+    with pytest.raises(ValueError, match=f"is an adapter for {tmp_path}/base, and that is not there: no such folder"):
+        check_model_path(str(adapter), False)
+    (tmp_path / "base").mkdir()
+    check_model_path(str(adapter), False)

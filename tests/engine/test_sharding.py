@@ -1,0 +1,102 @@
+"""Loading in several processes: the weights and buffers of one process, and never more than shards and one weight."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from config import ModelConfig
+from engine.devices import best_device, num_processes, shutdown
+from engine.recomputation import layers_of
+from engine.sharding import shard
+from model import byte_tokenizer, frozen_copy, load_policy, move, save_policy
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def torchrun(processes: int, *command: str) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    done = subprocess.run(
+        [*launcher, *command], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("processes,mesh,names", [
+    (3, {"replicate": 1, "fsdp": 3, "tp": 1}, []),                     # sizes that do not divide evenly
+    (4, {"replicate": 2, "fsdp": 2, "tp": 1}, ["gemma3", "qwen3_moe"]),
+    (4, {"replicate": 1, "fsdp": 2, "tp": 2}, ["gemma3", "qwen3", "gemma3_vision"]),
+    (6, {"replicate": 1, "fsdp": 6, "tp": 1}, ["qwen3_moe", "gemma4_experts"]),        # more processes than experts
+])
+def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mesh, names):
+    from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, WITH_TOWERS
+
+    for name, build in (ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS).items():
+        if not names or name in names:
+            torch.manual_seed(0)
+            save_policy(build(), byte_tokenizer(), tmp_path / name)
+    printed = torchrun(processes, __file__, str(tmp_path), json.dumps(mesh))
+    assert re.findall(r"(\S+): the same", printed) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_process_never_holds_the_whole_model(tmp_path):
+    printed = torchrun(2, str(ROOT / "bench/loading.py"), "--load", str(write_model(tmp_path)))
+    for line in re.findall(r"process \d: (.*)", printed):
+        found = json.loads(line)
+        assert found["shards"] == pytest.approx(found["parameters"] * 4 / 2, abs=0.02)
+        assert found["loading"] < found["shards"] + 0.3, f"{found}: a weight has at most 0.26 GB"
+    assert printed.count("process") == 2
+
+
+def write_model(folder):
+    """A model of 0.74 GB, in float32, so that reading copies nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import loading; loading.write_model({str(folder)!r}, 'bfloat16', 6)"], cwd=ROOT / "bench",
+        capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def compare(folder: Path, mesh: dict) -> None:
+    """In each process: load a model whole, and in shards; compare all tensors, also with those of a reference."""
+    import engine.sharding
+
+    device = best_device()
+    adapter = dict(lora_rank=2, precision="bfloat16")
+    cases = [(path, options) for path in sorted(folder.iterdir()) for options in ({}, adapter)
+             if not options or (path.name == "gemma3" and mesh["tp"] == 1)]
+    for path, options in cases:
+        config, processes = ModelConfig(model_path=str(path), **options), engine.sharding.num_processes
+        torch.manual_seed(0)
+        engine.sharding.num_processes = lambda: 1
+        whole, _ = load_policy(config)
+        engine.sharding.num_processes = processes
+        torch.manual_seed(0)
+        model, _ = load_policy(config)
+        held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+        total = sum(p.numel() for p in model.parameters())
+        assert held <= 1.5 * total / num_processes(), f"{path.name}: {held} of {total}"
+        move(model, device)
+        shard(model, layers_of(model), mesh)
+        for other in [model] if options else [model, frozen_copy(model)]:
+            tied = other.get_input_embeddings().weight is other.get_output_embeddings().weight
+            assert tied == (whole.get_input_embeddings().weight is whole.get_output_embeddings().weight), path.name
+            for name, tensor in (*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()):
+                found = other.get_parameter_or_buffer(name)
+                found = found.full_tensor() if hasattr(found, "full_tensor") else found
+                assert found.dtype == tensor.dtype and torch.equal(found, tensor), f"{path.name}: {name}"
+            assert len(list(other.named_buffers())) == len(list(whole.named_buffers())), path.name
+        if os.environ["RANK"] == "0" and not options:
+            print(f"{path.name}: the same", flush=True)
+    shutdown()
+
+
+if __name__ == "__main__":
+    compare(Path(sys.argv[1]), json.loads(sys.argv[2]))

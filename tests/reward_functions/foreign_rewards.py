@@ -1,0 +1,145 @@
+"""
+Twelve reward functions with the signatures and the habits of published ones, with bodies of our own.
+
+The data has the columns prompt (chat messages), question, solution, answer, task, verification_info, data_source and
+extra_info.
+"""
+
+import asyncio
+import math
+import re
+import signal
+import threading
+
+CALLS = []                      # what some of them saw, for the test
+
+
+# TRL's documentation, "Using a custom reward function": of token ids, without completions.
+def reward_of_ids(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+# TRL's documentation: a column of the data under its own name, and chat messages.
+def reward_of_column(prompts, completions, solution, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if truth in content else 0.0 for content, truth in zip(contents, solution, strict=True)]
+
+
+# TRL's documentation, "Multi-task reward functions": None for the other task.
+def reward_of_sums(prompts, completions, task, **kwargs):
+    return [float("4" in c[0]["content"]) if kind == "sum" else None for c, kind in zip(completions, task, strict=True)]
+
+
+# TRL's documentation: asynchronous, such as a request for each completion.
+async def reward_by_request(prompts, completions, **kwargs):
+    async def request(prompt, completion):
+        await asyncio.sleep(0.01)
+        return 1 / (1 + len(prompt[-1]["content"]) + len(completion[0]["content"]))
+
+    return await asyncio.gather(*map(request, prompts, completions))
+
+
+# TRL's documentation: trainer_state, log_extra and log_metric.
+def reward_with_schedule(completions, solution, trainer_state=None, log_extra=None, log_metric=None, **kwargs):
+    hits = [truth in c[0]["content"] for c, truth in zip(completions, solution, strict=True)]
+    if log_extra:
+        log_extra("gold", solution)
+    if log_metric:
+        log_metric("hit_rate", sum(hits) / len(hits))
+    return [hit * (1 - trainer_state.global_step / trainer_state.max_steps) for hit in hits]
+
+
+# open-r1, src/open_r1/rewards.py, accuracy_reward: the completion as messages, None where the gold cannot be parsed; and a
+# time limit by signal.alarm around the comparison, as math-verify's verify has by default.
+def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str], **kwargs) -> list[float | None]:
+    def expire(number, frame):
+        raise TimeoutError
+
+    points = []
+    for content, truth in zip([completion[0]["content"] for completion in completions], solution, strict=True):
+        before = signal.signal(signal.SIGALRM, expire)
+        signal.alarm(5)
+        try:
+            points.append(float(float(truth) == float(re.findall(r"\d+", content + " 0")[0])))
+        except (TimeoutError, ValueError):
+            points.append(None)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+    return points
+
+
+# open-r1, code_reward: options with defaults, its column in kwargs alone, and an event loop of its own.
+def code_reward(completions, num_parallel: int = 2, provider_type: str = "local", enforce_same_language=False, **kwargs):
+    async def run(completion, info):
+        await asyncio.sleep(0)
+        return float(len(info["test_cases"]["inputs"]) == num_parallel) + (info["language"] in completion[0]["content"])
+
+    async def run_all():
+        return list(await asyncio.gather(*map(run, completions, kwargs["verification_info"])))
+
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(run_all())
+    finally:
+        loop.close()
+
+
+# open-r1, get_cosine_scaled_reward: a function that returns the reward function.
+def get_cosine_scaled_reward(max_len: int = 1000):
+    def cosine_scaled_reward(completions, solution, **kwargs):
+        lengths = [min(max_len, len(completion[0]["content"])) for completion in completions]
+        return [0.5 + 0.5 * math.cos(length * math.pi / max_len) for length in lengths]
+
+    return cosine_scaled_reward
+
+
+cosine_scaled_reward = get_cosine_scaled_reward(max_len=40)
+
+
+# verl, custom_reward_function and verl/utils/reward_score: called for each response, with a dict of a score and more.
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if data_source != "openai/gsm8k":
+        raise NotImplementedError(data_source)
+    found = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str)
+    return {"score": float(found[-1:] == [ground_truth]), "acc": ground_truth in solution_str, "index": extra_info["index"]}
+
+
+# The GRPO demo on GSM8K that many tutorials copy (gist of willccbb): prints, <answer> tags, the last message of a prompt.
+def correctness_reward_func(prompts, completions, answer, **kwargs) -> list[float]:
+    responses = [completion[0]["content"] for completion in completions]
+    question = prompts[0][-1]["content"]
+    extracted = [response.split("<answer>")[-1].split("</answer>")[0].strip() for response in responses]
+    print("-" * 20, f"Question:\n{question}", f"\nAnswer:\n{answer[0]}", f"\nResponse:\n{responses[0]}")
+    return [2.0 if guess == truth else 0.0 for guess, truth in zip(extracted, answer, strict=True)]
+
+
+# Unsloth's GRPO notebooks, check_numbers: module globals that count the calls, and points that differ from 0 and 1.
+PRINTED_TIMES, PRINT_EVERY_STEPS = 0, 5
+
+
+def check_numbers_in_text(prompts, completions, answer, **kwargs):
+    global PRINTED_TIMES
+    question = prompts[0][-1]["content"]
+    if PRINTED_TIMES % PRINT_EVERY_STEPS == 0:
+        print("*" * 20 + f"Question:\n{question}")
+    PRINTED_TIMES += 1
+    numbers = [re.search(r"\d+", completion[0]["content"]) for completion in completions]
+    return [-2.5 if number is None else 3.5 if number[0] == truth else -1.5 for number, truth in zip(numbers, answer, strict=True)]
+
+
+# ms-swift's ORM: a class with __call__.
+class ORM:
+    def __call__(self, completions, **kwargs) -> list[float]:
+        raise NotImplementedError
+
+
+class BrevityORM(ORM):
+    def __init__(self):
+        self.lock, self.limit = threading.Lock(), 20
+
+    def __call__(self, completions, solution, question, **kwargs) -> list[float]:
+        with self.lock:
+            CALLS.append({"solution": solution, "question": question})
+        texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+        return [max(0.0, 1 - len(text) / self.limit) for text in texts]

@@ -1,0 +1,106 @@
+"""The columns that reward functions need: each built-in function on each built-in task, and the examples of data."""
+
+import importlib.util
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+from conftest import QUICK
+
+from analysis.reward_linter import as_rollout, main as lint
+from reward_functions.loading import data_example, missing_columns, named_parameters, require_columns
+from reward_functions.sandbox import run_python
+from rewards import BUILT_IN, compute_rewards_for_completions, load_reward_function
+from runs.command_line import parse_config
+from runs.setup import set_up, validate_grpo_setup
+from sources.tasks import PROBLEMS
+
+NEEDS = {                       # function -> a column that it cannot do without
+    "safety": "forbidden", "answer_pattern": "pattern", "passes_tests": "tests", "countdown": "numbers",
+    **dict.fromkeys(["correctness", "multiple_choice", "check_answer", "check_numbers", "math_equality"], "answer"),
+}
+COLUMNS = {"arithmetic": {"answer"}, "countdown": {"numbers", "target"}, "guess_letter": {"answer"}}
+TASK = {
+    "arithmetic": [], "countdown": ["--dataset", "countdown"], "guess_letter": ["--profile", "guess_letter", "--limit", "400"],
+}
+
+
+def set_up_with(folder, task, *functions):
+    """Everything that train.py does before its first step."""
+    flags = [*TASK[task], "--use_grpo", "--cold_start_steps", "0", "--reward_functions", *functions]
+    return set_up(parse_config([*QUICK, "--eval_limit", "0", "--output_dir", str(folder / "run"), *flags]))
+
+
+def example_of(function):
+    """The line of data in a function's docstring."""
+    return json.loads(data_example(function).partition(": ")[2] or "{}")
+
+
+@pytest.mark.parametrize("task", PROBLEMS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_function_starts_on_every_task_or_says_what_data_it_needs(name, task, tmp_path, capsys):
+    needed = NEEDS.get(name)
+    if name == "math_equality" and importlib.util.find_spec("math_verify") is None:
+        pytest.skip("math-verify is not installed")
+    if name == "environment" and task != "guess_letter":
+        message = "--reward_functions=environment: .*add --environment"
+    elif needed and needed not in COLUMNS[task]:
+        message = rf"--reward_functions {name}: needs the column {needed}, which {task} .*; a line of data for {name}: \{{.*{needed}"
+    elif name == "multiple_choice":                                # neither a number nor the letter t names a choice
+        message = r"multiple_choice returned None .* columns that it needs.*a line of data for multiple_choice: \{.*\"choices\""
+    else:
+        run = set_up_with(tmp_path, task, name)
+        assert run.reward_functions == [BUILT_IN[name]] and "rewards ok" in capsys.readouterr().out
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        set_up_with(tmp_path, task, name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score(name):
+    function, example = BUILT_IN[name], example_of(BUILT_IN[name])
+    given = {"completions", "prompts", "completion_ids", "turn_points"}
+    columns = {parameter.name for parameter in named_parameters(function)} - given
+    assert bool(example) == bool(columns)
+    if columns:
+        assert set(example) == {"prompt", *columns} and not missing_columns(function, set(example))
+        assert all(f"`{column}`" in inspect.getdoc(function) or column == "tests" for column in columns), "named in the text"
+    if name == "math_equality" and importlib.util.find_spec("math_verify") is None:
+        pytest.skip("math-verify is not installed")
+    if example and (name != "passes_tests" or run_python("").ok):
+        rollout = as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
+        points, _ = compute_rewards_for_completions([function], [1.0], rollout, [example])
+        assert points.isfinite().all()
+
+
+def test_a_function_of_ones_own_shows_its_line_of_data_too():
+    def shown(completions, level, **columns):
+        """Give points for the level.
+
+        {"prompt": "p", "level": 3}
+        """
+
+    def silent(completions, level, **columns): ...
+
+    line = r'; a line of data for shown: \{"prompt": "p", "level": 3\}'
+    for function, end in (shown, line), (silent, ""):
+        with pytest.raises(ValueError, match=rf"needs the column level, which my data does not have \(columns: prompt\){end}$"):
+            require_columns([function], [{"prompt": "p"}], "my data")
+    require_columns([shown, silent], [{"prompt": "p"}, {"prompt": "q", "level": 1}], "my data")
+
+
+def test_the_python_interface_and_the_linter_say_the_same(capsys):
+    config = parse_config(["--use_grpo", "--reward_functions", "safety"])
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    for start in (lambda: validate_grpo_setup(config, tokenizer, [{"prompt": "p"}]),
+                  lambda: lint(["--lint", "--reward_functions", "safety", "--limit", "1"])):
+        with pytest.raises(ValueError, match=r"--reward_functions safety: needs the column forbidden.*a line of data for safety: \{"):
+            start()
+
+
+@pytest.mark.parametrize("name", ["rule_list", "classifier", "judge"])
+def test_what_makes_reward_functions_is_no_reward_function(name):
+    with pytest.raises(ValueError, match=rf'{name}: unknown; write points = {name}\("points", ...\) into a file, and use path/to/file'):
+        load_reward_function(name)

@@ -1,0 +1,52 @@
+"""
+Spellings of answers in spellings.json: [answer, truth, verdicts of math-verify 0.9.0, of math_equality and of correctness, why
+the first two differ]. math-verify is called as its README does, with LaTeX between dollar signs.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_rewards import needs_math_verify
+
+import rewards
+
+ROWS = json.loads((Path(__file__).parent / "spellings.json").read_text(encoding="utf-8"))
+TAGGED = [f"<answer>{row[0]}</answer>" for row in ROWS]
+TRUTHS = [row[1] for row in ROWS]
+
+
+def changed(verdicts: list, column: int) -> list:
+    """Return the rows of which the verdict is not the one in the table."""
+    return [row for row, verdict in zip(ROWS, verdicts, strict=True) if bool(verdict) != row[column]]
+
+
+def test_every_difference_from_math_verify_has_a_reason():
+    assert len(ROWS) >= 100 and len({(row[0], row[1]) for row in ROWS}) == len(ROWS)
+    assert [row for row in ROWS if bool(row[5]) != (row[2] != row[3])] == []
+
+
+def test_correctness_gives_the_verdicts_of_the_table():
+    assert changed(rewards.correctness(TAGGED, answer=TRUTHS), 4) == []
+
+
+@needs_math_verify
+def test_math_equality_gives_the_verdicts_of_the_table():
+    assert changed(rewards.math_equality(TAGGED, answer=TRUTHS), 3) == []
+
+
+@needs_math_verify
+def test_math_verify_gives_the_verdicts_of_the_table():
+    from math_verify import parse, verify
+
+    def parsed(text: str) -> list:
+        has_delimiters = any(delimiter in text for delimiter in ("$", "\\boxed", "\\("))
+        return parse(text if has_delimiters else f"${text}$")
+
+    assert changed([verify(parsed(truth), parsed(given)) for given, truth, *_ in ROWS], 2) == []
+
+
+@pytest.mark.parametrize("function", [rewards.correctness, pytest.param(rewards.math_equality, marks=needs_math_verify)])
+def test_any_answer_of_a_list_may_be_given(function):
+    texts = [f"<answer>{text}</answer>" for text in ("Paris", "2.0", "3", "1", "1")]
+    assert function(texts, answer=[["Rome", "paris"], ["1", 2], [1, 2], [], None]) == [1.0, 1.0, 0.0, 0.0, None]

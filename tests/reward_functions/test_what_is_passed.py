@@ -1,0 +1,394 @@
+"""What reward functions get by name, what they log, async functions, several outputs, alarms, and groups that failed."""
+
+import asyncio
+import contextlib
+import math
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from conftest import made_up_rollout, start_run
+from test_rewards import EXAMPLES, length, rollout_of
+
+from config import GRPOConfig
+from data import load_examples
+from experience import Groups, shape_rewards
+from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function
+from runs.records import read_jsonl
+from runs.training_data import truncate_prompt
+from train import grpo_training_step
+
+
+def score(function, *texts, examples=EXAMPLES, **options):
+    """Points (P, G) of one function as lists."""
+    total, _ = compute_rewards_for_completions([load_reward_function(function)], [1.0], rollout_of(*texts), examples, **options)
+    return total.tolist()
+
+
+def fussy(completions, **columns):
+    return [1.0 / len(text) for text in completions]
+
+
+# ---- a function that failed ----------------------------------------------------------------------------------
+
+
+def test_a_function_that_raises_leaves_the_totals_of_its_groups_unscored_and_scores_the_others():
+    reports = Reports()
+    rollout = rollout_of("a", "", "ccc", "dddd")
+    total, points = compute_rewards_for_completions([fussy, length], [1.0, 1.0], rollout, EXAMPLES, on_error="none", reports=reports)
+    assert total[0].isnan().all(), "not the points of the other function alone"
+    assert total[1].tolist() == [1 / 3 + 3, 1 / 4 + 4]
+    assert points["fussy"][0].isnan().all() and points["length"].isfinite().all()
+    assert [failure["completion"] for failure in reports.failures] == [""]
+    config = GRPOConfig(reward_functions=["fussy", "length"], reward_weights=[1.0, 1.0], reward_combination="gdpo")
+    combined = shape_rewards(config, rollout, total, points)
+    assert combined[0].isnan().all() and combined[1].isfinite().all(), "in --reward_combination gdpo as well"
+
+
+def test_a_function_that_looks_at_siblings_gets_all_of_them_when_it_is_called_again():
+    sizes = []
+
+    def shortest(completions, prompts, **columns):
+        sizes.append(len(completions))
+        if "" in completions:
+            raise KeyError("empty")
+        return [float(len(c) == min(len(d) for d, q in zip(completions, prompts) if q == p)) for c, p in zip(completions, prompts)]
+
+    total = score(shortest, "a", "", "cc", "ddd", on_error="none")
+    assert torch.tensor(total[0]).isnan().all() and total[1] == [1.0, 0.0]
+    assert sizes == [4, 2, 1, 1, 2], "all; the first group, and its completions alone; the second group"
+
+
+def test_an_error_that_does_not_come_again_is_counted_and_costs_nothing():
+    calls, reports = [], Reports()
+
+    def at_first(completions, **columns):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ConnectionError("reset")
+        return [1.0] * len(completions)
+
+    assert score(at_first, *"abcd", on_error="none", reports=reports) == [[1.0, 1.0]] * 2
+    assert reports.failures == [{"function": "at_first", "error": "ConnectionError: reset", "completion": "all of 4"}]
+
+
+def test_a_failed_function_is_counted_as_unscored_in_a_step(tmp_path):
+    def sometimes(completions, prompts, trainer_state, **columns):
+        if trainer_state.max_steps > 1 and prompts[0] in completions_of_one_prompt(prompts):
+            raise ValueError("bad")
+        return [float(len(c)) for c in completions]
+
+    def completions_of_one_prompt(prompts):
+        seen.setdefault("prompt", prompts[0])
+        return {seen["prompt"]}
+
+    seen = {}
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none")
+    run.reward_functions = [sometimes, *run.reward_functions[1:]]
+    metrics, experience = grpo_training_step(run, next(run.batches))
+    assert metrics["unscored"] == 1 / 4 and metrics["reward_errors"] == 1 and math.isfinite(metrics["grad_norm"])
+    assert not experience.mask[:4].any() and experience.mask[4:].any(), "they are not trained on"
+
+
+# ---- what is passed ------------------------------------------------------------------------------------------
+
+
+def test_columns_keep_their_names_beside_prompt_and_answer():
+    rows = [{"question": "1+1", "ground_truth": 2, "task": "sum"}, {"question": "1*1", "ground_truth": 1, "task": "product"}]
+    seen = {}
+
+    def spy(completions, question, ground_truth, answer, prompts, **kwargs):
+        seen.update(question=question, truth=ground_truth, answer=answer, prompts=prompts, task=kwargs["task"])
+        return [0.0] * len(completions)
+
+    score(spy, *"abcd", examples=load_examples(rows, columns={"answer": "ground_truth"}))
+    assert seen == {
+        "question": ["1+1"] * 2 + ["1*1"] * 2, "truth": [2, 2, 1, 1], "answer": ["2", "2", "1", "1"],
+        "prompts": ["1+1"] * 2 + ["1*1"] * 2, "task": ["sum"] * 2 + ["product"] * 2}
+
+    def in_kwargs(completions, **kwargs):
+        return [float(kwargs["solution"][i] == "2") for i in range(len(completions))]
+
+    assert score(in_kwargs, *"abcd", examples=load_examples([{"prompt": "p", "solution": s} for s in "23"])) == [[1, 1], [0, 0]]
+
+
+def test_a_function_without_kwargs_gets_what_it_names():
+    assert score(lambda completions, level: [float(n or 0) for n in level], *"abcd") == [[0.0, 0.0], [3.0, 3.0]]
+    assert score(lambda completion_ids: [float(sum(ids)) for ids in completion_ids], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
+
+
+def test_token_ids_and_log_probabilities_come_by_name():
+    seen = {}
+
+    def spy(completions, prompt_ids, completion_ids, sampling_logp):
+        seen.update(prompt_ids=prompt_ids, completion_ids=completion_ids, sampling_logp=sampling_logp)
+        return [0.0] * len(completions)
+
+    score(spy, *"abcd")
+    assert seen == {
+        "prompt_ids": [[7], [7], [8, 9], [8, 9]], "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
+        "sampling_logp": [[0, -1], [-3, -4], [-6, -7], [-9, -10]]}
+
+
+def test_a_truncated_prompt_is_passed_as_it_was_and_completions_keep_its_format(tokenizer):
+    chat = [{"role": "user", "content": "a long question"}]
+    example = truncate_prompt({"prompt": chat, "answer": "1"}, tokenizer, limit=4)
+    assert len(example["prompt"]) == 4
+    assert score(lambda completions, prompts, **kwargs: [float(len(c[0]["content"] + p[0]["content"])) for c, p in
+                                                         zip(completions, prompts)], "a", "bb", examples=[example]) == [[16, 17]]
+
+
+def test_trainer_state_counts_the_steps_of_grpo(tmp_path):
+    seen = []
+
+    def spy(completions, trainer_state, **kwargs):
+        seen.append(trainer_state)
+        return [float(len(c)) for c in completions]
+
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "3")
+    run.reward_functions = [spy, *run.reward_functions[1:]]
+    run.progress.phase_step = 7
+    grpo_training_step(run, next(run.batches))
+    assert vars(seen[0]) == {"global_step": 7, "max_steps": 10, "epoch": 4 / len(run.train_set)}
+    run.progress.phase = 0
+    assert run.trainer_state.global_step == 0, "not the steps of the cold start"
+    score(spy, *"ab", examples=EXAMPLES[:1])
+    assert vars(seen[1]) == {"global_step": 0, "max_steps": 1, "epoch": 0.0}
+
+
+# ---- what is logged ------------------------------------------------------------------------------------------
+
+
+def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp_path):
+    def logging(completions, log_extra, log_metric, **kwargs):
+        log_extra("first", [c[:1] for c in completions])
+        log_extra("tensor", torch.arange(len(completions)))
+        log_extra("object", [{1}] * len(completions))
+        for value in 1.0, 2.0:
+            log_metric("spread", torch.tensor(value))
+        log_metric("grad_norm", -5.0)
+        log_metric("step", -5.0)
+        return [float(len(c)) for c in completions]
+
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--eval_limit", "4")
+    run.reward_functions = [logging, *run.reward_functions[1:]]
+    run.folder.open(0)
+    metrics, experience = grpo_training_step(run, next(run.batches))
+    run.log_step(metrics | {"skipped": 0}, experience)
+    run.log_evaluation()
+    step, evaluation = read_jsonl(run.folder.path / "metrics.jsonl")
+    assert step["spread"] == 1.5 and evaluation["eval_spread"] == 1.5
+    assert step["grad_norm"] > 0 and step["step"] == run.progress.step, "our own metrics have precedence"
+    records = read_jsonl(run.folder.path / "rollouts.jsonl")
+    assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
+
+
+def test_a_wrong_number_of_values_is_an_error_of_the_function():
+    with pytest.raises(RewardError, match=r"ValueError: .* \(test_what_is_passed.py, line"):
+        score(lambda completions, log_extra, **kwargs: log_extra("guess", ["x"]), *"abcd")
+
+
+def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_joined():
+    def groups_of(first, rewards):
+        reports = Reports([{"n": first + i} for i in range(4)], {"m": [float(first)]}, [{"function": f"f{first}"}])
+        return Groups([{"prompt": "p"}] * 2, made_up_rollout([3, 3], [2] * 4), torch.tensor(rewards), {}, torch.tensor(rewards), reports=reports)
+
+    groups = groups_of(0, [[0.0, 0.0], [0.0, 1.0]])
+    assert groups.select(~groups.tied).reports.extra == [{"n": 2}, {"n": 3}]
+    joined = Groups.join([groups.select(~groups.tied), groups_of(4, [[0.0, 1.0], [1.0, 0.0]])])
+    assert joined.reports.extra == [{"n": n} for n in range(2, 8)] and joined.reports.means() == {"m": 2.0}
+    assert [failure["function"] for failure in joined.reports.failures] == ["f0", "f4"]
+    assert len(groups.reports.extra) == 4 and groups.reports.metrics == {"m": [0.0]}, "the parts are unchanged"
+
+
+# ---- several outputs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("returned,points", [
+    ({"form": [1.0, 0.0, 1, 0], "right": [2.0, 2.0, None, 1.0]}, [3.0, 2.0, None, 1.0]),
+    ({"form": torch.tensor([1.0, 0.0, 1.0, 0.0]), "right": (2, 2, 0, 1)}, [3.0, 2.0, 1.0, 1.0]),
+    ({"score": [1.0, 2.0, 3.0, 4.0], "form": [1.0, 0.0, 1.0, 0.0], "read": ["a", "b", "c", None]}, [1.0, 2.0, 3.0, 4.0]),
+    ([{"score": 1.0, "form": 1.0}, {"score": 2}, None, {"score": True, "form": 0.0}], [1.0, 2.0, None, 1.0]),
+])
+def test_several_outputs_are_logged_each_and_their_score_or_sum_counts(returned, points):
+    def outputs(completions, **columns):
+        return returned
+
+    reports = Reports()
+    _, found = compute_rewards_for_completions([outputs], [1.0], rollout_of(*"abcd"), EXAMPLES, reports=reports)
+    assert [None if math.isnan(p) else p for p in found["outputs"].flatten().tolist()] == points
+    form = [row["outputs/form"] for row in reports.extra]
+    numbers = [value for value in form if value is not None]
+    assert reports.means()["reward/outputs/form"] == pytest.approx(sum(numbers) / len(numbers))
+    assert numbers and (reports.extra[0].get("outputs/read") in ("a", None)) and "reward/outputs/read" not in {
+        name for name, values in reports.metrics.items() if values}
+
+
+# ---- async functions -----------------------------------------------------------------------------------------
+
+
+def test_async_functions_run_beside_each_other_on_one_loop_and_outputs_are_theirs():
+    loops = []
+
+    def slow(name):
+        class Slow:
+            async def __call__(self, completions, **kwargs):
+                loops.append(asyncio.get_running_loop())
+                await asyncio.sleep(0.4)
+                return [float(len(name))] * len(completions)
+
+        Slow.__name__ = name
+        return Slow()
+
+    async def plain(completions, answer, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0.4)
+        return [float(a) for a in answer]
+
+    functions, started = [slow("a"), plain, length, slow("ccc")], time.monotonic()
+    total, _ = compute_rewards_for_completions(functions, [1.0] * 4, rollout_of(*"abcd"), EXAMPLES)
+    assert total.tolist() == [[6.0, 6.0], [7.0, 7.0]] and time.monotonic() - started < 1.1, "not 1.2 s, one after the other"
+    compute_rewards_for_completions([plain], [1.0], rollout_of(*"abcd"), EXAMPLES)
+    assert len(set(loops)) == 1, "clients that a function keeps belong to one loop"
+
+
+def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
+    cancelled = threading.Event()
+
+    async def raises(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [1.0 / len(text) for text in completions]
+
+    async def hangs(completions, **kwargs):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(RewardError, match=r"raises raised ZeroDivisionError.*test_what_is_passed.*on completion ''"):
+        score(raises, "a", "", "c", "d")
+    reports, started = Reports(), time.monotonic()
+    total, points = compute_rewards_for_completions(
+        [hangs, raises], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", timeout=0.3, reports=reports)
+    assert time.monotonic() - started < 2 and points["raises"][1].tolist() == [1.0, 1.0] and total.isnan().all()
+    assert [f["function"] for f in reports.failures] == ["hangs", "raises"]
+    assert cancelled.wait(5), "and does not go on for ever"
+
+
+# ---- the time limit ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds
+
+
+def test_looking_for_the_completion_has_a_limit_too():
+    def slow_alone(completions, **columns):
+        time.sleep(2.0 if len(completions) < 4 else 0.0)
+        raise KeyError("x")
+
+    with at_most(1.5), pytest.raises(RewardError, match=r"KeyError: 'x'.*on completion 'all of 4'"):
+        score(slow_alone, *"abcd", timeout=0.3)
+    with at_most(1.5):
+        assert torch.tensor(score(slow_alone, *"abcd", timeout=0.3, on_error="none")).isnan().all()
+
+
+def own_alarm(seconds, work):
+    """What math-verify does by default: an alarm around the comparison, and the handler of before restored."""
+    def give_up(number, frame):
+        raise ValueError("own alarm")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        return work()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_function_may_set_alarms_of_its_own_and_the_limit_holds_afterwards():
+    def alarmed(completions, **columns):
+        points = [own_alarm(1, lambda: 1.0) for _ in completions]
+        try:
+            own_alarm(1, lambda: time.sleep(5))
+        except ValueError:
+            points[0] = 2.0
+        return points
+
+    def then_hangs(completions, **columns):
+        own_alarm(60, lambda: None)
+        time.sleep(30)
+
+    with at_most(3):
+        assert score(alarmed, *"ab", examples=EXAMPLES[:1], timeout=10.0) == [[2.0, 1.0]]
+    with at_most(3), pytest.raises(RewardError, match=r"no result within 0\.5 s"):
+        score(then_hangs, *"ab", examples=EXAMPLES[:1], timeout=0.5)
+
+
+def backtracks(completions, **columns):
+    return [float(bool(re.match(r"(a+)+$", "a" * 40 + "b"))) for _ in completions]
+
+
+def spins(completions, **columns):
+    while True:
+        pass
+
+
+def catches(completions, **columns):
+    points = []
+    for _ in range(9):                                    # each of these would take the next interruption, 1 s later
+        try:
+            time.sleep(30)
+        except Exception:
+            points.append(0.0)
+    return points
+
+
+def catches_everything(completions, **columns):
+    try:
+        time.sleep(30)
+    except:  # noqa: E722
+        return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("function", [backtracks, spins, catches, catches_everything])
+def test_the_limit_interrupts(function):
+    with at_most(3), pytest.raises(RewardError, match=r"no result within 0\.5 s"):
+        score(function, *"ab", examples=EXAMPLES[:1], timeout=0.5)
+
+
+def test_handlers_and_timers_of_before_are_restored():
+    fired = []
+    handlers = [signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGVTALRM)]
+    before = signal.signal(signal.SIGALRM, lambda *_: fired.append(time.monotonic()))
+    try:
+        started = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.8)
+        with pytest.raises(RewardError):
+            score(spins, *"ab", examples=EXAMPLES[:1], timeout=0.3)
+        time.sleep(0.8)
+        assert len(fired) == 1 and 0.7 < fired[0] - started < 1.1
+        score(length, *"ab", examples=EXAMPLES[:1], timeout=0.3)
+        time.sleep(0.5)
+        assert len(fired) == 1 and threading.active_count() < 20
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGVTALRM)] == handlers
+
+
+def test_ctrl_c_ends_a_call_with_a_limit():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)                   # processes of pytest-xdist ignore it
+    try:
+        with at_most(3), pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+            score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
+    finally:
+        signal.signal(signal.SIGINT, before)

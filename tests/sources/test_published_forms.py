@@ -1,0 +1,202 @@
+"""
+Ten data sets in the form in which they are published: the columns, types and notation of their cards, with sentences of our own.
+Nine are read as they are; Countdown has no prompt and needs one flag, as does supervised training on DeepMath and UltraChat.
+"""
+
+import pytest
+from test_data import data_of, write_lines
+
+from data import load_examples
+from rewards import countdown, correctness, multiple_choice
+from runs.records import read_jsonl
+from runs.training_data import validate_demonstrations
+from runs.command_line import parse_config
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def tagged(reasoning, answer):
+    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
+
+
+NUMBERS = range(2, 7)
+GSM8K = [  # openai/gsm8k
+    {"question": f"A box holds {n},000 pens. How many do two boxes hold?", "answer": f"2*{n},000=<<2*{n}000={2 * n}000>>{2 * n},000.\n#### {2 * n},000"}
+    for n in NUMBERS
+]
+MATH = [  # hendrycks/competition_mathematics, and its copies
+    {"problem": f"Solve ${n}x = 1$.", "level": "Level 1", "type": "Algebra",
+     "solution": f"Divide by \\boxed{{{n}}}. We get $x = \\boxed{{\\frac{{1}}{{{n}}}}}$."}
+    for n in NUMBERS
+]
+DEEPMATH = [  # zwhe99/DeepMath-103K
+    {"question": f"What is the derivative of $x^{n}$?", "final_answer": f"{n}x^{{{n - 1}}}", "difficulty": 2.0, "topic": "Calculus",
+     "r1_solution_1": "The power rule.", "r1_solution_2": "By hand.", "r1_solution_3": "By limits."}
+    for n in NUMBERS
+]
+NUMINAMATH = [  # AI-MO/NuminaMath-CoT
+    {"source": "synthetic", "problem": f"Add {n} and {n}.", "solution": f"Twice {n} is $\\boxed{{{2 * n}}}$",
+     "messages": [user(f"Add {n} and {n}."), assistant(f"Twice {n} is $\\boxed{{{2 * n}}}$")]}
+    for n in NUMBERS
+]
+NUMINAMATH[4] |= {"solution": "As was to be shown.", "messages": [user("Add 6 and 6."), assistant("As was to be shown.")]}
+COUNTDOWN = [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in NUMBERS]          # Jiayi-Pan/Countdown-Tasks-3to4
+ALPACA = [  # tatsu-lab/alpaca
+    {"instruction": "Translate into French.", "input": text, "output": "Bonjour.",
+     "text": "Below is an instruction that describes a task. ..."}
+    for text in ("Hello.", "", "Good day.", "Hi,\nthere", "")
+]
+ULTRACHAT = [  # HuggingFaceH4/ultrachat_200k
+    {"prompt": f"Tell me {n} things.", "prompt_id": f"{n:064x}",
+     "messages": [user(f"Tell me {n} things."), assistant("First, ..."), user("And?"), assistant("No more.")]}
+    for n in NUMBERS
+]
+SHAREGPT = [  # RyokoAI/ShareGPT52K and its relatives
+    {"id": f"Q{n}_0", "conversations": [
+        {"from": "human", "value": f"Count to {n}."}, {"from": "gpt", "value": "One."},
+        {"from": "human", "value": "Go on."}, {"from": "gpt", "value": "Two."}]}
+    for n in NUMBERS
+]
+SHAREGPT[4]["conversations"].insert(0, {"from": "system", "value": "Be brief."})
+MMLU = [  # cais/mmlu
+    {"question": f"What is {n} squared?", "subject": "elementary_mathematics", "choices": ["2", str(n), str(n * n), "0"], "answer": 2}
+    for n in NUMBERS
+]
+HUMANEVAL = [  # openai/openai_humaneval
+    {"task_id": f"Own/{n}", "prompt": f'def times(x):\n    """Return {n} times x.\n    """\n', "entry_point": "times",
+     "canonical_solution": f"    return {n} * x\n", "test": f"def check(candidate):\n    assert candidate(1) == {n}\n"}
+    for n in NUMBERS
+]
+READ = {    # rows, and prompt, answer and completion of the first and the last one
+    "gsm8k": (GSM8K, [
+        ("A box holds 2,000 pens. How many do two boxes hold?", "4000", tagged("2*2,000=4,000.", "4000")),
+        ("A box holds 6,000 pens. How many do two boxes hold?", "12000", tagged("2*6,000=12,000.", "12000"))]),
+    "math": (MATH, [
+        ("Solve $2x = 1$.", "\\frac{1}{2}", tagged(MATH[0]["solution"], "\\frac{1}{2}")),
+        ("Solve $6x = 1$.", "\\frac{1}{6}", tagged(MATH[4]["solution"], "\\frac{1}{6}"))]),
+    "deepmath": (DEEPMATH, [
+        ("What is the derivative of $x^2$?", "2x^{1}", None), ("What is the derivative of $x^6$?", "6x^{5}", None)]),
+    "numinamath": (NUMINAMATH, [
+        ("Add 2 and 2.", "4", tagged("Twice 2 is $\\boxed{4}$", "4")),
+        ("Add 6 and 6.", "As was to be shown.", None)]),
+    "alpaca": (ALPACA, [
+        ("Translate into French.\n\nHello.", None, "Bonjour."), ("Translate into French.", None, "Bonjour.")]),
+    "ultrachat": (ULTRACHAT, [("Tell me 2 things.", None, None), ("Tell me 6 things.", None, None)]),
+    "sharegpt": (SHAREGPT, [
+        ([user("Count to 2."), assistant("One."), user("Go on.")], None, "Two."),
+        ([{"role": "system", "content": "Be brief."}, user("Count to 6."), assistant("One."), user("Go on.")], None, "Two.")]),
+    "mmlu": (MMLU, [
+        ("What is 2 squared?\nA. 2\nB. 2\nC. 4\nD. 0", "C", None), ("What is 6 squared?\nA. 2\nB. 6\nC. 36\nD. 0", "C", None)]),
+    "humaneval": (HUMANEVAL, [
+        (HUMANEVAL[0]["prompt"], None, "    return 2 * x\n"), (HUMANEVAL[4]["prompt"], None, "    return 6 * x\n")]),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", READ)
+def test_a_data_set_is_read_as_it_is_published(name, suffix, tmp_path):
+    import datasets
+
+    rows, expected = READ[name]
+    table, path = datasets.Dataset.from_list(rows), tmp_path / f"{name}.{suffix}"
+    (table.to_json if suffix == "jsonl" else table.to_parquet)(path)
+    examples, _ = data_of("--dataset", str(path), "--eval_limit", "0")
+    assert len(examples) == 5
+    assert [(e["prompt"], e.get("answer"), e.get("completion")) for e in (examples[0], examples[4])] == expected
+
+
+def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
+    path = write_lines(tmp_path / "countdown.jsonl", COUNTDOWN)
+    with pytest.raises(ValueError, match=r"columns target, nums; .* or --prompt_column, a name or a text such as '... \{target\} ... \{nums\}'$"):
+        load_examples(path)
+    examples, _ = data_of("--dataset", path, "--eval_limit", "0", "--prompt_column", "Make {target} from {nums}. \\boxed{}")
+    assert [examples[0]["prompt"], examples[4]["prompt"]] == [
+        "Make 10 from [2, 3, 4]. \\boxed{}", "Make 22 from [6, 3, 4]. \\boxed{}"]
+    columns = dict(target=[example["target"] for example in COUNTDOWN], numbers=[example["numbers"] for example in examples])
+    assert countdown([f"<answer>{n} * 3 + 4</answer>" for n in NUMBERS], **columns) == [1.0] * 5
+    with pytest.raises(ValueError, match=r"--prompt_column=Make \{goal\}: .*columns target, nums$"):
+        load_examples(path, columns={"prompt": "Make {goal}"})
+
+
+def test_supervised_training_on_deepmath_needs_the_flag_that_the_message_names(tmp_path):
+    path = write_lines(tmp_path / "deepmath.jsonl", DEEPMATH)
+    flags = ["--dataset", path, "--eval_limit", "0"]
+    with pytest.raises(ValueError, match="name a --completion_column"):
+        validate_demonstrations(parse_config(flags), data_of(*flags)[0])
+    flags += ["--completion_column", "r1_solution_1"]
+    examples, _ = data_of(*flags)
+    validate_demonstrations(parse_config(flags), examples)
+    assert examples[4]["completion"] == "The power rule." and examples[4]["answer"] == "6x^{5}"
+
+
+def test_supervised_training_on_ultrachat_needs_the_flag_that_the_message_names(tmp_path):
+    path = write_lines(tmp_path / "ultrachat.jsonl", ULTRACHAT)
+    flags = ["--dataset", path, "--eval_limit", "0"]
+    with pytest.raises(ValueError, match="--prompt_column messages"):
+        validate_demonstrations(parse_config(flags), data_of(*flags)[0])
+    examples, _ = data_of(*flags, "--prompt_column", "messages")
+    validate_demonstrations(parse_config(flags), examples)
+    assert examples[4]["prompt"] == ULTRACHAT[4]["messages"][:3] and examples[4]["completion"] == "No more."
+
+
+def test_a_text_with_columns_is_the_whole_prompt():
+    examples = load_examples(MMLU, columns={"prompt": "{question} One of {choices}."})
+    assert examples[0]["prompt"] == "What is 2 squared? One of ['2', '2', '4', '0']."
+
+
+def test_the_letter_of_mmlu_is_what_the_rewards_compare_with(tmp_path):
+    examples = load_examples(write_lines(tmp_path / "mmlu.jsonl", MMLU))
+    columns = dict(answer=[e["answer"] for e in examples], choices=[e["choices"] for e in examples])
+    for given, points in ("C", 1.0), ("A", 0.0):
+        texts = [f"<answer>{given}</answer>"] * 5
+        assert multiple_choice(texts, **columns) == correctness(texts, answer=columns["answer"]) == [points] * 5
+
+
+@pytest.mark.parametrize("prompt", ["2+2? A) 3 B) 4", "2+2?\nA. 3\nB. 4", "2+2? (A) 3, (B) 4"])
+def test_choices_that_the_prompt_has_are_not_repeated(prompt):
+    assert load_examples([{"prompt": prompt, "choices": ["3", "4"], "answer": "B"}])[0]["prompt"] == prompt
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "2+2?", "choices": [3, 4], "answer": 1}, {"prompt": "2+2?", "choices": "3 or 4", "answer": 1},
+    {"prompt": "2+2?", "choices": {"text": ["3"]}, "answer": 1}, {"prompt": "2+2?", "choices": None, "answer": 1},
+])
+def test_choices_in_another_form_change_nothing(row):
+    assert load_examples([row]) == [row | {"answer": "1"}]
+
+
+@pytest.mark.parametrize("answer", [
+    "# Plan\n#### Step one\nCount them.", "Two headings\n#### first\n#### 2. second\nend", "a #### 5\nb", "text\n#### 7 of 9", "#### ",
+    "#hash", "####5####", "No box: \\boxed", "\\boxed{open",
+])
+def test_an_answer_with_headings_is_kept(answer):
+    assert load_examples([{"prompt": "p", "answer": answer}]) == [{"prompt": "p", "answer": answer}]
+
+
+@pytest.mark.parametrize("answer", [["Paris", "paris, France"], {"x": 1}, [], ["1", 2], [["a"], ["b"]]])
+def test_lists_and_objects_are_answers_as_they_are(answer, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "p", "answer": answer}])
+    assert load_examples(path) == [{"prompt": "p", "answer": answer}] == read_jsonl(tmp_path / "data.jsonl")
+
+
+def test_dollys_context_belongs_to_its_instruction_and_to_no_other_prompt():
+    row = {"context": "Ann is 5.", "response": "5", "input": " "}
+    assert load_examples([row | {"instruction": "How old is Ann?"}])[0]["prompt"] == "How old is Ann?\n\nAnn is 5."
+    assert load_examples([row | {"question": "How old is Ann?"}])[0]["prompt"] == "How old is Ann?"
+
+
+def test_a_box_alone_is_an_answer_and_no_demonstration():
+    assert load_examples([{"prompt": "p", "answer": "$\\boxed{4}$"}]) == [{"prompt": "p", "answer": "4"}]
+
+
+def test_an_unknown_form_of_turns_is_one_line():
+    for turns in [{"speaker": "human", "text": "a"}], ["a"], [{"from": "human"}]:
+        with pytest.raises(ValueError, match="chat messages must look like") as error:
+            load_examples([{"conversations": turns}])
+        assert "\n" not in str(error.value)

@@ -1,0 +1,59 @@
+"""Settings from files, from a run and from profiles."""
+
+import pytest
+
+from config import Config
+from runs.flag_notes import flag_notes
+from sources.settings import PROFILES, fill_in, profile_values, read_settings
+
+
+def test_the_demonstration_counts_examples_at_every_batch_size_and_its_learning_rates_follow_the_square_root():
+    own = PROFILES["demo"]
+    for size in 1, 2, 4, 8, 16, 32, 64:
+        values = profile_values("demo", size)
+        for name in "cold_start_steps", "eval_steps", "save_steps":
+            assert values[name] * size == own[name] * 64
+        assert values["learning_rate"] / own["learning_rate"] == pytest.approx((size / 64) ** 0.5, rel=5e-3)
+        assert values["cold_start_learning_rate"] / own["cold_start_learning_rate"] == pytest.approx((size / 64) ** 0.5, rel=5e-3)
+        assert values["num_epochs"] == own["num_epochs"]
+    large = profile_values("demo", 256)
+    assert (large["learning_rate"], large["cold_start_steps"], large["eval_steps"]) == (own["learning_rate"], 75, 2)
+    assert profile_values("demo", 64) == profile_values("demo") == own
+
+
+def test_flags_win_over_the_adapted_values_and_other_profiles_are_not_adapted():
+    config = Config.of(use_grpo=True, batch_size=2, eval_steps=7, learning_rate=1e-3)
+    assert (config.training.eval_steps, config.training.learning_rate, config.training.cold_start_steps) == (7, 1e-3, 9600)
+    assert Config.of(use_grpo=True, profile="balanced", batch_size=64).training.learning_rate == PROFILES["balanced"]["learning_rate"]
+    assert Config.of(batch_size=2).training.learning_rate == 5e-4, "demo_supervised: 2e-3 at 32"
+    assert profile_values("none of them", 2) == {}
+
+
+@pytest.mark.parametrize("size", [0, -1, "2", None, 2.5])
+def test_a_batch_size_that_is_none_changes_no_profile_and_is_rejected_later(size):
+    assert profile_values("demo", size) == PROFILES["demo"]
+    with pytest.raises(ValueError, match="--batch_size"):
+        Config.of(use_grpo=True, batch_size=size)
+
+
+def test_adapted_values_are_no_flags_without_effect():
+    notes = flag_notes(Config.of(use_grpo=True, batch_size=2, cold_start_steps=0))
+    assert not any("cold_start" in note for note in notes), notes
+
+
+def test_a_file_may_have_sections_or_not_and_must_be_an_object(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text('{"training": {"seed": 1}, "max_steps": 2}')
+    assert read_settings(file) == {"seed": 1, "max_steps": 2}
+    for text, message in ("[1]", "must hold an object"), ("{", "not a readable JSON file"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_settings(file)
+
+
+def test_a_run_that_is_resumed_gives_its_settings_and_flags_override_them(tmp_path):
+    (tmp_path / "config.json").write_text('{"training": {"seed": 1, "batch_size": 3}}')
+    flags = fill_in({"resume": True, "output_dir": str(tmp_path), "seed": 2})
+    assert flags == {"resume": True, "output_dir": str(tmp_path), "seed": 2, "batch_size": 3}, "and no profile"
+    with pytest.raises(ValueError, match="there is no run in it to resume"):
+        fill_in({"resume": True, "output_dir": str(tmp_path / "none")})

@@ -1,0 +1,135 @@
+"""Current architectures with default flags; mixtures of experts. The first test is the table in docs/benchmarks.md."""
+
+import pytest
+import torch
+from conftest import (
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, WITH_TOWERS, build_qwen3_5_vision, length_reward, made_up_rollout, run_folder,
+    with_noise,
+)
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import ParamWrapper
+
+import infer
+from config import GRPOConfig, ModelConfig
+from engine.adapters import merged_copy
+from logprobs import completion_log_probs
+from model import load_policy, save_policy
+from engine.precision import with_precision
+from runs.records import read_jsonl
+from runs.startup_check import compare
+from sample import sample_completions_for_prompts
+
+MODELS = ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS | {"qwen3_5_vision": build_qwen3_5_vision}
+WITH_STATE = "qwen3_5", "qwen3_5_vision", "lfm2"          # prompts are not shared
+EXPERTS = "qwen3_moe", "gpt_oss", "gemma4_experts", "glm4_moe"
+UNRESTRICTED = GRPOConfig(
+    generation_max_length=20, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+
+
+def load(folder, **more):
+    return load_policy(ModelConfig(str(folder), **more))[0]
+
+
+@pytest.fixture
+def save(tokenizer, tmp_path):
+    """Save a model of an architecture and return its folder."""
+    def save(name):
+        torch.manual_seed(0)
+        save_policy(MODELS[name]().eval(), tokenizer, tmp_path / "base")
+        return tmp_path / "base"
+
+    return save
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_steps_with_default_flags(name, lora_rank, precision, save, tmp_path, capsys):
+    base, reward = save(name), tmp_path / "reward.py"
+    reward.write_text("def reward(completions, **columns):\n    return [sum(map(ord, c)) % 97 for c in completions]\n")
+    folder = run_folder(
+        tmp_path / "run", "--model_path", str(base), "--use_grpo", "--max_steps", "2", "--generation_max_length", "12",
+        "--lora_rank", str(lora_rank), "--precision", precision, "--reward_functions", f"{reward}:reward")
+    printed = capsys.readouterr().out
+    assert "sampler ok" in printed and ("packing ok" in printed) == (name not in WITH_STATE)
+    assert ("experts and routers get no adapter" in printed) == (lora_rank > 0 and name in EXPERTS)
+    steps = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "grpo" and "grad_norm" in line]
+    assert len(steps) == 2 and all(line["grad_norm"] > 0 and line["tied_groups"] < 1 for line in steps)
+    torch.manual_seed(0)
+    before, after = load(base, lora_rank=lora_rank).state_dict(), load(folder / "final").state_dict()
+    changed = [key for key in before if not torch.equal(before[key], after[key])]
+    assert len(changed) > 4 and before.keys() == after.keys() and all(after[key].isfinite().all() for key in changed)
+    assert all("lora_" in key for key in changed) == bool(lora_rank)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_drop_no_token_and_do_not_depend_on_the_batch(name, lora_rank, save):
+    model = load(save(name), lora_rank=lora_rank)
+    if lora_rank:
+        with_noise(model)
+    rollout = made_up_rollout([3, 17, 40], [5, 9, 30, 1, 12, 8])
+    packed = completion_log_probs(model, rollout).logp
+    padded = completion_log_probs(model, rollout, shared_prompt=False).logp
+    assert (packed - padded).abs().max() < 1e-4
+    for row in range(6):
+        prompt, mask = rollout.prompt_ids[row // 2][rollout.prompt_mask[row // 2]], rollout.completion_mask[row]
+        ids = torch.cat([prompt, rollout.completion_ids[row][mask]])
+        alone = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        expected = alone[len(prompt) - 1 : -1].gather(-1, ids[len(prompt) :, None])[:, 0]
+        assert (padded[row][mask] - expected).abs().max() < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_new_adapter_leaves_out_experts_and_routers_and_sampler_and_trainer_agree(name, precision, save, tokenizer):
+    model = with_noise(load(save(name), lora_rank=4, precision=precision))
+    adapted = {key.partition(".lora_")[0] for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(adapted) >= 8 and not any(word in f"{key}." for word in ("router.", ".experts.", "mlp.gate.") for key in adapted)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, UNRESTRICTED, seed=0)
+    mask = rollout.completion_mask
+    for shared_prompt in True, False:                     # in 16 bits rounding changes the experts of a few tokens
+        trained = completion_log_probs(model, rollout, shared_prompt=shared_prompt).logp
+        differences = (trained - rollout.sampling_logp).abs()[mask]
+        assert differences.max() < 1e-4 if precision == "float32" else differences.mean() < 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_an_adapter_of_experts_made_by_peft_is_trained_and_merged(name, save, tokenizer, tmp_path):
+    base, ids = save(name), torch.tensor([[5, 9, 40, 41, 17, 200]])
+    model = get_peft_model(load(base), LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM",
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+    with_noise(model).save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again = load(tmp_path / "adapter")
+    assert sum(isinstance(module, ParamWrapper) for module in again.modules()) == 4
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+        assert torch.equal(again(ids).logits, expected)
+        whole = load(base)
+        whole.load_state_dict(merged_copy(again).state_dict())
+        assert (whole(ids).logits - expected).abs().max() < 1e-3
+        assert torch.equal(again(ids).logits, expected)
+    final = run_folder(
+        tmp_path / "run", "--use_grpo", "--max_steps", "1", "--model_path", str(tmp_path / "adapter"), "--generation_max_length",
+        "8", "--reward_functions", length_reward(tmp_path)) / "final"
+    infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
+    with torch.no_grad():
+        trained = load(final)(ids).logits
+        assert (trained - expected).abs().max() > 0
+        assert (load(tmp_path / "merged")(ids).logits - trained).abs().max() < 1e-3
+
+
+def test_in_16_bits_a_few_tokens_with_other_experts_do_not_end_a_run():
+    few = torch.zeros(100)
+    few[7] = 2.0
+    for name, precision, left, right in [
+        ("qwen3_moe", "bfloat16", True, False), ("qwen3_moe", "float32", False, False), ("qwen3", "bfloat16", False, False),
+    ]:
+        model = with_precision(MODELS[name](), precision)
+        findings = [compare(model, "sampler", "", found, torch.zeros(100), "") for found in (few, few + 0.5)]
+        assert [finding.ok for finding in findings] == [left, right]

@@ -1,0 +1,26 @@
+"""The measurement for a GPU runs through on the CPU, with a tiny model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_table_of_a_gpu_is_filled_on_the_cpu(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench/gpu.py", "--tiny", "--output", tmp_path / "gpu.md"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    written = (tmp_path / "gpu.md").read_text()
+    assert written == done.stdout and "7 passed" in written and "TFLOP/s" in written
+    rows = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ")[1:] for row in written.splitlines() if row.startswith("| tiny")}
+    for name in "tiny", "tiny, LoRA":
+        step, sampling, _, training, _, peak, estimate = rows[name]
+        assert all(float(value) > 0 for value in (step, sampling, training, peak, estimate)), rows
+    assert len(rows) == 3

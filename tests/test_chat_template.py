@@ -1,0 +1,142 @@
+"""--chat_template and --chat_template_kwargs, with a template that thinks as Qwen 3's does."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, length_reward, run_folder
+from transformers import AutoTokenizer
+
+import infer
+import train
+from config import Config, ModelConfig
+from data import encode_demonstration, encode_prompt
+from engine.chat_template import encode_reply
+from model import byte_tokenizer, load_tokenizer, save_policy
+from runs.command_line import parse_config
+from runs.records import read_jsonl
+
+# As Qwen 3's: thoughts of turns before the last question are left out, a turn without thoughts gets empty ones, and
+# enable_thinking=false begins the answer with empty ones.
+TEMPLATE = """
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor -%}
+{%- for m in messages -%}
+{%- set content = m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content -%}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else '' -%}
+{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif -%}
+{{ content + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif -%}
+{%- endif -%}"""
+OFF = '{"enable_thinking": false}'
+EMPTY = "<think>\n\n</think>\n\n"
+OPEN = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a small model with the template and with EOS at the end of a turn."""
+    torch.manual_seed(0)
+    folder, tokenizer = tmp_path_factory.mktemp("qwen") / "base", byte_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", TEMPLATE
+    model = ARCHITECTURES["qwen3"]().eval()
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    save_policy(model, tokenizer, folder)
+    return folder
+
+
+def load(folder, **flags):
+    return load_tokenizer(ModelConfig(str(folder), **flags))
+
+
+def test_variables_reach_the_template_and_are_saved_with_the_tokenizer(base, tmp_path):
+    for variables, expected in [("", OPEN), ("{}", OPEN), ('{"enable_thinking": true}', OPEN), (OFF, OPEN + EMPTY)]:
+        tokenizer = load(base, chat_template_kwargs=variables)
+        assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == expected
+    again = shutil.copytree(base, tmp_path / "again")
+    tokenizer.save_pretrained(again)
+    for variables, expected in [("", OPEN + EMPTY), ("{}", OPEN), (OFF, OPEN + EMPTY)]:
+        tokenizer = load(again, chat_template_kwargs=variables)
+        assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?")) == expected
+
+
+@pytest.mark.parametrize("variables,demonstration,sampled", [
+    (OFF, "2", "2<|im_end|>"), ("", "<think>\nhm\n</think>\n\n2", "<think>\nhm\n</think>\n\n2<|im_end|>"), ("", "2", "2<|im_end|>"),
+])
+def test_prompt_and_demonstration_are_what_the_template_makes_of_both(base, variables, demonstration, sampled):
+    tokenizer = load(base, chat_template_kwargs=variables)
+    ids, own = encode_demonstration(tokenizer, "1+1=?", demonstration, [tokenizer.eos_token_id])
+    assert tokenizer.decode(ids) == sampled and all(own)
+    if variables or "think" in demonstration:
+        messages = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": demonstration}]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert tokenizer.decode(encode_prompt(tokenizer, "1+1=?") + ids) + "\n" == whole
+
+
+def test_a_reply_opens_the_next_turn_with_the_same_variables(base):
+    for variables, opened in ("", ""), (OFF, EMPTY):
+        tokenizer = load(base, chat_template_kwargs=variables)
+        reply = encode_reply(tokenizer, "1+1=?", {"role": "user", "content": "no"}, [tokenizer.eos_token_id])
+        assert tokenizer.decode(reply) == f"\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n{opened}"
+
+
+def test_none_leaves_text_as_it_is(base):
+    tokenizer = load(base, chat_template="none")
+    ready = OPEN + EMPTY
+    assert tokenizer.decode(encode_prompt(tokenizer, ready)) == f"<bos>{ready}"    # this tokenizer puts a BOS before every text
+    assert encode_prompt(tokenizer, "1+1=?") == encode_prompt(byte_tokenizer(), "1+1=?")
+    ids, _ = encode_demonstration(tokenizer, "1+1=?", "2", [tokenizer.eos_token_id])
+    assert tokenizer.decode(ids) == "2<|im_end|>"
+
+
+@pytest.mark.parametrize("value", ["{enable_thinking: false}", "[1]", "false", '{"tokenize": true}', "null"])
+def test_what_is_no_object_of_variables_is_one_line(value):
+    for parse, flags in (parse_config, ["--use_grpo"]), (infer.parse_arguments, ["--question", "1+1=?"]):
+        with pytest.raises(ValueError, match="must be a JSON object of the template's own variables") as error:
+            parse([*flags, "--chat_template_kwargs", value])
+        assert str(error.value).startswith(f"--chat_template_kwargs={value}: ") and "\n" not in str(error.value)
+
+
+def test_variables_need_a_template(base, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    save_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
+    for folder, template in (tmp_path, "auto"), (base, "none"):
+        with pytest.raises(ValueError, match=r'--chat_template_kwargs=\{"enable_thinking": false\}: there is no chat template'):
+            load(folder, chat_template=template, chat_template_kwargs=OFF)
+
+
+def test_a_settings_file_and_python_may_give_an_object(tmp_path):
+    for settings in {"chat_template_kwargs": {"enable_thinking": False}}, {"model": {"chat_template_kwargs": json.loads(OFF)}}:
+        (tmp_path / "run.json").write_text(json.dumps(settings))
+        config = parse_config([str(tmp_path / "run.json")])
+        assert config.model.chat_template_kwargs == OFF
+    assert Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False})).model == config.model
+    (tmp_path / "run.json").write_text(json.dumps(config.as_dict()))
+    assert parse_config([str(tmp_path / "run.json")]).model == config.model, "config.json of a run"
+
+
+@pytest.mark.slow
+def test_a_run_and_infer_use_the_variables_and_resuming_keeps_the_template(base, tmp_path, capsys):
+    flags = [
+        "--use_grpo", "--model_path", str(base), "--generation_max_length", "8", "--save_steps", "1", "--log_rollouts_every", "1",
+        "--reward_functions", length_reward(tmp_path), "--chat_template_kwargs", OFF]
+    folder = run_folder(tmp_path / "run", *flags, "--max_steps", "2")
+    empty = AutoTokenizer.from_pretrained(base)(EMPTY, add_special_tokens=False).input_ids
+    prompts = [line["prompt_ids"] for line in read_jsonl(folder / "rollouts.jsonl")]
+    assert prompts and all(ids[-len(empty) :] == empty for ids in prompts)
+    answers = "--questions arithmetic --limit 2 --generation_max_length 4 --generation_temperature 0 --answers".split()
+    for name, given in ("answers", []), ("same", ["--chat_template_kwargs", OFF]), ("thinking", ["--chat_template_kwargs", "{}"]):
+        infer.main(["--model_path", str(folder / "final"), *answers, str(tmp_path / name), *given])
+    answers, same, thinking = ((tmp_path / name).read_text() for name in ("answers", "same", "thinking"))
+    assert answers == same != thinking
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.main(["--output_dir", str(folder), "--resume", "--chat_template", "none"])
+    assert "--chat_template=none: this run began with 'auto'" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Every script in examples/ has the settings of its .json file, and both train; the reward functions give what they say."""
+
+import dataclasses
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from config import ModelConfig
+from model import load_policy, save_policy
+from runs.command_line import parse_config
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SITUATIONS = ["demo", "gsm8k_lora", "ema_reference", "conversation"]
+ROWS = [{"question": f"Tom has {n} apples and buys {n}. How many?", "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"} for n in range(1, 13)]
+
+
+@pytest.fixture
+def shortened(monkeypatch, tmp_path):
+    """Let train and train.py end after a step, on a small model and small data where those would be downloaded."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    save_policy(*load_policy(ModelConfig()), tmp_path / "model")
+    seen, real = [], train.set_up
+
+    def set_up(config, **objects):
+        seen.append(config)
+        data, model = config.data, config.model
+        if model.model_path:
+            data, model = (dataclasses.replace(data, dataset=str(tmp_path / "gsm8k.jsonl")),
+                           dataclasses.replace(model, model_path=str(tmp_path / "model"), lora_rank=2))
+        training = dataclasses.replace(
+            config.training, max_steps=2, cold_start_steps=min(1, config.training.cold_start_steps), batch_size=2, report_to="none",
+            output_dir=str(tmp_path / f"run{len(seen)}"))
+        grpo = dataclasses.replace(config.grpo, generation_max_length=24, minibatch_size=min(4, config.grpo.minibatch_size))
+        data = dataclasses.replace(data, limit=12, eval_limit=2)
+        return real(dataclasses.replace(config, model=model, data=data, grpo=grpo, training=training), **objects)
+
+    monkeypatch.setattr(train, "set_up", set_up)
+    return seen
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, shortened, tmp_path):
+    train.main([f"examples/{situation}.json"])
+    runpy.run_path(str(EXAMPLES / f"{situation}.py"), run_name="__main__")
+    assert all((tmp_path / f"run{number}/final").exists() for number in (1, 2))
+    by_file, by_script = shortened
+    names = dict(reward_functions=by_file.grpo.reward_functions, environment=by_file.grpo.environment)   # objects in the script
+    assert dataclasses.replace(by_script, grpo=dataclasses.replace(by_script.grpo, **names)) == by_file
+    assert by_file == parse_config([f"examples/{situation}.json"])
+
+
+def test_there_is_a_script_and_a_file_for_each_situation_and_a_page_that_lists_them():
+    for kind in ".py", ".json":
+        found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example"}
+        assert found == set(SITUATIONS)
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert all(f"(examples/{name}.py)" in readme and f"(examples/{name}.json)" in readme for name in SITUATIONS)
+    assert "(examples/rewards_example.py)" in readme
+
+
+def test_the_reward_functions_give_what_they_say():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "rewards_example.py"], capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)})
+    assert done.stdout.splitlines() == ["brevity [0.98, 0.952, 0.993, 1.0]", "closeness [1.0, 0.333, 0.0, 0.0]"]
+    names = runpy.run_path(str(EXAMPLES / "rewards_example.py"))
+    assert names["closeness"](["<answer>nan</answer>", "<answer>5</answer>", "5"], answer=["1", None, "5"]) == [0.0, None, 0.0]

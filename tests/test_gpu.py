@@ -1,0 +1,140 @@
+"""
+On a GPU: whole runs in every precision, the CPU's log-probabilities and gradients, resuming, a process group. Not yet run on one.
+
+    make test-gpu
+
+TEST_DEVICE=cpu runs the same on the CPU, where most of it compares the CPU with itself.
+"""
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, comparable, length_reward, made_up_rollout, run_folder, weights_of
+from torch.nn.utils import parameters_to_vector
+
+import train
+from engine.devices import best_device
+from logprobs import completion_log_probs
+from engine.precision import with_precision
+from runs.records import read_jsonl
+
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = os.environ.get("TEST_DEVICE", ACCELERATOR and ACCELERATOR.type)
+ON_CPU = ["--device", "cpu"] if DEVICE == "cpu" else []
+RUN = ["--use_grpo", "--cold_start_steps", "0", "--eval_limit", "0", "--learning_rate", "1e-3"]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DEVICE, reason="torch reports no GPU")]
+
+
+@pytest.mark.parametrize("flags", [
+    "", "--precision bfloat16", "--precision float16", "--lora_rank 4", "--lora_rank 4 --precision bfloat16",
+    "--use_kl_penalty --use_value_head --gradient_checkpointing --ppo_epochs 2",
+])
+def test_the_check_passes_prompts_are_shared_and_two_steps_learn(tmp_path, capsys, flags):
+    folder = run_folder(tmp_path / "out", *RUN, *ON_CPU, "--reward_functions", length_reward(tmp_path), "--max_steps", "2", *flags.split())
+    printed = capsys.readouterr().out
+    assert f"on {DEVICE}" in printed and "sampler ok, packing ok" in printed
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert sum(m["updates"] for m in lines) == 2 and all(m["grad_norm"] > 0 and m["peak_memory_gb"] > 0 and not m["skipped"] for m in lines)
+
+
+@pytest.fixture
+def exact():
+    """float32 instead of TF32, so that results can be compared with the CPU's."""
+    best_device()
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "ieee"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("shared_prompt", [True, False])
+def test_log_probabilities_and_gradients_are_those_of_the_cpu(architecture, exact, shared_prompt):
+    _, model = architecture
+    rollout = made_up_rollout([3, 20, 7], [5, 1, 9, 4, 12, 3])
+    results = []
+    for one in model, copy.deepcopy(model).to(DEVICE):
+        new = completion_log_probs(one, rollout, shared_prompt=shared_prompt)
+        (new.logp.sum() + new.entropy.sum()).backward()
+        results.append((new.logp.detach().cpu(), parameters_to_vector([p.grad for p in one.parameters()]).cpu()))
+    (logp, gradient), (again, its_gradient) = results
+    torch.testing.assert_close(again, logp, atol=1e-4, rtol=1e-4)
+    assert (its_gradient - gradient).norm() < 1e-4 * gradient.norm()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3", "llama"])
+def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
+    """With prompts longer than a block of the kernels, which the tests above do not have."""
+    best_device()
+    torch.manual_seed(0)
+    model = with_precision(ARCHITECTURES[name]().eval().to(DEVICE), precision)
+    rollout = made_up_rollout([150, 37], [40, 70, 33, 1])
+    results = []
+    for shared_prompt in True, False:
+        model.zero_grad()
+        new = completion_log_probs(model, rollout, shared_prompt=shared_prompt)
+        new.logp.mean().backward()
+        results.append((new.logp.detach(), parameters_to_vector([p.grad for p in model.parameters()])))
+    (packed, gradient), (plain, its_gradient) = results
+    assert (packed - plain).abs().mean() < 0.05 and (gradient - its_gradient).norm() < 0.1 * its_gradient.norm()
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
+    flags = [*RUN, *ON_CPU, "--reward_functions", length_reward(tmp_path), "--save_steps", "1", "--keep_checkpoints", "4"]
+    whole = run_folder(tmp_path / "whole", *flags, "--max_steps", "4", "--use_kl_penalty")
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    for later in [*sorted(resumed.glob("checkpoints/step-*"))[2:], resumed / "final"]:
+        shutil.rmtree(later)
+    train.main(["--output_dir", str(resumed), "--resume"])
+    assert comparable(whole) == comparable(resumed)
+    weights, others = weights_of(whole), weights_of(resumed)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_reference_on_the_cpu_gives_the_same_run(tmp_path):
+    flags = [*RUN, *ON_CPU, "--max_steps", "2", "--use_kl_penalty"]
+    there = run_folder(tmp_path / "a", *flags, "--reference_offload")
+    assert comparable(there) == comparable(run_folder(tmp_path / "b", *flags))
+
+
+ONE_PROCESS = """
+import copy, torch
+import conftest, engine.devices, engine.sharding
+from logprobs import completion_log_probs
+from engine.devices import all_gather_object, best_device, dist, sum_in_place
+from engine.recomputation import layers_of
+
+device = best_device()
+backend = dist.get_default_backend_for_device(device)
+dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in {"cpu": "gloo", device.type: backend}.items()))
+engine.sharding.num_processes = engine.devices.num_processes = lambda: 2         # shard all the same
+torch.manual_seed(0)
+model, rollout = conftest.ARCHITECTURES["gemma3"]().eval().to(device), conftest.made_up_rollout([3, 20], [5, 1, 9, 4])
+sharded = copy.deepcopy(model)
+engine.sharding.shard(sharded, layers_of(sharded), {"replicate": 1, "fsdp": 1, "tp": 1})
+norms = []
+for one in model, sharded:
+    completion_log_probs(one, rollout).logp.sum().backward()
+    norms.append(engine.sharding.clip_gradient(list(one.parameters()), 1.0))
+total = torch.ones(3, device=device)
+sum_in_place(total)
+assert total.sum() == 3 and norms[0] > 0 and abs(norms[1] / norms[0] - 1) < 1e-4, norms
+print(dist.get_backend_config(), "agrees")
+dist.destroy_process_group()
+"""
+
+
+def test_weights_are_sharded_over_a_process_group_of_one(tmp_path):
+    (tmp_path / "one.py").write_text(ONE_PROCESS)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", str(tmp_path / "one.py")],
+        env=os.environ | {"PYTHONPATH": f"{root}:{root}/tests"}, capture_output=True, text=True, timeout=300,
+    )
+    assert "agrees" in done.stdout, done.stderr[-3000:]
+    assert DEVICE != "cuda" or "cuda:nccl" in done.stdout
