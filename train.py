@@ -213,7 +213,6 @@ def optimizer_step(run: Run, loss: float) -> float:
     scaler = run.scaler_for(parameters)
     scaler.unscale_(run.optimizer)
     norm = clip_gradient(parameters, run.config.training.max_grad_norm)
-    progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     skipped = not (finite and math.isfinite(norm))
     if not skipped:
         scaler.step(run.optimizer)
@@ -223,6 +222,7 @@ def optimizer_step(run: Run, loss: float) -> float:
         progress.skipped += 1
         progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
     scaler.update()
+    progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     if run.reference is not None:
         follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
@@ -240,7 +240,7 @@ def train(config: Config, **objects) -> tuple:
 def learn(run: Run) -> None:
     """Go through the phases of a run: steps, evaluations, checkpoints.
 
-    Ctrl-C or SIGTERM ends it after the current step, with a checkpoint to continue from.
+    Ctrl-C, SIGTERM or SIGHUP ends it after the current step, with a checkpoint to continue from.
     """
     training, progress, folder = run.config.training, run.progress, run.folder
     if run.is_complete:
@@ -248,7 +248,7 @@ def learn(run: Run) -> None:
         return
     folder.open(progress.step)
     run.save_base_of_adapter()
-    with folder, StopOnSignal() as stop:
+    with StopOnSignal() as stop, folder:
         if progress.step == 0:
             run.log_evaluation()
         for phase in run.phases[progress.phase :]:
@@ -259,7 +259,7 @@ def learn(run: Run) -> None:
                 before, skipped = progress.phase_step, progress.skipped
                 with run.checkpoint_on_error():
                     metrics, experience = take_step(run, next(run.batches))
-                run.log_step(metrics | {"skipped": progress.skipped - skipped}, experience)
+                    run.log_step(metrics | {"skipped": progress.skipped - skipped}, experience)
                 if is_due(before, progress.phase_step, training.eval_steps):
                     with run.checkpoint_on_error():
                         accuracy, evaluated_at = run.log_evaluation(), progress.step
@@ -291,7 +291,7 @@ def main(argv: list[str], config: Config | None = None) -> None:
         if config.training.explain:
             explain(run, supervised_training_step, sample_groups, accumulate_gradients, optimizer_step)
     if not (config.training.check or config.training.explain):
-        with exit_on_run_errors(run.folder.path):
+        with exit_on_run_errors(run.folder):
             learn(run)
     shutdown()
 

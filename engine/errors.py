@@ -7,6 +7,13 @@ class RunError(RuntimeError):
     """A run cannot continue. The message is one line that tells what to change; the exit code is 1."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an allocation failed, on any device."""
+    texts = "out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED"       # of a GPU, a CPU, XLA
+    by_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return by_torch or isinstance(error, MemoryError)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message, or the name of its type if it is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

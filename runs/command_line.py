@@ -7,6 +7,8 @@ they take seconds to load: help and mistakes are printed before.
 
 import argparse
 import dataclasses
+import errno
+import io
 import os
 import re
 import runpy
@@ -63,9 +65,42 @@ class OneLineParser(argparse.ArgumentParser):
         return args
 
 
+class Console(io.TextIOWrapper):
+    """Standard output or error of a program. Whatever happens to it, the program goes on.
+
+    Characters that it cannot encode are shown as \\x.., and when its reader or terminal has gone, what is
+    printed is dropped.
+    """
+
+    def __init__(self, stream: io.TextIOWrapper):
+        options = dict(line_buffering=stream.line_buffering, write_through=stream.write_through)
+        super().__init__(stream.buffer, stream.encoding, errors="backslashreplace", **options)
+
+    def write(self, text: str) -> int:
+        with self.dropped_if_closed():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self.dropped_if_closed():
+            super().flush()
+
+    @contextmanager
+    def dropped_if_closed(self):
+        """Continue with the null device when nobody reads."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
 @contextmanager
 def exit_on_mistake(program: str):
-    """Turn a ValueError into one line on stderr and exit code 2."""
+    """Turn a ValueError into one line on stderr and exit code 2; make what is printed go to a Console."""
+    for name in "stdout", "stderr":
+        if getattr(sys, name) is getattr(sys, f"__{name}__"):
+            setattr(sys, name, Console(getattr(sys, name)))
     try:
         yield
     except ValueError as error:

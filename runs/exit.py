@@ -3,13 +3,27 @@ Early ends of a run: Ctrl-C, errors, exit codes.
 """
 
 import errno
+import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from config import Config
 from engine.devices import all_sum, print_last_line, shutdown
 from engine.errors import RunError
+from runs.folder import RunFolder
+
+
+def less_memory(config: Config) -> str:
+    """Return the flags with which a step of these settings takes less memory."""
+    training, grpo = config.training, config.grpo
+    completions = grpo.generation_batch_size or config.rollout_size
+    recompute = "" if training.gradient_checkpointing else " --gradient_checkpointing"
+    return (
+        f"--max_tokens_per_forward {max(1, training.max_tokens_per_forward // 2)}{recompute} "
+        f"--generation_batch_size {max(1, completions // 2)}"
+    )
 
 
 class Diverged(RunError):
@@ -25,19 +39,24 @@ class Diverged(RunError):
 
 
 class StopOnSignal:
-    """Let the current step finish after Ctrl-C or SIGTERM. A second Ctrl-C ends the program at once."""
+    """Let the current step finish after Ctrl-C, SIGTERM or SIGHUP, which a closed terminal sends.
+
+    A second Ctrl-C ends the program at once. A signal that is ignored, as by nohup, stays so.
+    """
 
     def __enter__(self):
         self.received = False
-        signals = signal.SIGINT, signal.SIGTERM
-        self.previous = {number: signal.signal(number, self.receive) for number in signals}
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+        self.previous = {number: signal.signal(number, self.receive) for number in handled}
         return self
 
     def receive(self, number, _):
         self.received = True
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-            print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+            with suppress(OSError):                       # print may not be called in a handler
+                os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
     def requested(self) -> bool:
         """Return True on all ranks as soon as one has received a signal."""
@@ -60,7 +79,7 @@ def exit_on_setup_errors():
 
 
 @contextmanager
-def exit_on_run_errors(folder: Path):
+def exit_on_run_errors(folder: RunFolder):
     """Exit with one line: with code 1 if the run in a folder cannot continue, 130 after a second Ctrl-C."""
     try:
         yield
@@ -69,9 +88,9 @@ def exit_on_run_errors(folder: Path):
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        end_program(f"{error.strerror}: {folder}; make room, then continue with --resume", 1)
+        end_program(f"{error.strerror}: {folder.path}; make room, then continue with --resume", 1)
     except KeyboardInterrupt:
-        resume = f"continue from the last checkpoint with --output_dir {folder} --resume"
+        resume = f"continue from the last checkpoint with --output_dir {folder.path} --resume"
         end_program(f"stopped at once; {resume}", 130)
 
 

@@ -2,6 +2,7 @@
 The run folder: files that a run writes, and lines that it prints.
 
     config.json          every setting
+    owner.json           path, user and process of the run; locked while the process writes
     metrics.jsonl        one object per optimiser step or evaluation; docs/metrics.md defines each number
     rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl        the same of steps that were not finite, if any
@@ -23,12 +24,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from analysis.report import write_report
 from config import Config
 from engine.adapters import has_adapter
-from engine.devices import all_gather_object, is_main, num_processes
+from engine.devices import all_gather_object, gather_from_ranks, is_main, num_processes
+from engine.errors import RunError
 from engine.text_model import has_experts
 from runs.curves import draw_curves
 from runs.flag_notes import flag_notes
 from runs.records import cut_after, held_out_text, or_none, points_text, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
+from sources.run_owner import lock_folder, take_over
 from sources.settings import PROFILES
 
 UNITS = {                       # the console line: metric, label, format
@@ -56,17 +59,16 @@ class RunFolder:
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
-        if not training.resume and (self.path / "config.json").exists():
-            raise ValueError(
-                f"--output_dir={self.path}: holds another run; continue it with --resume, or name a new one"
-            )
+        self.refuse_other_run(ValueError)
         folders = self.path.resolve(), *self.path.resolve().parents
         existing = next(folder for folder in folders if os.path.exists(folder))
         writes = not (training.check or training.explain or training.replay)
         if writes and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         refuse_missing(training.report_to)
-        self.writes = is_main()
+        self.writes, self.lock = is_main(), None
+        if training.resume and writes:                    # before a checkpoint is chosen
+            gather_from_ranks(self.acquire_lock)
         self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -76,11 +78,39 @@ class RunFolder:
         self.bars: dict[str, int] = {}                    # progress bar of each phase
         self.history: list[dict] = []                     # metrics of the GRPO steps
 
+    def refuse_other_run(self, error: type[Exception]) -> None:
+        """Raise the error if the folder of a new run holds a run already."""
+        if not self.config.training.resume and (self.path / "config.json").exists():
+            raise error(
+                f"--output_dir={self.path}: holds another run; continue it with --resume, or name a new one"
+            )
+
+    def acquire_lock(self) -> None:
+        """Keep other processes from writing to the folder, in the process that writes."""
+        if self.writes and self.lock is None:
+            self.lock = lock_folder(self.path)
+
+    def create(self) -> Path:
+        """Create the folder and lock it; return its path. Raises RunError if another run has begun in it."""
+        if self.writes:
+            try:
+                self.path.mkdir(parents=True, exist_ok=bool(self.config.training.output_dir))
+            except FileExistsError:                       # the default of a run begun in the same second
+                self.path = Path(f"{self.path}-{os.getpid()}")
+                self.path.mkdir()
+            self.acquire_lock()
+            self.refuse_other_run(RunError)
+            take_over(self.lock, self.path)
+        return self.path
+
     def open(self, last_step: int) -> None:
-        """Create the folder, or remove the lines of steps after last_step: a resumed run repeats these."""
+        """Create the folder, or remove the lines of steps after last_step: a resumed run repeats these.
+
+        raises  RunError, on all ranks, if another run writes to it
+        """
+        self.path = gather_from_ranks(self.create)[0]
         if not self.writes:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
         replace_text(self.path / "config.json", json.dumps(self.config.as_dict(), indent=2) + "\n")
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
             if name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -202,3 +232,5 @@ class RunFolder:
             write_report(self.path)
         if self.tracker:
             self.tracker.close()
+        if self.lock:
+            self.lock = self.lock.close()

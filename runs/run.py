@@ -4,9 +4,10 @@ restoring it, and the log of a step.
 """
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from analysis.evaluation import evaluate
 from config import Config, GRPOConfig
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from engine.devices import num_processes, peak_memory_gb
-from engine.errors import RunError
+from engine.errors import RunError, first_line, is_out_of_memory
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
@@ -26,6 +27,7 @@ from runs.checkpoint import (
     set_random_states, versions, write_checkpoint, write_final,
 )
 from runs.doctor import diagnose
+from runs.exit import less_memory
 from runs.folder import RunFolder
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from runs.records import completion_records, held_out_text
@@ -45,6 +47,11 @@ class Progress:
     reward_sum: float = 0.0                               # points, of all completions of the steps so far
     reward_count: int = 0                                 # number of these completions
     prompt_memory: PromptMemory = field(default_factory=PromptMemory)     # rewards of each prompt so far
+
+    def copy(self) -> "Progress":
+        """Return a copy that later steps do not change."""
+        memory = self.prompt_memory
+        return replace(self, prompt_memory=replace(memory, earned=dict(memory.earned)))
 
     def add_rewards(self, rewards: torch.Tensor) -> None:
         """Add rewards (P, G) to the running mean; NaN is left out."""
@@ -242,18 +249,33 @@ class Run:
 
     @contextmanager
     def checkpoint_on_error(self):
-        """Save a checkpoint if a reward function or an environment raises, and name it in the error."""
-        position = self.batches.position
+        """Save a checkpoint if a step or an evaluation raises, and say in the error how to continue.
+
+        A step that raises before its first update leaves no trace: it is repeated when the run is resumed.
+        In several processes only errors that all of them raise can be followed by a checkpoint.
+        """
+        position, progress, states = self.batches.position, self.progress.copy(), random_states()
         try:
             yield
-        except RunError as error:
-            self.batches.position = position              # the batch was not trained on: repeat it
+        except Exception as error:
+            if num_processes() > 1 and not isinstance(error, RunError):
+                raise
+            if self.progress.step == progress.step:
+                self.batches.position, self.progress = position, progress
+                set_random_states(states)
+            advice = f"fix it and continue with {self.how_to_resume}"
+            if out_of_memory := is_out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)                      # frees the step's tensors
+                advice = f"continue with less: {self.how_to_resume} {less_memory(self.config)}"
+                error = RunError(f"out of memory in step {progress.step + 1}: {first_line(error)}.")
             try:
-                checkpoint = self.save_checkpoint()
-                end = f"Saved to {checkpoint}: fix it and continue with {self.how_to_resume}"
+                end = f"Saved to {self.save_checkpoint()}: {advice}"
             except NotSaved as problem:
                 end = f"And {problem}"
-            raise type(error)(f"{error} {end}") from error
+            if isinstance(error, RunError):
+                raise type(error)(f"{error} {end}") from (None if out_of_memory else error)
+            error.add_note(end)                           # printed below the traceback
+            raise
 
     def log_evaluation(self) -> float:
         """Evaluate the policy on the held-out problems, always with one seed. Return the accuracy or NaN."""

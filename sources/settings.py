@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from sources.run_owner import refuse_foreign_code
+
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a JSON file of settings as {name: value}, without its sections. Raises ValueError, one line."""
@@ -33,6 +35,7 @@ def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
         run, without = run or Path(flags["replay"]).parent, ("model_path", "output_dir")
     if run and (run / "config.json").exists():
         saved = read_settings(run / "config.json")
+        refuse_foreign_code(run, saved, flags)
         return {name: value for name, value in saved.items() if name not in without} | flags
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):

@@ -1,6 +1,7 @@
 """Command lines: which source wins, mistakes in one line with exit code 2 before a model is loaded, and fast answers."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -44,6 +45,30 @@ def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_singl
     with pytest.raises(SystemExit), exit_on_mistake("train.py"):
         parse_config(["--seed", "x"])
     assert "--seed" in capsys.readouterr().err
+
+
+PRINT = """
+import sys
+from runs.command_line import exit_on_mistake
+with exit_on_mistake("train.py"):
+    for _ in range(2000):
+        print("\u00e9 completion", flush=True)
+        print("a warning", file=sys.stderr)
+print("done", file=open(sys.argv[1], "w"))
+"""
+
+
+def test_a_console_that_nobody_reads_ends_nothing(tmp_path):
+    command = f"{sys.executable} -c '{PRINT}' {tmp_path}/end 2>&1 | head -1"
+    seen = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert seen.stdout == "é completion\n" and seen.stderr == "" and (tmp_path / "end").read_text() == "done\n"
+
+
+def test_what_a_console_cannot_encode_is_shown_as_its_code(tmp_path):
+    seen = subprocess.run(
+        [sys.executable, "-c", PRINT, str(tmp_path / "end")], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert seen.stdout.startswith("\\xe9 completion\n") and seen.returncode == 0
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():

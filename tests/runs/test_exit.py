@@ -1,10 +1,14 @@
 """Early ends of a run: signals, exit codes, and the line that each prints."""
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from conftest import QUICK, length_reward, run_folder
 
 import train
 from runs.checkpoint import find_damage, latest_checkpoint
+from runs.exit import StopOnSignal
 from runs.records import read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -38,6 +43,43 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, number):
     saved = latest_checkpoint(tmp_path / "run")
     last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"]
     assert torch.load(saved / "state.pt", weights_only=True)["progress"]["step"] == last
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, "--max_steps", "1000", "--num_epochs", "99"]
+        os.execv(sys.executable, [sys.executable, str(kills.ROOT / "train.py"), *flags])
+    reader = threading.Thread(target=read_until_closed, args=[terminal], daemon=True)
+    reader.start()
+    while kills.num_steps(tmp_path / "run") < 3:
+        assert reader.is_alive()
+        time.sleep(0.05)
+    os.close(terminal)                                    # SIGHUP, and EIO for what is printed from then on
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"]
+    assert torch.load(latest_checkpoint(tmp_path / "run") / "state.pt", weights_only=True)["progress"]["step"] == last
+
+
+def read_until_closed(terminal):
+    with suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+
+
+def test_an_ignored_signal_stays_ignored():
+    """As under nohup, whose runs a closed terminal does not end."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopOnSignal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested()
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow

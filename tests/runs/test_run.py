@@ -1,5 +1,6 @@
 """The state of a run is complete: stopped, resumed or mended, it is the run that never stopped."""
 
+import random
 import signal
 from importlib.util import find_spec
 
@@ -10,6 +11,7 @@ from conftest import QUICK, comparable, run_folder, weights_of
 import train
 from reward_functions.loading import function_from_file
 from runs import phases
+from runs.checkpoint import latest_checkpoint
 from runs.records import read_jsonl
 from runs.run import Run
 
@@ -102,6 +104,40 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     never = run_folder(tmp_path / "b", *flags)
     assert comparable(tmp_path / "a") == comparable(never)
     ours, theirs = weights_of(tmp_path / "a"), weights_of(never)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error,shown", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "--max_tokens_per_forward 1024 --gradient_checkpointing"),
+    (AssertionError("a bug"), "fix it and continue with python train.py --output_dir"),
+], ids=["memory", "bug"])
+def test_any_error_in_a_step_saves_first_and_the_step_is_repeated(tmp_path, monkeypatch, capsys, error, shown):
+    """Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn."""
+    file = tmp_path / "drawn.py"
+    file.write_text("import random\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 4 --eval_limit 0 --baseline global_mean --prefer_mixed --batch_size 8 " \
+        f"--limit 20 --reward_functions {file}:drawn".split()
+    random.seed(0)
+    never = run_folder(tmp_path / "never", *flags)
+    real, calls = train.clip_gradient, []
+
+    def fails_once(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(train, "clip_gradient", fails_once)
+    random.seed(0)
+    with pytest.raises((SystemExit, AssertionError)) as stop:
+        run_folder(tmp_path / "run", *flags)
+    assert shown in capsys.readouterr().err + "".join(getattr(stop.value, "__notes__", []))
+    assert "step-00000002" in str(latest_checkpoint(tmp_path / "run"))
+    random.seed(1)
+    train.main(["--output_dir", str(tmp_path / "run"), "--resume"])
+    assert comparable(tmp_path / "run") == comparable(never)
+    ours, theirs = weights_of(tmp_path / "run"), weights_of(never)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
