@@ -15,7 +15,7 @@ from runs.records import read_jsonl
 def test_the_run_folder_holds_what_it_promises(finished):
     names = {path.name for path in finished.iterdir()}
     assert names == {
-        "config.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
+        "config.json", "owner.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
     }
     newest, _ = sorted((finished / "checkpoints").iterdir(), reverse=True)
     config = json.loads((finished / "config.json").read_text())
@@ -69,5 +69,6 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
         return real(path, text, *args, **kwargs) and count
 
     monkeypatch.setattr(Path, "write_text", write_text)
+    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]))
     folder.open(last_step=2)
     assert seen == [[1, 2, 3]] and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
