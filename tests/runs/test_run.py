@@ -1,5 +1,6 @@
 """The state of a run is complete: stopped, resumed or mended, it is the run that never stopped."""
 
+import pydoc
 import random
 import signal
 from importlib.util import find_spec
@@ -108,19 +109,21 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error,shown", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "--max_tokens_per_forward 1024 --gradient_checkpointing"),
-    (AssertionError("a bug"), "fix it and continue with python train.py --output_dir"),
-], ids=["memory", "bug"])
-def test_any_error_in_a_step_saves_first_and_the_step_is_repeated(tmp_path, monkeypatch, capsys, error, shown):
-    """Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn."""
+@pytest.mark.parametrize("where,error,shown,saved", [
+    # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
+    ("train.clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+     "--max_tokens_per_forward 1024 --gradient_checkpointing --generation_batch_size 16", 2),
+    ("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2),
+    ("runs.run.RunFolder.print_step", OSError("no such console"), "fix it and continue with python train.py", 3),     # after the update
+])
+def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(tmp_path, monkeypatch, capsys, where, error, shown, saved):
     file = tmp_path / "drawn.py"
     file.write_text("import random\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
     flags = f"--use_grpo --cold_start_steps 0 --max_steps 4 --eval_limit 0 --baseline global_mean --prefer_mixed --batch_size 8 " \
         f"--limit 20 --reward_functions {file}:drawn".split()
     random.seed(0)
     never = run_folder(tmp_path / "never", *flags)
-    real, calls = train.clip_gradient, []
+    real, calls = pydoc.locate(where), []
 
     def fails_once(*args):
         calls.append(1)
@@ -128,12 +131,12 @@ def test_any_error_in_a_step_saves_first_and_the_step_is_repeated(tmp_path, monk
             raise error
         return real(*args)
 
-    monkeypatch.setattr(train, "clip_gradient", fails_once)
+    monkeypatch.setattr(where, fails_once)
     random.seed(0)
-    with pytest.raises((SystemExit, AssertionError)) as stop:
+    with pytest.raises((SystemExit, AssertionError, OSError)) as stop:
         run_folder(tmp_path / "run", *flags)
     assert shown in capsys.readouterr().err + "".join(getattr(stop.value, "__notes__", []))
-    assert "step-00000002" in str(latest_checkpoint(tmp_path / "run"))
+    assert f"step-0000000{saved}" in str(latest_checkpoint(tmp_path / "run"))
     random.seed(1)
     train.main(["--output_dir", str(tmp_path / "run"), "--resume"])
     assert comparable(tmp_path / "run") == comparable(never)

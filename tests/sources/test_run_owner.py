@@ -26,6 +26,10 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(RunError, match=rf"process {process.pid} on \S+ writes to it; wait for its end"):
         lock_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunError, match=f"process {process.pid}"):
+        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)))              # before it reads a checkpoint
+    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True))      # which writes nothing
     process.send_signal(signal.SIGKILL)
     process.communicate()
     with lock_folder(tmp_path), lock_folder(tmp_path):    # twice in one process: a notebook's run that failed
