@@ -1,9 +1,9 @@
 """
 A run that is killed again and again, against one that is left alone: the same metrics and the same weights, bit for bit.
 
-    python bench/kills.py --kills 25          four kinds of run, about half an hour on two cores
+    python bench/kills.py --kills 25          five kinds of run, about 40 minutes on two cores
 
-SIGKILL comes at a random moment after the first new step, every third time as soon as a checkpoint begins to be written.
+SIGKILL, to all processes of the run at once, comes at a random moment after the first new step, every third time as soon as a checkpoint begins to be written.
 Prints how many kills there were, how many of them left a half-written checkpoint behind, and what differed.
 """
 
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,15 +31,26 @@ KINDS = {
                      "--kl_target 0.02 --kl_horizon 100",
     "value head": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --use_value_head true",
     "supervised": "--use_grpo false",
+    "two processes": "--use_grpo --cold_start_steps 3 --use_kl_penalty true",
 }
 
 
-def start(folder: Path, *flags: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "train.py"), "--output_dir", str(folder), *flags]
+def start(folder: Path, *flags: str, processes: int = 1) -> subprocess.Popen:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *torchrun, str(ROOT / "train.py"), "--output_dir", str(folder), *flags]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill the process and its children, which torchrun puts into sessions of their own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in [process.pid, *map(int, children)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
 
 
 def finish(process: subprocess.Popen) -> None:
@@ -58,10 +70,10 @@ def outcome(folder: Path) -> tuple[list[dict], str]:
     return kept, hashlib.sha256((folder / "final/model.safetensors").read_bytes()).hexdigest()
 
 
-def killed_run(folder: Path, flags: list[str], kills: int, draws: random.Random) -> tuple[int, int]:
+def killed_run(folder: Path, flags: list[str], kills: int, draws: random.Random, processes: int = 1) -> tuple[int, int]:
     """Run to the end in spite of so many kills. Returns how many came, and how many of them while a checkpoint was written."""
     killed = during_save = 0
-    process = start(folder, *flags)
+    process = start(folder, *flags, processes=processes)
     while killed < kills:
         before = num_steps(folder)
         while process.poll() is None and num_steps(folder) == before:
@@ -73,10 +85,9 @@ def killed_run(folder: Path, flags: list[str], kills: int, draws: random.Random)
             time.sleep(draws.random())
         if process.poll() is not None:                    # it came to its end first
             break
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        kill(process)
         killed, during_save = killed + 1, during_save + (folder / "checkpoints/writing").exists()
-        process = start(folder, *(["--resume"] if (folder / "config.json").exists() else flags))
+        process = start(folder, *(["--resume"] if (folder / "config.json").exists() else flags), processes=processes)
     finish(process)
     return killed, during_save
 
@@ -90,8 +101,9 @@ def main() -> None:
     for kind in args.kinds:
         with tempfile.TemporaryDirectory() as name:
             flags = [*QUICK.split(), *KINDS[kind].split(), "--num_epochs", "50", "--max_steps", str(args.max_steps)]
-            finish(start(Path(name) / "whole", *flags))
-            killed, during_save = killed_run(Path(name) / "killed", flags, args.kills, random.Random(kind))
+            processes = 2 if kind == "two processes" else 1
+            finish(start(Path(name) / "whole", *flags, processes=processes))
+            killed, during_save = killed_run(Path(name) / "killed", flags, args.kills, random.Random(kind), processes)
             same = outcome(Path(name) / "whole") == outcome(Path(name) / "killed")
             verdict = "the same bit for bit" if same else "DIFFERENT"
             print(f"{kind}: {killed} kills, {during_save} while a checkpoint was written: {verdict}", flush=True)
