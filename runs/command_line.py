@@ -7,7 +7,6 @@ they take seconds to load: help and mistakes are printed before.
 
 import argparse
 import dataclasses
-import errno
 import io
 import os
 import re
@@ -16,7 +15,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -77,22 +76,13 @@ class Console(io.TextIOWrapper):
         super().__init__(stream.buffer, stream.encoding, errors="backslashreplace", **options)
 
     def write(self, text: str) -> int:
-        with self.dropped_if_closed():
+        with suppress(OSError):
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self.dropped_if_closed():
+        with suppress(OSError):
             super().flush()
-
-    @contextmanager
-    def dropped_if_closed(self):
-        """Continue with the null device when nobody reads."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EIO):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
 @contextmanager
