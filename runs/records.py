@@ -173,5 +173,8 @@ def cut_after(path: Path, last_step: int) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Replace a file, completely or not at all: a run that is killed meanwhile keeps the old one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)                       # after an error, such as a full disk
