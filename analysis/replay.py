@@ -10,11 +10,9 @@ are those of --model_path, or of the run's newest checkpoint. With the checkpoin
 its numbers are those of the run. A rollout is one update here, at any --minibatch_size.
 """
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -28,7 +26,7 @@ from model import ValueHead, load_policy, move
 from rewards import weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
-from runs.records import or_none, read_jsonl
+from runs.records import or_none, parse_record, print_once, read_steps
 from runs.run import Progress, Run
 from runs.setup import load_reference
 from sample import Rollout
@@ -42,24 +40,26 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     path = Path(config.training.replay)
     if not path.exists():
         raise ValueError(f"--replay={path}: no such file")
-    try:
-        records = read_jsonl(path)
-    except (ValueError, OSError):
-        records = []
-    if not records or "completion_ids" not in records[0]:
+    first = None
+    if path.is_file():
+        with path.open("rb") as file:
+            first = next(filter(None, map(parse_record, file)), None)
+    if not first or "completion_ids" not in first:
         raise ValueError(
             f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
-    weights = Path(config.model.model_path) if config.model.model_path else latest_checkpoint(path.parent)
+    given = config.model.model_path
+    weights = Path(given) if given else latest_checkpoint(path.parent, print_once)
     if weights is None:
         raise ValueError(f"--replay={path}: no checkpoint beside it; name the weights with --model_path")
     run = load_run(config, weights)
-    for (step, phase), group in itertools.groupby(records, key=itemgetter("step", "phase")):
+    for records in read_steps(path):
+        step, phase = records[0]["step"], records[0]["phase"]
         if phase == "grpo":
             run.progress = saved_progress(config, run.saved_state)
             load_reference_and_value_head(run, weights)
-            metrics = replay_grpo_step(run, list(group), accumulate_gradients)
+            metrics = replay_grpo_step(run, records, accumulate_gradients)
         else:
-            metrics = replay_supervised_step(run, list(group), accumulate_gradients)
+            metrics = replay_supervised_step(run, records, accumulate_gradients)
         metrics = {name: or_none(value) for name, value in metrics.items()}
         print(json.dumps({"step": step, "phase": phase} | metrics))
 

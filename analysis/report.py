@@ -13,8 +13,6 @@ Left out on purpose: probabilities of tokens that were not sampled. rollouts.jso
 import base64
 import hashlib
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +23,7 @@ from config import FLAGS, START_FLAGS, Config, ModelConfig
 from engine.chat_template import as_text
 from grpo import compute_group_advantages
 from model import load_tokenizer
-from runs.records import or_none, read_jsonl
+from runs.records import or_none, read_jsonl, read_steps, replace_text
 from sources.settings import profile_values
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -69,20 +67,17 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
     for number, (path, config) in enumerate(zip(folders, configs, strict=True)):
         lines = read_metrics(path, config)
         series = metric_series(lines)
-        groups, tokens, pieces, every = read_groups(path, config)
-        completions = [completion for step_tokens in tokens.values() for completion in step_tokens]
-        blocks += [block(f"tokens-{number}-{step}", step_tokens) for step, step_tokens in tokens.items()]
+        of_completions, tokens = read_completions(path, config)
+        blocks += [block(f"tokens-{number}-{step}", text) for step, text in tokens.items()]
         runs.append({
-            "name": str(path), "series": series, "phases": phase_starts(lines), "groups": groups,
-            "pieces": pieces, "every": every, "environment": config["grpo"].get("environment", ""),
-            "judged": target_metrics(config, series),
-            "offers": [name for name, i in (("entropy", 3), ("change", 4)) if any(c[i] for c in completions)],
-            "advice": [[line["step"], line["advice"]] for line in lines if line.get("advice")],
-        })
+            "name": str(path), "series": series, "phases": phase_starts(lines),
+            "environment": config["grpo"].get("environment", ""), "judged": target_metrics(config, series),
+            "advice": [[line["step"], str(line["advice"])] for line in lines if line.get("advice")],
+        } | of_completions)
     page = {"runs": runs, "charts": list_charts(runs), "settings": list_settings(configs)}
-    blocks.append(block("page", page))
+    blocks.append(block("page", as_json(page)))
     target = folder / "report.html"
-    target.write_text(fill(TEMPLATE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
+    replace_text(target, fill(TEMPLATE.read_text(encoding="utf-8"), blocks))
     return target
 
 
@@ -95,9 +90,13 @@ def fill(template: str, blocks: list[str]) -> str:
     return head + "\n".join(blocks) + tail
 
 
-def block(name: str, content) -> str:
+def as_json(content) -> str:
     """Return data for the page as JSON. \\u003c stands for each <, so no tag can begin or end in it."""
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def block(name: str, text: str) -> str:
+    """Return the result of as_json as an element of the page. name: no text of a file."""
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
@@ -146,8 +145,6 @@ def read_metrics(folder: Path, config: dict) -> list[dict]:
         prompts = config["training"]["batch_size"]
         completions = {"grpo": prompts * config["grpo"]["num_completions_per_prompt"]}
         for line in lines:
-            if not {"step", "phase"} <= line.keys():
-                raise KeyError
             if line.get("step_seconds") and line.get("completion_tokens"):
                 tokens = line["completion_tokens"] * completions.get(line["phase"], prompts)
                 line["tokens_per_second"] = tokens / line["step_seconds"]
@@ -205,43 +202,29 @@ def list_charts(runs: list[dict]) -> list[dict]:
 # ---- completions -------------------------------------------------------------------------------------------
 
 
-def read_groups(folder: Path, config: dict) -> tuple[list[dict], dict[int, list], dict[int, str], int]:
-    """Read rollouts.jsonl.
+def read_completions(folder: Path, config: dict) -> tuple[dict, dict[int, str]]:
+    """Read rollouts.jsonl, a step at a time.
 
-    returns  groups, each {"step", "group", "prompt", "tied", "names" of the reward functions, "completions"};
-             {step: [completion_tokens of each completion]}, which the page parses when it shows that step;
-             the text of every token id, {} without a tokenizer; and n, if every n-th saved step was read
+    returns  {"groups": each {"step", "group", "prompt", "tied", "names" of the reward functions,
+             "completions"}, "pieces": the text of every token id, {} without a tokenizer, "every": n, if
+             every n-th saved step was read, "offers": colours of tokens that the run has saved};
+             {step: completion_tokens of each completion}, as JSON that the page parses to show that step
     """
-    path, groups, tokens = folder / "rollouts.jsonl", [], {}
+    path, groups, tokens, ids, offers = folder / "rollouts.jsonl", [], {}, set(), set()
     every = max(1, -(-path.stat().st_size // MAX_BYTES)) if path.is_file() else 1
     tokenizer = find_tokenizer(folder, config)
     try:
-        for step, step_records in groupby(read_completions(path, every), key=lambda record: record["step"]):
-            records = list(step_records)
-            tokens[step] = [completion_tokens(record) for record in records]
+        for records in read_steps(path, every):
+            step_tokens = [completion_tokens(record) for record in records]
+            tokens[records[0]["step"]] = as_json(step_tokens)
             groups += summarise_groups(records, tokenizer)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            for completion in step_tokens:
+                ids.update(completion[0])
+                offers |= {name for name, i in (("entropy", 3), ("change", 4)) if completion[i]}
+        pieces = {token: token_text(tokenizer, token) for token in sorted(ids)} if tokenizer else {}
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"--report: {path} is damaged: {type(error).__name__}: {error}") from None
-    ids = {token for step_tokens in tokens.values() for completion in step_tokens for token in completion[0]}
-    texts = {token: token_text(tokenizer, token) for token in sorted(ids)} if tokenizer else {}
-    return groups, tokens, texts, every
-
-
-def read_completions(path: Path, every: int) -> Iterator[dict]:
-    """Yield the records of every n-th saved step of rollouts.jsonl. An incomplete last line is skipped.
-
-    Lines of other steps are not parsed: the step is the first field of a line.
-    """
-    if not path.is_file():
-        return
-    number, last = -1, None
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            step = re.match(r'\{"step": (\d+)', line)
-            number += step is None or step[1] != last
-            last = step[1] if step else None
-            if number % every == 0 and line.endswith("\n"):
-                yield json.loads(line)
+    return {"groups": groups, "pieces": pieces, "every": every, "offers": sorted(offers)}, tokens
 
 
 def summarise_groups(records: list[dict], tokenizer) -> list[dict]:

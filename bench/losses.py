@@ -76,7 +76,7 @@ def distance(folder: Path, seed: int, name: str) -> float:
     (policy, tokenizer), (reference, _) = (
         load_policy(train.ModelConfig(model_path=f"{folder}/{which}-{seed}/final")) for which in (name, "cold")
     )
-    prompts = [example["prompt"] for example in read_jsonl(folder / "test.jsonl")]
+    prompts = [example["prompt"] for example in load_examples(str(folder / "test.jsonl"))]
     config = GRPOConfig(generation_max_length=8, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     rollout = sample_completions_for_prompts(policy, tokenizer, prompts, config, seed=0)
     kl = completion_log_probs(policy, rollout, reference=reference).kl

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from engine.adapters import AdapterReference
 from engine.devices import all_gather_object, is_main, num_processes
-from engine.errors import RunError
+from engine.errors import RunError, first_line
 from engine.sharding import full_tensor, sharded_like
 from model import full_state_dict, save_policy
 
@@ -50,35 +50,51 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     weights = full_state_dict(model)
     has_weights = reference is not None and not isinstance(reference, AdapterReference)
     reference_weights = full_state_dict(reference) if has_weights else None
-    problem = None
+
+    def write(partial: Path) -> None:
+        save_policy(model, tokenizer, partial, weights)
+        if has_weights:
+            save_policy(reference, tokenizer, partial / "reference", reference_weights)
+        torch.save(state, partial / "state.pt")
+        for lines in folder.parent.glob("*.jsonl"):       # a resumed run does not repeat these steps
+            flush(lines)
+
+    write_folder(folder / "writing", target, write)
     if is_main():
-        partial = folder / "writing"
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            save_policy(model, tokenizer, partial, weights)
-            if has_weights:
-                save_policy(reference, tokenizer, partial / "reference", reference_weights)
-            torch.save(state, partial / "state.pt")
-            write_checksums(partial)
-            partial.rename(target)
-            flush(folder)
-            for old in sorted(folder.glob("step-*"))[:-keep]:
-                shutil.rmtree(old)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            problem = f"could not save {target}: {error}"
-    if problem := all_gather_object(problem)[0]:
-        raise NotSaved(problem)
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
     return target
 
 
 def write_final(model, tokenizer, folder: Path) -> None:
-    """Write the policy into a folder, completely or not at all: if it exists, the run is complete."""
-    new = folder.with_name(folder.name + ".new")
-    save_policy(model, tokenizer, new)
+    """Write the policy into a folder: if it exists, the run is complete. Call on all ranks.
+
+    raises  NotSaved, on all ranks; a folder of before is intact
+    """
+    weights, partial = full_state_dict(model), folder.with_name(folder.name + ".new")
+    write_folder(partial, folder, lambda partial: save_policy(model, tokenizer, partial, weights))
+
+
+def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder completely or not at all: as partial, with checksums, flushed, then renamed to target.
+
+    write   writes the files into partial, on the first rank
+    raises  NotSaved, on all ranks
+    """
+    problem = None
     if is_main():
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            write(partial)
+            write_checksums(partial)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            flush(target.parent)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            problem = f"could not save {target}: {first_line(error)}"
+    if problem := all_gather_object(problem)[0]:
+        raise NotSaved(problem)
 
 
 def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
@@ -117,11 +133,16 @@ def reference_state(reference) -> list | None:
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in a folder, and flush everything to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{checksum(path)}  {path.relative_to(folder)}\n" for path in files]
+    lines = [f"{expected}  {name}\n" for name, expected in checksums(folder).items()]
     (folder / CHECKSUMS).write_text("".join(lines))
     for path in [*folder.rglob("*"), folder]:             # files, CHECKSUMS among them, and folders
         flush(path)
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in a folder, in hexadecimal, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): checksum(path) for path in files}
 
 
 def flush(path: Path) -> None:
@@ -142,24 +163,34 @@ def checksum(path: Path) -> str:
 def find_damage(folder: Path) -> str:
     """Return a description of what is damaged in a checkpoint, "" if nothing is."""
     try:
-        sums = (folder / CHECKSUMS).read_text()
+        sums, found = (folder / CHECKSUMS).read_text(errors="replace"), checksums(folder)
         if "  state.pt\n" not in sums or not sums.endswith("\n"):
             return f"{CHECKSUMS} is not what was written"
         for line in sums.splitlines():
             expected, _, name = line.partition("  ")
-            if checksum(folder / name) != expected:
-                return f"{name} is not what was written"
+            if found.get(name) != expected:
+                return f"{name!a:.60} is not what was written"
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
-    return ""
+        return first_line(error)
+    try:
+        state = read_state(folder, mmap=True)
+        missing = {"progress", "settings", "versions", "random_states"} - state.keys()
+    except Exception as error:                            # torch.load raises whatever the bytes lead to
+        return f"state.pt cannot be read: {first_line(error)}"
+    return f"state.pt has no {' '.join(sorted(missing))}" if missing else ""
 
 
 def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
     """Return the newest intact checkpoint of a run folder, None if it has none; print which are damaged.
 
-    raises  ValueError if all are damaged
+    raises  ValueError if all are damaged, or if the folder of checkpoints cannot be read
     """
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
+    parent = folder / "checkpoints"
+    try:
+        names = os.listdir(parent) if parent.exists() else []
+    except OSError as error:                              # glob would find none, and the run begin again
+        raise ValueError(f"--output_dir={folder}: {error.strerror}: {parent}") from None
+    checkpoints = sorted((parent / name for name in names if name.startswith("step-")), reverse=True)
     for checkpoint in checkpoints:
         problem = find_damage(checkpoint)
         if not problem:

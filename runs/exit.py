@@ -12,6 +12,7 @@ from pathlib import Path
 from config import Config
 from engine.devices import all_sum, print_last_line, shutdown
 from engine.errors import RunError
+from runs.checkpoint import NotSaved
 from runs.folder import RunFolder
 
 
@@ -83,6 +84,8 @@ def exit_on_run_errors(folder: RunFolder):
     """Exit with one line: with code 1 if the run in a folder cannot continue, 130 after a second Ctrl-C."""
     try:
         yield
+    except NotSaved as error:
+        end_program(f"{error}; make room, then continue with --resume", 1)
     except RunError as error:
         end_program(str(error), 1)
     except OSError as error:

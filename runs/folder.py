@@ -25,7 +25,7 @@ from analysis.report import write_report
 from config import Config
 from engine.adapters import has_adapter
 from engine.devices import all_gather_object, gather_from_ranks, is_main, num_processes
-from engine.errors import RunError
+from engine.errors import RunError, first_line
 from engine.text_model import has_experts
 from runs.curves import draw_curves
 from runs.flag_notes import flag_notes
@@ -227,10 +227,14 @@ class RunFolder:
 
     def __exit__(self, *exception):
         self.progress.stop()
-        if self.writes:
-            draw_curves(self.path)
-            write_report(self.path)
-        if self.tracker:
-            self.tracker.close()
-        if self.lock:
-            self.lock = self.lock.close()
+        try:
+            if self.writes:
+                draw_curves(self.path)
+                write_report(self.path)
+        except Exception as error:                        # pages of results do not decide how a run ends
+            self.print(f"  note   curves.png or report.html is not written: {first_line(error)}")
+        finally:
+            if self.tracker:
+                self.tracker.close()
+            if self.lock:
+                self.lock = self.lock.close()

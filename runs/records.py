@@ -4,6 +4,11 @@ Records of a run folder, and numbers as text.
 
 import json
 import math
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from config import Config
@@ -47,6 +52,7 @@ def completion_records(experience, after=None) -> list[dict]:
             "finished": bool(rollout.finished[row]),
             "tokens": int(mask.sum()),
             "group": p,
+            "completions_of_step": len(rollout.completions),
             "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
             "completion_ids": rollout.completion_ids[row, :length].tolist(),
             "sampling_logp": sampled_only(rollout.sampling_logp[row]),
@@ -82,32 +88,91 @@ def or_none(value) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
+# How a line of rollouts.jsonl begins. Steps are found by it, because parsing gigabytes takes minutes.
+HEAD = re.compile(rb'\s*{\s*"step":\s*(\d{1,15}),\s*"phase":\s*"(\w+)"')
+
+
+def parse_record(line: bytes) -> dict | None:
+    """Return the record in a line, with an integer step and a phase; None if the line is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(record, dict) and type(record.get("step")) is int
+    return record if known and isinstance(record.get("phase"), str) else None
+
+
 def read_jsonl(path: Path) -> list[dict]:
-    """Read a .jsonl file, [] if there is none. A last line that a crash cut off is left out."""
-    if not path.exists():
+    """Read metrics.jsonl or a short file of records, [] if there is none. Damaged lines are left out."""
+    if not path.is_file():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    with path.open("rb") as file:
+        records = [parse_record(line) for line in file]
+    print_left_out(path, records.count(None))
+    return [record for record in records if record is not None]
+
+
+def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
+    """Yield the records of every n-th step of rollouts.jsonl, one step at a time; the others are not parsed.
+
+    A step that is not whole, as a kill leaves it, is left out: a line of it is damaged or missing.
+    """
+    step, left_out = None, 0
+
+    def step_of(line: bytes):
+        nonlocal step
+        if head := HEAD.match(line):
+            step = head.groups()
+        return step if head or line.endswith(b"\n") else None                    # None: the end of the file
+
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, (_, lines) in enumerate(groupby(file, key=step_of)):
+            if number % every:
+                continue
+            records = [parse_record(line) for line in lines]
+            if None not in records and len(records) == records[0].get("completions_of_step", len(records)):
+                yield records
+            else:
+                left_out += len(records)
+    print_left_out(path, left_out)
+
+
+def print_left_out(path: Path, count: int) -> None:
+    """Print how many lines of a file were left out, if any."""
+    if count:
+        print_once(f"{path}: left out {count} lines that are damaged or belong to a step that is not whole")
+
+
+@cache
+def print_once(line: str) -> None:
+    """Print a line on stderr, the first time in this process."""
+    print(line, file=sys.stderr)
 
 
 def cut_after(path: Path, last_step: int) -> None:
-    """Remove the lines of steps after last_step, or all for 0, from the end of a .jsonl file, in place.
+    """Remove what follows the last line of steps up to last_step, or everything for 0, in place.
 
-    A last line that a crash cut off goes as well. Reads a line at a time: rollouts.jsonl grows to gigabytes.
+    Damaged lines before it are kept. Reads a line at a time: rollouts.jsonl grows to gigabytes.
     """
     if not path.exists():
         return
     with path.open("r+b") as file:
-        end = 0
+        end = position = 0
         for line in file:
-            if last_step == 0 or not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
-                break
-            end += len(line)
+            position += len(line)
+            head = HEAD.match(line)
+            if head and line.endswith(b"\n") and int(head[1]) <= last_step > 0:
+                end = position
         file.truncate(end)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file, completely or not at all: a run that is killed meanwhile keeps the old one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)                       # after an error, such as a full disk

@@ -72,8 +72,9 @@ def test_two_processes_make_the_run_of_one(tmp_path, flags):
     launch(1, tmp_path / "one", *flags.split())
     launch(2, tmp_path / "two", *flags.split())
     if "use_grpo false" in flags:
-        (tmp_path / "one/rollouts.jsonl").write_text(line := json.dumps({"completion_ids": [], "rewards": {}}) + "\n")
-        (tmp_path / "two/rollouts.jsonl").write_text(line)
+        line = json.dumps({"step": 1, "phase": "grpo", "completion_ids": [], "rewards": {}}) + "\n"
+        for name in "one", "two":
+            (tmp_path / name / "rollouts.jsonl").write_text(line)
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 

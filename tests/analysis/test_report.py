@@ -53,7 +53,7 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
                         "step": step, "phase": "grpo", "prompt": prompt or f"prompt {p}", "completion": text,
                         "rewards": {"correctness": right, "length": None if g == 1 else 0.5},
                         "reward": right + 0.5 * (p > 0 and g == 0), "advantage": 0.0 if p == 0 else 1.0 if g == 0 else -0.5,
-                        "finished": g != 1, "tokens": len(ids), "group": p, "prompt_ids": [2, 5], "completion_ids": ids,
+                        "finished": g != 1, "tokens": len(ids), "group": p, "completions_of_step": prompts * siblings, "prompt_ids": [2, 5], "completion_ids": ids,
                         "sampling_logp": [-0.1 * t for t in range(len(ids))],
                     }) + "\n")
     return folder
@@ -189,6 +189,37 @@ def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
         assert {c["text"] for group in groups for c in group["completions"]} == {text} == {group["prompt"] for group in groups}
 
 
+def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path, capsys):
+    """Whatever the files of somebody else's run hold in place of numbers and names."""
+    harmless, hostile = Page(write_report(fake_run(tmp_path / "harmless"))), '1"></script><img src=x onerror=alert(1)>'
+    fields = "group", "tokens", "finished", "prompt", "completion"
+    for name in fields:
+        folder = edit_rollouts(fake_run(tmp_path / name), lambda record, i, name=name: record.update({name: hostile}))
+        page = Page(write_report(folder))
+        assert page.tags == harmless.tags and page.scripts == harmless.scripts, name
+    folder = edit_rollouts(fake_run(tmp_path / "names"), lambda record, i: record.update(rewards={hostile: 1.0}))
+    config = json.loads((folder / "config.json").read_text())
+    config["training"] |= {hostile: hostile, "max_steps": hostile}
+    config[hostile] = {hostile: hostile}
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 13, "phase": "grpo", hostile: 1.0, "advice": [hostile]}) + "\n")
+    page = Page(write_report(folder))
+    assert page.tags == harmless.tags and page.scripts == harmless.scripts
+    assert page.data["page"]["runs"][0]["advice"][-1] == [13, str([hostile])]
+    for head in f'"step": {json.dumps(hostile)}', f'"step": 2, "x": 1, "step": {json.dumps(hostile)}', '"step": null':
+        folder = fake_run(tmp_path / "step")
+        for name in "rollouts.jsonl", "metrics.jsonl":
+            text = (folder / name).read_text().replace('"step": 2', head)
+            (folder / name).write_text(text)
+        page = Page(write_report(folder))
+        assert [tag for tag in page.tags if tag[1] != [("type", "application/json"), ("id", "tokens-0-2")]] == [
+            tag for tag in harmless.tags if tag[1] != [("type", "application/json"), ("id", "tokens-0-2")]], head
+        assert all(type(step) is int for steps, _ in page.data["page"]["runs"][0]["series"].values() for step in steps)
+        assert {group["step"] for group in page.data["page"]["runs"][0]["groups"]} == {6, 10}
+        shutil.rmtree(folder)
+
+
 def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
     page = Page(write_report(fake_run(tmp_path / "run")))
     metas = [dict(attributes) for tag, attributes in page.tags if tag == "meta"]
@@ -209,7 +240,7 @@ def test_numbers_that_are_not_finite_are_none(tmp_path):
     record["sampling_logp"] = [-math.inf] * record["tokens"]
     record |= {"entropies": [math.nan] * record["tokens"], "logp_after": [-math.inf, *[-1.0] * (record["tokens"] - 1)]}
     with (folder / "rollouts.jsonl").open("a") as file:
-        file.write(2 * (json.dumps(record) + "\n"))
+        file.write(2 * (json.dumps(record | {"completions_of_step": 2}) + "\n"))
     page = Page(write_report(folder))
     run = page.data["page"]["runs"][0]
     assert run["series"]["mean_reward"][1][-1] is None and run["series"]["kl"][1][-1] is None
@@ -238,7 +269,7 @@ def test_entropies_and_changes_have_three_digits_however_small(tmp_path):
     page = Page(write_report(edit_rollouts(fake_run(tmp_path / "run"), lambda record, i: record.update(AFTER)))).data
     *_, entropies, changes = page["tokens-0-6"][5]
     assert entropies == [0.0, 0.000123, 0.693, None, 2.3] and changes == [0.0, 0.0002, -0.123, None, 0.5]
-    assert page["page"]["runs"][0]["offers"] == ["entropy", "change"]
+    assert page["page"]["runs"][0]["offers"] == ["change", "entropy"]
     folder = edit_rollouts(tmp_path / "run", lambda record, i: record.pop("entropies"))
     assert Page(write_report(folder)).data["page"]["runs"][0]["offers"] == ["change"]
     edit_rollouts(folder, lambda record, i: record["logp_after"].append(0.0))
@@ -273,6 +304,21 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
             file.write('{"step": 99, "pha')
     run = Page(write_report(folder)).data["page"]["runs"][0]
     assert run["series"]["mean_reward"][0][-1] == 12 and run["groups"][-1]["step"] == 10
+
+
+def test_damaged_lines_and_steps_that_are_not_whole_are_left_out_with_one_line_for_each_file(tmp_path, capsys):
+    folder = fake_run(tmp_path / "run")                   # of 12 completions at the steps 2, 6 and 10
+    metrics, rollouts = ((folder / name).read_bytes().splitlines(keepends=True) for name in ("metrics.jsonl", "rollouts.jsonl"))
+    (folder / "metrics.jsonl").write_bytes(b"".join([*metrics[:4], b"\0" * 99 + b"\n", b"[1]\n", *metrics[4:]]))
+    rollouts[17] = b"\xff\xfe" + rollouts[17]             # in step 6
+    (folder / "rollouts.jsonl").write_bytes(b"".join(rollouts[:32]))             # 8 of the 12 of step 10
+    run = Page(write_report(folder)).data["page"]["runs"][0]
+    assert run["series"]["mean_reward"][0] == list(range(2, 13)) and {group["step"] for group in run["groups"]} == {2}
+    write_report(folder)
+    assert capsys.readouterr().err.splitlines() == [
+        f"{folder}/{name}: left out {count} lines that are damaged or belong to a step that is not whole"
+        for name, count in (("metrics.jsonl", 2), ("rollouts.jsonl", 20))
+    ]
 
 
 def test_of_very_many_completions_every_nth_saved_step_is_shown(tmp_path, monkeypatch):
@@ -317,10 +363,10 @@ def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
     (lambda folder: (folder / "config.json").write_text("[1"), "config.json is not the config.json of a run"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json is not the config.json of a run"),
     (lambda folder: (folder / "config.json").write_text('{"model_path": "x"}'), "config.json is not the config.json of a run"),
-    (lambda folder: (folder / "metrics.jsonl").write_text("{\n"), "metrics.jsonl is damaged"),
-    (lambda folder: (folder / "metrics.jsonl").write_text('{"step_seconds": 1}\n'), "metrics.jsonl is damaged"),
-    (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1}\n'), "rollouts.jsonl is damaged"),
-    (lambda folder: (folder / "rollouts.jsonl").write_text("no\n"), "rollouts.jsonl is damaged"),
+    (lambda folder: (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "phase": "grpo", "step_seconds": "a", "completion_tokens": 1}\n'), "metrics.jsonl is damaged"),
+    (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1, "phase": "grpo"}\n'), "rollouts.jsonl is damaged"),
+    (lambda folder: edit_rollouts(folder, lambda record, i: record.update(completion_ids=["<b>", 1])), "rollouts.jsonl is damaged"),
 ])
 def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):
     folder = fake_run(tmp_path / "run")

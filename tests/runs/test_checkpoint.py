@@ -4,6 +4,7 @@ import copy
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from conftest import comparable, run_folder, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from model import load_policy
 from runs.run import Progress, Run
 from runs import checkpoint
 from runs import run as runs_run
@@ -66,7 +68,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, w
     capsys.readouterr()
     train.main(["--output_dir", str(stopped), "--resume"])
     said = " ".join(capsys.readouterr().out.split())
-    assert f"checkpoint {newest} is damaged ({victim.name}" in said.replace(str(newest) + "/", "")
+    assert f"checkpoint {newest} is damaged ('{victim.name}'" in said
     assert_same(whole, stopped)
 
 
@@ -160,17 +162,121 @@ def test_a_run_begun_with_other_versions_says_that_it_is_not_bit_for_bit(tmp_pat
     assert "not bit for bit" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("left", ["", "0" * 64 + "  config.json\n"])
-def test_a_list_of_checksums_that_is_empty_or_cut_off_is_damage(tmp_path, left):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "state.pt").write_bytes(b"")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    checkpoint.write_checksums(tmp_path)
-    assert checkpoint.find_damage(tmp_path) == ""
-    sums = (tmp_path / "SHA256SUMS").read_text()
-    for text in left, sums.rstrip("\n"):
-        (tmp_path / "SHA256SUMS").write_text(text)
-        assert "SHA256SUMS" in checkpoint.find_damage(tmp_path)
+STATE = {"progress": {"step": 1}, "settings": {}, "versions": {}, "random_states": {}}
+
+
+def fake_checkpoint(path, state=STATE):
+    """A whole checkpoint with small files. state: contents of state.pt, or its bytes."""
+    path.mkdir(parents=True)
+    for name in "config.json", "tokenizer.json":
+        (path / name).write_text("{}")
+    path.joinpath("state.pt").write_bytes(state) if isinstance(state, bytes) else torch.save(state, path / "state.pt")
+    checkpoint.write_checksums(path)
+    return path
+
+
+@pytest.mark.parametrize("harm", [
+    lambda sums: "", lambda sums: "0" * 64 + "  config.json\n", lambda sums: sums.rstrip("\n"), lambda sums: sums[:-9] + "  state.pt\n",
+    lambda sums: bytes(range(256)) + sums.encode(), lambda sums: "0" * 64 + "  .\n" + sums, lambda sums: "0" * 64 + "  a\0b\n" + sums,
+    lambda sums: "0" * 64 + "  /dev/zero\n" + sums, lambda sums: "0" * 64 + "  ../../x\n" + sums, lambda sums: "\0" * 4096,
+    lambda sums: checkpoint.checksum(Path("/etc/hostname")) + "  /etc/hostname\n" + sums, lambda sums: "\n" + sums,
+], ids=range(12))
+def test_harm_to_the_list_of_checksums_is_damage_in_one_line(tmp_path, harm):
+    good, newest = (fake_checkpoint(tmp_path / f"checkpoints/step-{step:08d}") for step in (1, 2))
+    assert checkpoint.find_damage(newest) == ""
+    harmed, lines = harm((newest / "SHA256SUMS").read_text()), []
+    (newest / "SHA256SUMS").write_bytes(harmed if isinstance(harmed, bytes) else harmed.encode())
+    assert latest_checkpoint(tmp_path, lines.append) == good
+    (line,) = lines
+    assert f"checkpoint {newest} is damaged (" in line and line.isprintable()
+
+
+@pytest.mark.parametrize("state", [
+    b"", b"no state", Path(__file__).read_bytes(), {}, [1], {"progress": {}}, {**STATE, "settings": Path("a")},
+    {name: STATE[name] for name in ("progress", "settings", "versions")},
+], ids=range(8))
+def test_a_state_with_the_right_checksum_that_cannot_be_read_is_damage(tmp_path, state):
+    good, lines = fake_checkpoint(tmp_path / "checkpoints/step-00000001"), []
+    fake_checkpoint(tmp_path / "checkpoints/step-00000002", state)
+    assert latest_checkpoint(tmp_path, lines.append) == good
+    assert len(lines) == 1 and "(state.pt " in lines[0] and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "state.pt", "SHA256SUMS"])
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(b"\xff"), lambda path: path.unlink() or path.mkdir()])
+def test_any_file_that_is_missing_or_changed_is_damage(tmp_path, name, harm):
+    harm(fake_checkpoint(tmp_path / "step-00000001") / name)
+    assert name in checkpoint.find_damage(tmp_path / "step-00000001")
+
+
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    """As root everything may be read, so the error is simulated."""
+    good, newest = (fake_checkpoint(tmp_path / f"checkpoints/step-{step:08d}") for step in (1, 2))
+    forbidden, lines, read_text, listdir = [newest], [], Path.read_text, os.listdir
+
+    def refuse(real):
+        def call(path, **options):
+            if any(folder in (Path(path), *Path(path).parents) for folder in forbidden):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, **options)
+        return call
+
+    monkeypatch.setattr(Path, "read_text", refuse(read_text))
+    monkeypatch.setattr(os, "listdir", refuse(listdir))
+    assert latest_checkpoint(tmp_path, lines.append) == good and "Permission denied" in lines[0]
+    forbidden.append(good.parent)
+    with pytest.raises(ValueError, match=f"Permission denied: {good.parent}$"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Flushing a file of one of these names raises."""
+    names, flush = [], checkpoint.flush
+
+    def no_room(path):
+        if path.name in names:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        flush(path)
+
+    monkeypatch.setattr(checkpoint, "flush", no_room)
+    return names
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "SHA256SUMS", "final.new"])
+def test_a_final_model_that_does_not_fit_leaves_the_one_before_it(tmp_path, full_disk, name):
+    (model, tokenizer), final = load_policy(train.ModelConfig()), tmp_path / "final"
+    final.mkdir()
+    (final / "before").touch()
+    full_disk.append(name)
+    with pytest.raises(checkpoint.NotSaved, match=f"^could not save {final}: .*No space left.*; make room, then .*--resume$"):
+        checkpoint.write_final(model, tokenizer, final)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"] and [path.name for path in final.iterdir()] == ["before"]
+    full_disk.clear()
+    checkpoint.write_final(model, tokenizer, final)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"] and not (final / "before").exists()
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=final, capture_output=True, text=True)
+    assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
+
+
+def test_a_run_that_lacks_only_its_final_model_writes_it_when_it_is_resumed(tmp_path, finished, capsys):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    shutil.rmtree(folder / "final")
+    (folder / "final.new").mkdir()                        # a kill left it
+    train.main(["--output_dir", str(folder), "--resume"])
+    assert_same(finished, folder)
+    assert "final model:" in capsys.readouterr().out and not (folder / "final.new").exists()
+
+
+def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, monkeypatch):
+    """Otherwise a power cut would take them, and a resumed run would not repeat the step."""
+    (tmp_path / "rollouts.jsonl").touch()
+    flushed, flush = [], checkpoint.flush
+    monkeypatch.setattr(checkpoint, "flush", lambda path: (flushed.append((path.name, list(target.parent.glob("step*")))), flush(path)))
+    monkeypatch.setattr(checkpoint, "save_policy", lambda model, tokenizer, folder, weights: folder.mkdir(parents=True))
+    target = tmp_path / "checkpoints/step-00000001"
+    assert checkpoint.write_checkpoint(target.parent, 1, torch.nn.Linear(1, 1), None, None, STATE, keep=1) == target
+    assert ("rollouts.jsonl", []) in flushed and find_damage(target) == ""
 
 
 def test_the_final_model_loads_without_this_project(finished):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runs.records import cut_after, read_jsonl
+from runs.records import cut_after, read_jsonl, read_steps
 
 
 def test_rollouts_hold_whole_groups(finished):
@@ -45,6 +45,72 @@ def test_lines_of_later_steps_are_cut_off_without_reading_the_file_into_memory(t
     tracemalloc.stop()
     assert path.read_text() == "".join(lines[:kept])
     assert peak < 9_000_000, f"{peak} bytes for lines of 2 MB"
+
+
+DAMAGED = [b"no JSON\n", b"\0" * 64 + b"\n", b"\xff\xfe\n", b"[1]\n", b"3\n", b"\n", b'{"kl": 1}\n', b'{"step": "3", "phase": "grpo"}\n',
+           b'{"step": 3.5, "phase": "grpo"}\n', b'{"step": true, "phase": "grpo"}\n', b'{"step": 3, "phase": null}\n', b"[" * 99999 + b"\n",
+           b'{"step": 3, "phase": "grpo", "kl": "\xff"}\n', b'{"step": 3, "phase": "grpo", "step": "<b>"}\n',
+           b'{"step": ' + b"9" * 5000 + b', "phase": "grpo"}\n', b'{"step": 3, "phase": "grpo", "x": ' + b"[" * 99999 + b"\n"]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_is_left_out_with_one_line_and_those_after_it_are_kept(tmp_path, capsys, damaged):
+    path, line = tmp_path / "metrics.jsonl", b'{"step": %d, "phase": "grpo", "kl": NaN}\n'
+    path.write_bytes(line % 1 + damaged + line % 2 + line % 3)
+    for _ in range(2):
+        assert [record["step"] for record in read_jsonl(path)] == [1, 2, 3]
+    error = f"{path}: left out 1 lines that are damaged or belong to a step that is not whole\n"
+    assert capsys.readouterr().err == error
+    cut_after(path, 2)
+    assert path.read_bytes() == line % 1 + damaged + line % 2
+
+
+def test_a_step_of_garbage_does_not_cut_the_steps_after_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "phase": "grpo"}) + "\n" for step in (1, 999, 2, 3)]
+    path.write_text("".join(lines))
+    cut_after(path, 2)
+    assert path.read_text() == "".join(lines[:3])
+
+
+def rollouts(path, steps, text=""):
+    """Four completions of each step."""
+    lines = [json.dumps({"step": s, "phase": "grpo", "completions_of_step": 4, "completion": text}) + "\n" for s in steps for g in range(4)]
+    path.write_text("".join(lines))
+    return path, [line.encode() for line in lines]
+
+
+def steps_of(path, **options):
+    return [(records[0]["step"], len(records)) for records in read_steps(path, **options)]
+
+
+def test_steps_are_read_one_at_a_time(tmp_path):
+    path, _ = rollouts(tmp_path / "rollouts.jsonl", range(1, 41), text="x" * 100_000)
+    tracemalloc.start()
+    assert steps_of(path) == [(step, 4) for step in range(1, 41)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_500_000, f"{peak} bytes for steps of 400 kB"
+
+
+def test_lines_of_steps_that_are_not_wanted_are_not_parsed(tmp_path, capsys):
+    path, lines = rollouts(tmp_path / "rollouts.jsonl", range(1, 8))
+    path.write_bytes(b"".join(lines).replace(b'"step": 3, "phase": "grpo"', b'"step": 3, "phase": "grpo" broken'))
+    assert steps_of(path, every=3) == [(1, 4), (4, 4), (7, 4)] and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kept,left_out", [
+    (lambda lines: lines[:-1], 3), (lambda lines: lines[:-3], 1), (lambda lines: [*lines[:-3], lines[-3][:40]], 2),
+    (lambda lines: [*lines[:-2], lines[-2][:40]], 3), (lambda lines: [*lines[:-4], lines[-4][:4]], 1),
+    (lambda lines: [*lines[:-4], lines[-4][:30]], 1), (lambda lines: [*lines[:-2], b"\0" * 40 + b"\n"], 3),
+], ids=range(7))
+def test_a_step_that_was_being_written_is_left_out_and_no_other(tmp_path, capsys, kept, left_out):
+    path, lines = rollouts(tmp_path / "rollouts.jsonl", (1, 2, 3))
+    path.write_bytes(b"".join(kept(lines)))
+    assert steps_of(path) == [(1, 4), (2, 4)]
+    assert f"left out {left_out} lines" in capsys.readouterr().err
+    cut_after(path, 2)
+    assert path.read_bytes() == b"".join(lines[:-4])
 
 
 def test_no_file_is_nothing_to_cut(tmp_path):
