@@ -16,11 +16,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from runs.command_line import exit_on_mistake  # first: it refuses an old Python
+from runs.command_line import exit_on_mistake, tolerate_console  # first: it refuses an old Python
 from analysis.infer_flags import parse_arguments, sampling_config
 from config import ModelConfig
 
 if __name__ == "__main__":
+    tolerate_console()
     with exit_on_mistake("infer.py"):                     # --help and mistakes: before the slow imports below
         parse_arguments(sys.argv[1:])
 

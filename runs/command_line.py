@@ -1,5 +1,5 @@
 """
-The parser of train.py, infer.py and the reward linter.
+The parser of train.py, infer.py and the reward linter, and what their console shows.
 
 A mistake is a ValueError of one line. Neither torch nor transformers is imported here or in config.py, as
 they take seconds to load: help and mistakes are printed before.
@@ -37,6 +37,7 @@ HEADINGS = {                    # of --help and docs/configuration.md: first fla
     "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes",
     "eval_steps": "Measured and written",
 }
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")          # see printable
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -65,13 +66,33 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextmanager
 def exit_on_mistake(program: str):
-    """Turn a ValueError into one line on stderr and exit code 2."""
+    """Turn a ValueError into one line on stderr and exit code 2, and exit with 1 if a pipe is closed."""
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()                            # a pipe that is closed raises here, not at exit
     except ValueError as error:
         if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0":         # see torchrun
-            print(f"{program}: error: {error}", file=sys.stderr)
+            print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())           # for the flush at exit
+        sys.exit(1)
+
+
+def tolerate_console() -> None:
+    """Print characters that stdout's encoding lacks as escapes such as \\xe9, as stderr does."""
+    sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    """Replace what a terminal acts on by escapes such as \\x1b, so that text of a model cannot control it.
+
+    These are the control characters (C0 and C1) but for newline and tab, and those that set the direction of
+    text. Files keep the text as it is.
+    """
+    return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------

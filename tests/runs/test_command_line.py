@@ -1,6 +1,7 @@
 """Command lines: which source wins, mistakes in one line with exit code 2 before a model is loaded, and fast answers."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import train
 from config import GRPOConfig
 from runs import setup
-from runs.command_line import exit_on_mistake, parse_config
+from runs.command_line import exit_on_mistake, parse_config, printable
 from sources.settings import PROFILES
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,34 @@ def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_singl
     with pytest.raises(SystemExit), exit_on_mistake("train.py"):
         parse_config(["--seed", "x"])
     assert "--seed" in capsys.readouterr().err
+
+
+def test_a_pipe_that_is_closed_ends_a_program_without_a_traceback():
+    code = "from runs.command_line import exit_on_mistake\nwith exit_on_mistake('infer.py'): print('x' * {})"
+    for size in 1, 10**6:                                 # which is written at the end, and while it is printed
+        program = subprocess.Popen([sys.executable, "-c", code.format(size)], cwd=ROOT, stdout=-1, stderr=-1)
+        program.stdout.close()
+        assert (program.stderr.read(), program.wait()) == (b"", 1)
+
+
+def test_what_the_encoding_of_the_console_lacks_is_printed_as_an_escape():
+    code = (f"import atexit, runpy, sys; sys.modules.update(dict.fromkeys({SLOW})); atexit.register(print, chr(233)); "
+            "sys.argv[1:] = ['--help']; runpy.run_path('infer.py', run_name='__main__')")
+    ascii_console = os.environ | {"PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=ascii_console)
+    assert answer.stdout.endswith("\\xe9\n") and (answer.stderr, answer.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("text,shown", [
+    ("a\tb\n", "a\tb\n"),
+    ("\x1b[2J", r"\x1b[2J"), ("\r\0", r"\r\x00"), ("\x9b\x7f", r"\x9b\x7f"), ("\u202e\u2066", r"\u202e\u2066"),
+    ("é 🙂\u200d\u3000\xa0 עברית", "é 🙂\u200d\u3000\xa0 עברית"),
+])
+def test_what_a_terminal_acts_on_is_printed_as_an_escape(text, shown, capsys):
+    assert printable(text) == shown
+    with pytest.raises(SystemExit), exit_on_mistake("train.py"):
+        raise ValueError(text)
+    assert capsys.readouterr().err == f"train.py: error: {shown}\n"
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():
