@@ -50,7 +50,8 @@ def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_singl
 def test_a_pipe_that_is_closed_ends_a_program_without_a_traceback():
     code = "from runs.command_line import exit_on_mistake\nwith exit_on_mistake('infer.py'): print('x' * {})"
     for size in 1, 10**6:                                 # which is written at the end, and while it is printed
-        program = subprocess.Popen([sys.executable, "-c", code.format(size)], cwd=ROOT, stdout=-1, stderr=-1)
+        command, environment = [sys.executable, "-c", code.format(size)], os.environ | {"PYTHONUNBUFFERED": ""}
+        program = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, env=environment)
         program.stdout.close()
         assert (program.stderr.read(), program.wait()) == (b"", 1)
 
