@@ -1,9 +1,9 @@
 """
 Answers of a model to one prompt, in a conversation, or to a file of prompts.
 
-Answers are printed word by word while they are sampled, with the reasoning on a line of its own. With an
-environment, such as one with tools, an answer is all messages of the model and the environment up to the
-user's next turn.
+Answers are printed word by word while they are sampled, with the reasoning on a line of its own and control
+characters as escapes. With an environment, such as one with tools, an answer is all messages of the model and
+the environment up to the user's next turn.
 
 Left out on purpose: serving, and a cache kept between the user's turns: each forwards the whole conversation.
 """
@@ -23,6 +23,7 @@ from engine.devices import best_device
 from engine.precision import resolve_precision
 from environments.loading import load_environment, refuse_missing_columns, responders
 from model import check_context_length, load_policy, move
+from runs.command_line import printable
 from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
@@ -39,7 +40,7 @@ class AnswerStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         for tag, label in TAG_LABELS.items():
             text = text.replace(tag, label)
-        print(text, end="\n" if stream_end else "", flush=True)
+        print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
 @dataclass
@@ -82,7 +83,7 @@ class ChatModel:
         if streamer:
             streamer.end()
         else:
-            print(as_text(rollout.completions[0]))
+            print(printable(as_text(rollout.completions[0])))
         if not rollout.finished[0]:
             print(f"(truncated at --generation_max_length={self.config.generation_max_length})")
         return rollout.completions[0]

@@ -1,5 +1,5 @@
 """
-The parser of train.py, infer.py and the reward linter.
+The parser of train.py, infer.py and the reward linter, and what their console shows.
 
 A mistake is a ValueError of one line. Neither torch nor transformers is imported here or in config.py, as
 they take seconds to load: help and mistakes are printed before.
@@ -38,6 +38,7 @@ HEADINGS = {                    # of --help and docs/configuration.md: first fla
     "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes",
     "eval_steps": "Measured and written",
 }
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")          # see printable
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -95,8 +96,17 @@ def exit_on_mistake(program: str):
         yield
     except ValueError as error:
         if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0":         # see torchrun
-            print(f"{program}: error: {error}", file=sys.stderr)
+            print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
+
+
+def printable(text: str) -> str:
+    """Replace what a terminal acts on by escapes such as \\x1b, so that text of a model cannot control it.
+
+    These are the control characters (C0 and C1) but for newline and tab, and those that set the direction of
+    text. Files keep the text as it is.
+    """
+    return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from config import Config
 from engine.devices import all_sum, print_last_line, shutdown
 from engine.errors import RunError
 from runs.checkpoint import NotSaved
+from runs.command_line import printable
 from runs.folder import RunFolder
 
 
@@ -99,6 +100,6 @@ def exit_on_run_errors(folder: RunFolder):
 
 def end_program(message: str, code: int) -> None:
     """Print one line, once, whichever rank it comes from, and exit."""
-    print_last_line(f"train.py: {message}")
+    print_last_line(f"train.py: {printable(message)}")
     shutdown(code)
     sys.exit(code)

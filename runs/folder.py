@@ -27,6 +27,7 @@ from engine.adapters import has_adapter
 from engine.devices import all_gather_object, gather_from_ranks, is_main, num_processes
 from engine.errors import RunError, first_line
 from engine.text_model import has_experts
+from runs.command_line import printable
 from runs.curves import draw_curves
 from runs.flag_notes import flag_notes
 from runs.records import cut_after, held_out_text, or_none, points_text, read_jsonl, replace_text
@@ -122,7 +123,7 @@ class RunFolder:
 
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
-        self.console.print(text, markup=False)
+        self.console.print(printable(text), markup=False, emoji=False)
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""

@@ -67,6 +67,18 @@ def test_every_flag_exists(page):
         assert flag in names or flag == "help", flag
 
 
+def test_every_reason_to_skip_a_test_is_in_the_table_of_the_contributing_page():
+    found = set()
+    for path in ROOT.glob("tests/**/*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("pytest.skip", "pytest.mark.skipif", "pytest.importorskip"):
+                (reason,) = [word.value for word in call.keywords if word.arg == "reason"] or call.args[:1]
+                found.add((reason.values[0] if isinstance(reason, ast.JoinedStr) else reason).value.strip())
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Skipped tests\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
+    assert set(re.findall(r"`(.*?)`", " ".join(rows))) == found
+
+
 def test_the_page_of_all_flags_is_what_config_says():
     page = runpy.run_path(str(ROOT / "docs/make_configuration.py"))["page"]()
     assert (ROOT / "docs/configuration.md").read_text() == page, "run python docs/make_configuration.py"

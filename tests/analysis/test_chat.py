@@ -134,3 +134,16 @@ def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder
     alone = chat.ChatModel.load(ModelConfig(model_path=folder), config, 0).sample([rows[2]], 2)
     assert [line["completion"] for line in written[4:]] == alone.completions
     assert [line["finished"] for line in written[4:]] == alone.finished.tolist()
+
+
+@pytest.mark.parametrize("environment", [[], ["--environment", "calculator", "--max_turns", "2"]])
+def test_control_characters_are_shown_as_escapes_and_kept_in_files(folder, tokenizer, tmp_path, capsys, monkeypatch, environment):
+    answer, shown = "\x1b]0;owned\x07\x1b [2J\r\x9b\x7f\u202e \u2066é", r"\x1b]0;owned\x07\x1b [2J\r\x9b\x7f\u202e \u2066é"
+    scripted(monkeypatch, tokenizer, answer, answer, answer)
+    flags = ["--model_path", folder, *environment]
+    infer.main([*flags, "--question", "1+1=?"])
+    assert capsys.readouterr().out == f"{'assistant: ' if environment else ''}{shown}\n"
+    (tmp_path / "q.jsonl").write_text('{"prompt": "1+1=?"}\n')
+    infer.main([*flags, "--questions", str(tmp_path / "q.jsonl"), "--answers", str(tmp_path / "a.jsonl")])
+    completion = json.loads((tmp_path / "a.jsonl").read_text())["completion"]
+    assert (completion[0]["content"] if environment else completion) == answer

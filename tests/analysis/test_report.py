@@ -391,9 +391,9 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright, to test the page in a browser")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     if CHROMIUM is None:
-        pytest.skip("no chromium on the PATH, to test the page in a browser")
+        pytest.skip("needs Chromium: apt install chromium")
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
@@ -968,7 +968,7 @@ def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
     apart, changed = page.locator("#tables > .wide table").all()
     rows = {row.split("\t")[0]: row.split("\t")[1:4] for row in apart.locator("tr").all_inner_texts()[1:]}
     assert rows == {
-        "--learning_rate": ["0.0004 (profile)", "0.5", "0.000005"], "--reward_functions": [
+        "--learning_rate": ["0.0001 (profile)", "0.5", "0.000005"], "--reward_functions": [
             "correctness reasoning_coherence explanation_quality", "correctness diversity",
             "correctness reasoning_coherence explanation_quality"]}
     flags = [row.split("\t")[0] for row in changed.locator("tr").all_inner_texts()]

@@ -42,7 +42,7 @@ def example_of(function):
 def test_every_function_starts_on_every_task_or_says_what_data_it_needs(name, task, tmp_path, capsys):
     needed = NEEDS.get(name)
     if name == "math_equality" and importlib.util.find_spec("math_verify") is None:
-        pytest.skip("math-verify is not installed")
+        pytest.skip("needs math-verify")
     if name == "environment" and task != "guess_letter":
         message = "--reward_functions=environment: .*add --environment"
     elif needed and needed not in COLUMNS[task]:
@@ -68,7 +68,7 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
         assert set(example) == {"prompt", *columns} and not missing_columns(function, set(example))
         assert all(f"`{column}`" in inspect.getdoc(function) or column == "tests" for column in columns), "named in the text"
     if name == "math_equality" and importlib.util.find_spec("math_verify") is None:
-        pytest.skip("math-verify is not installed")
+        pytest.skip("needs math-verify")
     if example and (name != "passes_tests" or run_python("").ok):
         rollout = as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
         points, _ = compute_rewards_for_completions([function], [1.0], rollout, [example])

@@ -114,7 +114,7 @@ def wall_time(function, text, calls):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a sandbox")
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 @pytest.mark.parametrize("unit", ["(", "1+", "```python\n", "<answer>", "f(", "9"])
 def test_the_time_of_brackets_as_programs_is_linear(unit):
     assert growth(lambda text: points("passes_tests", text), lambda size: fill("{}", unit, size), wall_time) <= MOST

@@ -12,7 +12,7 @@ import pytest
 import train
 from config import GRPOConfig
 from runs import setup
-from runs.command_line import exit_on_mistake, parse_config
+from runs.command_line import exit_on_mistake, parse_config, printable
 from sources.settings import PROFILES
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +60,11 @@ print("done", file=open(sys.argv[1], "w"))
 
 def test_a_console_that_nobody_reads_ends_nothing(tmp_path):
     command = f"{sys.executable} -c '{PRINT}' {tmp_path}/end 2>&1 | head -1"
-    seen = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert seen.stdout == "é completion\n" and seen.stderr == "" and (tmp_path / "end").read_text() == "done\n"
+    for unbuffered in "", "1":                            # an error at the end, or while it prints
+        seen = subprocess.run(
+            command, shell=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+        assert seen.stdout == "é completion\n" and seen.stderr == ""
+        assert (tmp_path / "end").read_text() == "done\n" and not (tmp_path / "end").unlink()
 
 
 def test_what_a_console_cannot_encode_is_shown_as_its_code(tmp_path):
@@ -69,6 +72,18 @@ def test_what_a_console_cannot_encode_is_shown_as_its_code(tmp_path):
         [sys.executable, "-c", PRINT, str(tmp_path / "end")], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert seen.stdout.startswith("\\xe9 completion\n") and seen.returncode == 0
+
+
+@pytest.mark.parametrize("text,shown", [
+    ("a\tb\n", "a\tb\n"),
+    ("\x1b[2J", r"\x1b[2J"), ("\r\0", r"\r\x00"), ("\x9b\x7f", r"\x9b\x7f"), ("\u202e\u2066", r"\u202e\u2066"),
+    ("é 🙂\u200d\u3000\xa0 עברית", "é 🙂\u200d\u3000\xa0 עברית"),
+])
+def test_what_a_terminal_acts_on_is_printed_as_an_escape(text, shown, capsys):
+    assert printable(text) == shown
+    with pytest.raises(SystemExit), exit_on_mistake("train.py"):
+        raise ValueError(text)
+    assert capsys.readouterr().err == f"train.py: error: {shown}\n"
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 
@@ -55,7 +56,6 @@ def test_without_objects_names_of_the_configuration_count_and_a_built_in_functio
 
 
 def test_prompts_alone_and_an_object_with_items_are_data_too(tmp_path):
-    datasets = pytest.importorskip("datasets")
     run = set_up(config_of(tmp_path / "a"), reward_functions=["reasoning_coherence"], eval_dataset=["four"],
                  dataset=["one", "two", [{"role": "user", "content": "three"}]])
     assert [example["prompt"] for example in run.train_set][:2] == ["one", "two"] and len(run.train_set) == 3

@@ -64,7 +64,7 @@ def test_a_split_of_a_file_has_no_effect_and_a_note(kind, flags, lines):
     assert notes == [f"{line} has no effect with a file, which has no splits" for line in lines]
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")
+@pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
 def test_gsm8k_is_never_both_trained_and_tested_on():
     flags = ["--dataset", str(GSM8K / "train.jsonl"), "--bad_lines", "skip", "--instruction", "Think."]
     train_set, held_out = data_of(*flags, "--eval_dataset", str(GSM8K / "test.jsonl"), "--eval_limit", "2000")

@@ -161,7 +161,7 @@ def test_an_unknown_source_lists_what_there_is(monkeypatch):
         load_examples("arithmetik")
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")
+@pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
 def test_gsm8k_files_work_as_they_are():
     examples = load_examples(str(GSM8K / "train.jsonl"), bad_lines="skip")
     assert len(examples) >= 7472
