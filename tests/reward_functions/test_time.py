@@ -19,7 +19,7 @@ from reward_functions.tunix import find_answer, read_float
 from rewards import BUILT_IN, rule_list
 
 IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
-SMALL, LARGE, MOST = 10_000, 100_000, 15                  # characters; time of the large text / that of the small one
+SMALL, LARGE, MOST = 10_000, 100_000, 30                  # characters; time of the large text / that of the small one: linear 10, square 100
 SHORTEST = 5e-4                 # seconds; a small text that takes less counts as this, since str.find changes its method
 
 TAGS = [
