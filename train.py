@@ -213,6 +213,7 @@ def optimizer_step(run: Run, loss: float) -> float:
     scaler = run.scaler_for(parameters)
     scaler.unscale_(run.optimizer)
     norm = clip_gradient(parameters, run.config.training.max_grad_norm)
+    progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     skipped = not (finite and math.isfinite(norm))
     if not skipped:
         scaler.step(run.optimizer)
@@ -222,7 +223,6 @@ def optimizer_step(run: Run, loss: float) -> float:
         progress.skipped += 1
         progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
     scaler.update()
-    progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     if run.reference is not None:
         follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
@@ -259,10 +259,10 @@ def learn(run: Run) -> None:
                 before, skipped = progress.phase_step, progress.skipped
                 with run.checkpoint_on_error():
                     metrics, experience = take_step(run, next(run.batches))
+                with run.checkpoint_on_error():
                     run.log_step(metrics | {"skipped": progress.skipped - skipped}, experience)
                 if is_due(before, progress.phase_step, training.eval_steps):
-                    with run.checkpoint_on_error():
-                        accuracy, evaluated_at = run.log_evaluation(), progress.step
+                    accuracy, evaluated_at = run.log_evaluation(), progress.step
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = progress.phase_step                        # ends the phase
                 if is_due(before, progress.phase_step, training.save_steps):
@@ -273,8 +273,7 @@ def learn(run: Run) -> None:
                 run.save_and_print_how_to_resume()
                 return
             if evaluated_at != progress.step:
-                with run.checkpoint_on_error():
-                    run.log_evaluation()
+                run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
         run.save_final()

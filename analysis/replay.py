@@ -26,7 +26,7 @@ from model import ValueHead, load_policy, move
 from rewards import weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
-from runs.records import or_none, parse_record, print_once, read_steps
+from runs.records import or_none, parse_record, warn_once, read_steps
 from runs.run import Progress, Run
 from runs.setup import load_reference
 from sample import Rollout
@@ -48,7 +48,7 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
         raise ValueError(
             f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
     given = config.model.model_path
-    weights = Path(given) if given else latest_checkpoint(path.parent, print_once)
+    weights = Path(given) if given else latest_checkpoint(path.parent, warn_once)
     if weights is None:
         raise ValueError(f"--replay={path}: no checkpoint beside it; name the weights with --model_path")
     run = load_run(config, weights)

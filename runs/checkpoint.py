@@ -44,9 +44,8 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     keep       number of checkpoints to keep
     raises     NotSaved, on all ranks
     """
-    target = folder / f"step-{step:08d}"
-    while target.exists():                                # saved at this step before; a "+" sorts after it
-        target = target.with_name(target.name + "+")
+    saved = checkpoints_at(folder, step)                  # a "+" sorts after them
+    target = Path(f"{saved[-1]}+") if saved else folder / f"step-{step:08d}"
     weights = full_state_dict(model)
     has_weights = reference is not None and not isinstance(reference, AdapterReference)
     reference_weights = full_state_dict(reference) if has_weights else None
@@ -66,10 +65,15 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     return target
 
 
+def checkpoints_at(folder: Path, step: int) -> list[Path]:
+    """Return the checkpoints of a step, from the oldest to the newest."""
+    return sorted(folder.glob(f"step-{step:08d}*"))
+
+
 def write_final(model, tokenizer, folder: Path) -> None:
     """Write the policy into a folder: if it exists, the run is complete. Call on all ranks.
 
-    raises  NotSaved, on all ranks; a folder of before is intact
+    raises  NotSaved, on all ranks; an earlier folder stays intact
     """
     weights, partial = full_state_dict(model), folder.with_name(folder.name + ".new")
     write_folder(partial, folder, lambda partial: save_policy(model, tokenizer, partial, weights))

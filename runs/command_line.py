@@ -38,7 +38,9 @@ HEADINGS = {                    # of --help and docs/configuration.md: first fla
     "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes",
     "eval_steps": "Measured and written",
 }
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")          # see printable
+UNSAFE = re.compile(                                     # see printable
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -85,13 +87,18 @@ class Console(io.TextIOWrapper):
         with suppress(OSError):
             super().flush()
 
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
 
 @contextmanager
 def exit_on_mistake(program: str):
     """Turn a ValueError into one line on stderr and exit code 2; make what is printed go to a Console."""
     for name in "stdout", "stderr":
-        if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            setattr(sys, name, Console(getattr(sys, name)))
+        stream = getattr(sys, name)
+        if stream and stream is getattr(sys, f"__{name}__"):                     # None: closed
+            setattr(sys, name, Console(stream))
     try:
         yield
     except ValueError as error:

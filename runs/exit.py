@@ -9,23 +9,11 @@ import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from config import Config
 from engine.devices import all_sum, print_last_line, shutdown
 from engine.errors import RunError
 from runs.checkpoint import NotSaved
 from runs.command_line import printable
 from runs.folder import RunFolder
-
-
-def less_memory(config: Config) -> str:
-    """Return the flags with which a step of these settings takes less memory."""
-    training, grpo = config.training, config.grpo
-    completions = grpo.generation_batch_size or config.rollout_size
-    recompute = "" if training.gradient_checkpointing else " --gradient_checkpointing"
-    return (
-        f"--max_tokens_per_forward {max(1, training.max_tokens_per_forward // 2)}{recompute} "
-        f"--generation_batch_size {max(1, completions // 2)}"
-    )
 
 
 class Diverged(RunError):
@@ -86,7 +74,7 @@ def exit_on_run_errors(folder: RunFolder):
     try:
         yield
     except NotSaved as error:
-        end_program(f"{error}; make room, then continue with --resume", 1)
+        end_program(f"{error}; mend that, then continue with --output_dir {folder.path} --resume", 1)
     except RunError as error:
         end_program(str(error), 1)
     except OSError as error:

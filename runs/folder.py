@@ -60,15 +60,16 @@ class RunFolder:
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
-        self.refuse_other_run(ValueError)
+        if not training.resume:
+            self.refuse_other_run(ValueError)
         folders = self.path.resolve(), *self.path.resolve().parents
         existing = next(folder for folder in folders if os.path.exists(folder))
-        writes = not (training.check or training.explain or training.replay)
-        if writes and not (existing.is_dir() and os.access(existing, os.W_OK)):
+        read_only = training.check or training.explain or bool(training.replay)
+        if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         refuse_missing(training.report_to)
-        self.writes, self.lock = is_main(), None
-        if training.resume and writes:                    # before a checkpoint is chosen
+        self.writes, self.lock, self.created = is_main(), None, training.resume
+        if training.resume and not read_only:             # before a checkpoint is chosen
             gather_from_ranks(self.acquire_lock)
         self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
         self.progress = Progress(
@@ -81,26 +82,28 @@ class RunFolder:
 
     def refuse_other_run(self, error: type[Exception]) -> None:
         """Raise the error if the folder of a new run holds a run already."""
-        if not self.config.training.resume and (self.path / "config.json").exists():
+        if (self.path / "config.json").exists():
             raise error(
                 f"--output_dir={self.path}: holds another run; continue it with --resume, or name a new one"
             )
 
     def acquire_lock(self) -> None:
         """Keep other processes from writing to the folder, in the process that writes."""
-        if self.writes and self.lock is None:
+        if self.writes and (self.lock is None or self.lock.closed):
             self.lock = lock_folder(self.path)
 
     def create(self) -> Path:
         """Create the folder and lock it; return its path. Raises RunError if another run has begun in it."""
         if self.writes:
             try:
-                self.path.mkdir(parents=True, exist_ok=bool(self.config.training.output_dir))
+                self.path.mkdir(parents=True, exist_ok=self.created or bool(self.config.training.output_dir))
             except FileExistsError:                       # the default of a run begun in the same second
                 self.path = Path(f"{self.path}-{os.getpid()}")
                 self.path.mkdir()
             self.acquire_lock()
-            self.refuse_other_run(RunError)
+            if not self.created:
+                self.refuse_other_run(RunError)
+            self.created = True                           # a notebook may go on after Ctrl-C
             take_over(self.lock, self.path)
         return self.path
 
@@ -181,10 +184,11 @@ class RunFolder:
             self.bars[phase] = self.progress.add_task(phase)
         self.progress.update(self.bars[phase], completed=step, total=total)
 
-    def log_completions(self, step: int, completions: list[dict], logged: bool) -> None:
-        """Print rewards and advantages of the first --log_groups groups; if logged, write all completions.
+    def print_completions(self, step: int, completions: list[dict], logged: bool) -> None:
+        """Print rewards and advantages of the first --log_groups groups.
 
-        Then one is also printed whole: curves do not show a policy that exploits a reward function.
+        If logged, the tracker gets all completions and one is printed whole: curves do not show a policy that
+        exploits a reward function.
         """
         group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
         for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
@@ -193,7 +197,6 @@ class RunFolder:
             self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
             self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
         if logged:
-            self.append("rollouts.jsonl", step, "grpo", completions)
             if self.tracker:
                 self.tracker.show(step, completions)
             first = completions[0]
@@ -238,4 +241,5 @@ class RunFolder:
             if self.tracker:
                 self.tracker.close()
             if self.lock:
-                self.lock = self.lock.close()
+                self.lock.close()
+                self.lock = None

@@ -187,3 +187,15 @@ def describe_step(
             "--generation_batch_size"
         )
     return [*lines, line]
+
+
+def less_memory(config: Config) -> str:
+    """Return flags with which a step of these settings takes less memory."""
+    training, grpo = config.training, config.grpo
+    flags = f"--max_tokens_per_forward {max(1, training.max_tokens_per_forward // 2)}"
+    if not training.gradient_checkpointing:
+        flags += " --gradient_checkpointing"
+    if training.use_grpo:
+        half = (grpo.generation_batch_size or config.rollout_size) // 2
+        flags += f" --generation_batch_size {max(grpo.num_completions_per_prompt, half)}"
+    return flags

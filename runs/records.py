@@ -4,9 +4,11 @@ Records of a run folder, and numbers as text.
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -85,7 +87,8 @@ def points_text(reward: float | None) -> str:
 
 def or_none(value) -> float | None:
     """Return a number for JSON: None for NaN, infinities and None."""
-    return float(value) if value is not None and math.isfinite(value) else None
+    with suppress(OverflowError):                         # an integer beyond all floats
+        return float(value) if value is not None and math.isfinite(value) else None
 
 
 # How a line of rollouts.jsonl begins. Steps are found by it, because parsing gigabytes takes minutes.
@@ -123,7 +126,7 @@ def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
         nonlocal step
         if head := HEAD.match(line):
             step = head.groups()
-        return step if head or line.endswith(b"\n") else None                    # None: the end of the file
+        return step if head or line.endswith(b"\n") else None                    # None: a last line, cut off
 
     if not path.is_file():
         return
@@ -132,7 +135,10 @@ def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
             if number % every:
                 continue
             records = [parse_record(line) for line in lines]
-            if None not in records and len(records) == records[0].get("completions_of_step", len(records)):
+            while records and records[-1] is None:        # or they belong to the step after it
+                left_out += records.pop() is None
+            whole = records and None not in records
+            if whole and len(records) == records[0].get("completions_of_step", len(records)):
                 yield records
             else:
                 left_out += len(records)
@@ -142,11 +148,11 @@ def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
 def print_left_out(path: Path, count: int) -> None:
     """Print how many lines of a file were left out, if any."""
     if count:
-        print_once(f"{path}: left out {count} lines that are damaged or belong to a step that is not whole")
+        warn_once(f"{path}: left out {count} lines that are damaged or belong to a step that is not whole")
 
 
 @cache
-def print_once(line: str) -> None:
+def warn_once(line: str) -> None:
     """Print a line on stderr, the first time in this process."""
     print(line, file=sys.stderr)
 
@@ -172,7 +178,10 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a file, completely or not at all: a run that is killed meanwhile keeps the old one."""
     new = path.with_name(path.name + ".new")
     try:
-        new.write_text(text, encoding="utf-8")
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())                       # before the old one goes
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)                       # after an error, such as a full disk

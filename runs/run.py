@@ -6,7 +6,7 @@ restoring it, and the log of a step.
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,18 @@ import torch
 from analysis.evaluation import evaluate
 from config import Config, GRPOConfig
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
-from engine.devices import num_processes, peak_memory_gb
+from engine.devices import all_gather_object, num_processes, peak_memory_gb
 from engine.errors import RunError, first_line, is_out_of_memory
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
-    NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
-    set_random_states, versions, write_checkpoint, write_final,
+    NotSaved, checkpoints_at, load_optimizer_state, optimizer_state, random_states, read_state,
+    reference_state, set_random_states, versions, write_checkpoint, write_final,
 )
 from runs.doctor import diagnose
-from runs.exit import less_memory
 from runs.folder import RunFolder
+from runs.memory_estimate import less_memory
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from runs.records import completion_records, held_out_text
 from sources.batches import PromptMemory, ShuffledBatches
@@ -249,33 +249,42 @@ class Run:
 
     @contextmanager
     def checkpoint_on_error(self):
-        """Save a checkpoint if a step or an evaluation raises, and say in the error how to continue.
+        """Save a checkpoint if a step, its log or an evaluation raises; say in the error how to continue.
 
-        A step that raises before its first update leaves no trace: it is repeated when the run is resumed.
-        In several processes only errors that all of them raise can be followed by a checkpoint.
+        The checkpoint is that in front of the step, which leaves no trace and is repeated by a resumed run.
+        An error within or after the first update of a step is followed by none: weights and optimiser may be
+        between two states. In several processes only errors that all of them raise are followed by one.
         """
-        position, progress, states = self.batches.position, self.progress.copy(), random_states()
+        position, before, states = self.batches.position, self.progress.copy(), random_states()
         try:
             yield
         except Exception as error:
-            if num_processes() > 1 and not isinstance(error, RunError):
-                raise
-            if self.progress.step == progress.step:
-                self.batches.position, self.progress = position, progress
-                set_random_states(states)
             advice = f"fix it and continue with {self.how_to_resume}"
             if out_of_memory := is_out_of_memory(error):
                 traceback.clear_frames(error.__traceback__)                      # frees the step's tensors
                 advice = f"continue with less: {self.how_to_resume} {less_memory(self.config)}"
-                error = RunError(f"out of memory in step {progress.step + 1}: {first_line(error)}.")
-            try:
-                end = f"Saved to {self.save_checkpoint()}: {advice}"
-            except NotSaved as problem:
-                end = f"And {problem}"
+                reason = first_line(error).rstrip(".")
+                error = RunError(f"out of memory after step {before.step}: {reason}.")
+            of_one_rank = num_processes() > 1 and (out_of_memory or not isinstance(error, RunError))
+            if of_one_rank or self.progress.step > before.step:
+                end = f"From the last checkpoint: {advice}"
+            else:
+                self.batches.position, self.progress = position, before
+                set_random_states(states)
+                end = f"{self.save_before_error()}: {advice}"
             if isinstance(error, RunError):
                 raise type(error)(f"{error} {end}") from (None if out_of_memory else error)
             error.add_note(end)                           # printed below the traceback
             raise
+
+    def save_before_error(self) -> str:
+        """Save a checkpoint, unless there is one of this step, and say where it is or why there is none."""
+        try:
+            folder = self.folder.path / "checkpoints"
+            saved = all_gather_object(checkpoints_at(folder, self.progress.step))[0]
+            return f"Saved to {saved[-1] if saved else self.save_checkpoint()}"
+        except NotSaved as problem:
+            return f"And {problem}"
 
     def log_evaluation(self) -> float:
         """Evaluate the policy on the held-out problems, always with one seed. Return the accuracy or NaN."""
@@ -283,13 +292,14 @@ class Run:
             return math.nan
         training, config = self.config.training, self.config.grpo
         num_rows = training.batch_size * config.num_completions_per_prompt
-        result = evaluate(
-            self.model, self.tokenizer, self.eval_set, config, seed=training.seed << 32,
-            reward_functions=self.reward_functions, on_error=config.reward_errors,
-            reward_timeout=config.reward_timeout, shared_prompt=self.shared_prompt,
-            environment=self.environment, batch_size=config.generation_batch_size or num_rows,
-            trainer_state=self.trainer_state,
-        )
+        with self.checkpoint_on_error() if self.batches else nullcontext():      # None: before any phase
+            result = evaluate(
+                self.model, self.tokenizer, self.eval_set, config, seed=training.seed << 32,
+                reward_functions=self.reward_functions, on_error=config.reward_errors,
+                reward_timeout=config.reward_timeout, shared_prompt=self.shared_prompt,
+                environment=self.environment, batch_size=config.generation_batch_size or num_rows,
+                trainer_state=self.trainer_state,
+            )
         self.folder.log(self.progress.step, "eval", result)
         self.folder.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
         return result.get("eval_accuracy", math.nan)
@@ -303,8 +313,6 @@ class Run:
         }
         if phase == "grpo" and (advice := diagnose([*folder.history, metrics], self.config)):
             metrics["advice"] = advice
-        folder.log(step, phase, metrics)
-        folder.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
         if phase == "grpo":
             if failures := experience.groups.reports.failures:
                 folder.append("reward_errors.jsonl", step, phase, failures)
@@ -314,9 +322,14 @@ class Run:
             if logged:
                 policy = self.config.grpo.policy
                 after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)
-            folder.log_completions(step, completion_records(experience, after), logged)
+            records = completion_records(experience, after)
+            folder.append("rollouts.jsonl", step, phase, records * logged)
         if metrics["skipped"]:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))
+        folder.log(step, phase, metrics)
+        folder.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
+        if phase == "grpo":
+            folder.print_completions(step, records, logged)
 
     def step_seconds(self) -> dict[str, float]:
         """Return the durations of the last step."""

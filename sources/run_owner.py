@@ -1,11 +1,12 @@
 """
-Whose folder a run is in: the process that writes to it, and the path and user that it belongs to.
+The owner of a run folder: the process that writes to it, and the path and user that it belongs to.
 
 owner.json of a run folder names them. The process that writes to the folder keeps a lock on that file, which
 the kernel ends with the process. Files of another path or user may come from somebody else: code that their
-settings name runs only if the user names it again. This does not protect from who knows both.
+settings name runs only if the user names it again. This does not protect against somebody who knows both.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +17,8 @@ from typing import Any, BinaryIO
 from engine.errors import RunError
 
 OWNER = "owner.json"
+WITHOUT_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL        # errors of such a file system
+held: dict[Path, BinaryIO] = {}                           # owner.json of the folders that this process locked
 
 
 def read_owner(run: Path) -> dict[str, Any]:
@@ -30,23 +33,30 @@ def read_owner(run: Path) -> dict[str, Any]:
 def lock_folder(run: Path) -> BinaryIO:
     """Lock a run folder for this process, and return its open owner.json: closing it ends the lock.
 
-    raises  RunError if another process holds the lock
+    A lock that this process has on it already, by a run that failed in a notebook, is given up for it.
+
+    raises  RunError if another process holds the lock, or if owner.json cannot be written
     """
-    (run / OWNER).touch()
-    file = (run / OWNER).open("r+b", buffering=0)
-    owner, this = read_owner(run), {"host": socket.gethostname(), "process": os.getpid()}
+    if run.resolve() in held:
+        held.pop(run.resolve()).close()
+    try:
+        (run / OWNER).touch()
+        file = (run / OWNER).open("r+b", buffering=0)
+    except OSError as error:
+        raise RunError(f"{run / OWNER}: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not this.items() <= owner.items():             # else by a run that ended early in this process
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
             file.close()
+            owner = read_owner(run)
             raise RunError(
                 f"{run}: process {owner.get('process')} on {owner.get('host')} writes to it; wait for its "
                 "end, or name another --output_dir"
             ) from None
-    except OSError:                                       # a file system without locks
-        pass
-    write_owner(file, owner | this)
+    os.register_at_fork(after_in_child=file.close)        # a worker that outlives this process has no lock
+    held[run.resolve()] = file
+    write_owner(file, read_owner(run) | {"host": socket.gethostname(), "process": os.getpid()})
     return file
 
 
@@ -65,24 +75,26 @@ def write_owner(file: BinaryIO, owner: dict) -> None:
 def refuse_foreign_code(run: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ValueError if settings that were saved by another path or user run code that is not given again.
 
-    saved   settings in config.json of the run;  given  flags that the user typed
+    saved   settings in config.json of the run;  given  flags and settings that the user names
     """
     owner = read_owner(run)
     if (owner.get("path"), owner.get("user")) == (str(run.resolve()), os.getuid()):
         return
+    if links := [path for path in run.iterdir() if path.is_symlink()]:           # a run would write there
+        raise ValueError(f"{links[0]}: is a link, and {OWNER} does not name this folder and user; copy it")
     code = {
-        "reward_functions": [name for name in saved.get("reward_functions", []) if is_file(name)],
-        "environment": [name for name in [saved.get("environment", "")] if is_file(name)],
+        "reward_functions": [name for name in saved.get("reward_functions") or [] if is_from_file(name)],
+        "environment": [name for name in [saved.get("environment")] if is_from_file(name)],
         "trust_remote_code": ["true"] * bool(saved.get("trust_remote_code")),
     }
     flags = [f"--{name} {' '.join(names)}" for name, names in code.items() if names and name not in given]
     if flags:
         raise ValueError(
-            f"{run}/config.json: was written in another folder or by another user, and runs code; if you "
-            f"trust it, give again {' '.join(flags)}"
+            f"{run}/config.json runs code, and {OWNER} does not name this folder and user; if you trust it, "
+            f"give again {' '.join(flags)}"
         )
 
 
-def is_file(name: str) -> bool:
+def is_from_file(name: str) -> bool:
     """Return True if a function comes from a file: neither built in nor a Python object."""
     return ":" in str(name) and not str(name).startswith("python:")

@@ -51,7 +51,7 @@ PRINT = """
 import sys
 from runs.command_line import exit_on_mistake
 with exit_on_mistake("train.py"):
-    for _ in range(2000):
+    for _ in range(20000):
         print("\u00e9 completion", flush=True)
         print("a warning", file=sys.stderr)
 print("done", file=open(sys.argv[1], "w"))
@@ -59,12 +59,16 @@ print("done", file=open(sys.argv[1], "w"))
 
 
 def test_a_console_that_nobody_reads_ends_nothing(tmp_path):
-    command = f"{sys.executable} -c '{PRINT}' {tmp_path}/end 2>&1 | head -1"
-    for unbuffered in "", "1":                            # an error at the end, or while it prints
+    program = f"{sys.executable} -c '{PRINT}' {tmp_path}/end"
+    for unbuffered, command in (                          # an error at the end, or while it prints
+        ("", f"{program} 2>&1 | head -1"), ("1", f"{program} 2>&1 | head -1"), ("", f"{program} 2>{tmp_path}/errors | head -1"),
+    ):
         seen = subprocess.run(
             command, shell=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
         assert seen.stdout == "é completion\n" and seen.stderr == ""
         assert (tmp_path / "end").read_text() == "done\n" and not (tmp_path / "end").unlink()
+    assert set((tmp_path / "errors").read_text().splitlines()) == {"a warning"}
+    subprocess.run(f"{program} >&-", shell=True, cwd=ROOT, stderr=subprocess.DEVNULL, check=True)
 
 
 def test_what_a_console_cannot_encode_is_shown_as_its_code(tmp_path):
@@ -76,7 +80,7 @@ def test_what_a_console_cannot_encode_is_shown_as_its_code(tmp_path):
 
 @pytest.mark.parametrize("text,shown", [
     ("a\tb\n", "a\tb\n"),
-    ("\x1b[2J", r"\x1b[2J"), ("\r\0", r"\r\x00"), ("\x9b\x7f", r"\x9b\x7f"), ("\u202e\u2066", r"\u202e\u2066"),
+    ("\x1b[2J", r"\x1b[2J"), ("\r\0", r"\r\x00"), ("\x9b\x7f", r"\x9b\x7f"), ("\u202e\u2066\u200f", r"\u202e\u2066\u200f"),
     ("é 🙂\u200d\u3000\xa0 עברית", "é 🙂\u200d\u3000\xa0 עברית"),
 ])
 def test_what_a_terminal_acts_on_is_printed_as_an_escape(text, shown, capsys):

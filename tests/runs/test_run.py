@@ -12,7 +12,6 @@ from conftest import QUICK, comparable, run_folder, weights_of
 import train
 from reward_functions.loading import function_from_file
 from runs import phases
-from runs.checkpoint import latest_checkpoint
 from runs.records import read_jsonl
 from runs.run import Run
 
@@ -109,37 +108,43 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where,error,shown,saved", [
+@pytest.mark.parametrize("where,error,shown,saved,save_steps", [
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
     ("train.clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-     "--max_tokens_per_forward 1024 --gradient_checkpointing --generation_batch_size 16", 2),
-    ("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2),
-    ("runs.run.RunFolder.print_step", OSError("no such console"), "fix it and continue with python train.py", 3),     # after the update
+     "--max_tokens_per_forward 1024 --gradient_checkpointing --generation_batch_size 16", 2, 0),
+    ("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2, 0),
+    ("runs.run.RunFolder.print_step", OSError("no such console"), "Saved to", 3, 0),          # after the update
+    ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), "From the last checkpoint: continue with less", 2, 2),     # in it
+    ("train.clip_gradient", KeyError("again"), "fix it", 2, 2),                                # with a checkpoint of this step
 ])
-def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(tmp_path, monkeypatch, capsys, where, error, shown, saved):
+def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
+    tmp_path, monkeypatch, capsys, where, error, shown, saved, save_steps
+):
     file = tmp_path / "drawn.py"
     file.write_text("import random\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
     flags = f"--use_grpo --cold_start_steps 0 --max_steps 4 --eval_limit 0 --baseline global_mean --prefer_mixed --batch_size 8 " \
-        f"--limit 20 --reward_functions {file}:drawn".split()
+        f"--limit 20 --log_rollouts_every 1 --save_steps {save_steps} --reward_functions {file}:drawn".split()
     random.seed(0)
     never = run_folder(tmp_path / "never", *flags)
     real, calls = pydoc.locate(where), []
 
-    def fails_once(*args):
+    def fails_once(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
             raise error
-        return real(*args)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(where, fails_once)
     random.seed(0)
-    with pytest.raises((SystemExit, AssertionError, OSError)) as stop:
+    with pytest.raises((SystemExit, AssertionError, OSError, KeyError)) as stop:
         run_folder(tmp_path / "run", *flags)
     assert shown in capsys.readouterr().err + "".join(getattr(stop.value, "__notes__", []))
-    assert f"step-0000000{saved}" in str(latest_checkpoint(tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step-0000000{saved}"]
     random.seed(1)
     train.main(["--output_dir", str(tmp_path / "run"), "--resume"])
     assert comparable(tmp_path / "run") == comparable(never)
+    rollouts = [[record["completion"] for record in read_jsonl(folder / "rollouts.jsonl")] for folder in (tmp_path / "run", never)]
+    assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 4 * 32
     ours, theirs = weights_of(tmp_path / "run"), weights_of(never)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -1,10 +1,12 @@
 """One process writes to a run folder, and code that a foreign folder names is run only if the user names it."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,22 +28,45 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(RunError, match=rf"process {process.pid} on \S+ writes to it; wait for its end"):
         lock_folder(tmp_path)
+    with pytest.raises(RunError, match=f"process {process.pid}"):
+        run_folder("--output_dir", tmp_path).open(0)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match=f"process {process.pid}"):
         RunFolder(Config.of(resume=True, output_dir=str(tmp_path)))              # before it reads a checkpoint
     RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True))      # which writes nothing
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    with lock_folder(tmp_path), lock_folder(tmp_path):    # twice in one process: a notebook's run that failed
-        assert read_owner(tmp_path)["process"] == os.getpid()
+    with lock_folder(tmp_path) as first, lock_folder(tmp_path):    # twice in one process: a notebook's run that failed
+        assert read_owner(tmp_path)["process"] == os.getpid() and first.closed
 
 
-def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch):
-    def not_supported(*_):
-        raise OSError(45, "Operation not supported")
+def test_workers_that_outlive_a_killed_run_do_not_keep_its_lock(tmp_path):
+    fork = HOLD.replace("print('locked'", "import os; os.fork() or print(os.getpid()")
+    process = subprocess.Popen([sys.executable, "-c", fork, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    worker = int(process.stdout.readline().split()[0])
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    try:
+        lock_folder(tmp_path).close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        process.stdout.close()
 
-    monkeypatch.setattr(run_owner.fcntl, "flock", not_supported)
-    lock_folder(tmp_path).close()
+
+@pytest.mark.parametrize("number,refused", [(errno.ENOTSUP, False), (errno.ENOLCK, False), (errno.EACCES, True)])
+def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, number, refused):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_owner.fcntl, "flock", fail)
+    with pytest.raises(RunError) if refused else nullcontext():                  # some systems answer EACCES for a held lock
+        lock_folder(tmp_path).close()
+
+
+def test_an_owner_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / OWNER).mkdir()
+    with pytest.raises(RunError, match=f"{OWNER}: Is a directory$"):
+        lock_folder(tmp_path)
 
 
 def run_folder(*flags):
@@ -61,6 +86,8 @@ def test_two_runs_that_begin_together_get_a_folder_each_or_the_second_ends(tmp_p
     with pytest.raises(RunError, match="--output_dir=same: holds another run"):
         second.open(0)
     assert json.loads(Path("same/config.json").read_text())["training"]["seed"] == 1
+    first.open(0)                                         # a notebook that goes on after Ctrl-C
+    assert first.path == Path("same")
 
 
 def saved(folder, **settings):
@@ -82,17 +109,22 @@ def test_code_of_a_foreign_run_is_named_again(tmp_path):
     copy = run.rename(tmp_path / "copy")
     for given, missing in ({}, "--reward_functions r.py:r --environment e.py:e --trust_remote_code true"), (
             {name: value for name, value in AGAIN.items() if name != "environment"}, "--environment e.py:e"):
-        with pytest.raises(ValueError, match=f"runs code; if you trust it, give again {missing}$"):
+        with pytest.raises(ValueError, match=f" runs code, .*; if you trust it, give again {missing}$"):
             Config.of(resume=True, output_dir=str(copy), **given)
     with pytest.raises(ValueError, match="give again"):
         Config.of(replay=str(copy / "rollouts.jsonl"))
     assert Config.of(resume=True, output_dir=str(copy), **AGAIN).grpo.reward_functions == ["s.py:s"]
     copy.rename(run)
     Config.of(resume=True, output_dir=str(run))
+    (run / "rollouts.jsonl").symlink_to(tmp_path / "a file of the user")
+    Config.of(resume=True, output_dir=str(run))           # the user's own link
     for text in "", "[]", "{", json.dumps(read_owner(run) | {"user": os.getuid() + 1}):
         (run / OWNER).write_text(text)
-        with pytest.raises(ValueError, match="give again"):
-            Config.of(resume=True, output_dir=str(run))
+        with pytest.raises(ValueError, match="jsonl: is a link"):
+            Config.of(resume=True, output_dir=str(run), **AGAIN)
+    (run / "rollouts.jsonl").unlink()
+    with pytest.raises(ValueError, match="give again"):
+        Config.of(resume=True, output_dir=str(run))
 
 
 def test_a_foreign_run_without_code_is_resumed_and_becomes_that_of_its_user(tmp_path):
