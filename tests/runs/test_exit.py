@@ -51,6 +51,7 @@ def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
     if pid == 0:
         flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, "--max_steps", "1000", "--num_epochs", "99"]
         try:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
             os.execv(sys.executable, [sys.executable, str(kills.ROOT / "train.py"), *flags])
         finally:
             os._exit(1)
