@@ -85,12 +85,13 @@ def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
-    flags = [*RUN, *ON_CPU, "--reward_functions", length_reward(tmp_path), "--save_steps", "1", "--keep_checkpoints", "4"]
+    reward = "--reward_functions", length_reward(tmp_path)
+    flags = [*RUN, *ON_CPU, *reward, "--save_steps", "1", "--keep_checkpoints", "4"]
     whole = run_folder(tmp_path / "whole", *flags, "--max_steps", "4", "--use_kl_penalty")
     resumed = shutil.copytree(whole, tmp_path / "resumed")
     for later in [*sorted(resumed.glob("checkpoints/step-*"))[2:], resumed / "final"]:
         shutil.rmtree(later)
-    train.main(["--output_dir", str(resumed), "--resume"])
+    train.main(["--output_dir", str(resumed), "--resume", *reward])
     assert comparable(whole) == comparable(resumed)
     weights, others = weights_of(whole), weights_of(resumed)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
