@@ -191,7 +191,7 @@ def test_drawing_a_token_does_not_wait_for_the_device(model, tokenizer):
 
 def run_on(device, folder, monkeypatch):
     """metrics.jsonl of a run in this process."""
-    monkeypatch.setattr(setup, "best_device", lambda: device)
+    monkeypatch.setattr(setup, "best_device", lambda *_: device)
     train.main([*RUN, length_reward(folder), "--output_dir", str(folder / "run")])
     return read_jsonl(folder / "run/metrics.jsonl")
 
