@@ -13,7 +13,7 @@ LONGEST = 600                   # characters that a customer reads
 
 
 def respond(conversation, topic, context, needs):
-    """What the customer writes next, and points for what the agent has just written.
+    """Return the next message of the customer, and points for the last one of the agent.
 
     +1 when the customer has been told all that is needed, with less for every turn it took; -0.3 when the customer gives
     up; -0.1 for a message that is empty, too long, or says again what was said before.

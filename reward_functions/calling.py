@@ -38,7 +38,7 @@ class CallFailed(ValueError):
 
 @dataclass
 class Reports:
-    """What reward functions report about B completions besides their points."""
+    """Reports of reward functions about B completions, besides their points."""
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # from log_metric

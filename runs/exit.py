@@ -74,7 +74,7 @@ def exit_on_run_errors(folder: RunFolder):
     try:
         yield
     except NotSaved as error:
-        end_program(f"{error}; mend that, then continue with --output_dir {folder.path} --resume", 1)
+        end_program(f"{error}; fix that, then continue with --output_dir {folder.path} --resume", 1)
     except RunError as error:
         end_program(str(error), 1)
     except OSError as error:

@@ -33,7 +33,7 @@ def read_owner(run: Path) -> dict[str, Any]:
 def lock_folder(run: Path) -> BinaryIO:
     """Lock a run folder for this process, and return its open owner.json: closing it ends the lock.
 
-    A lock that this process has on it already, by a run that failed in a notebook, is given up for it.
+    A lock that this process holds already, as after a failed run in a notebook, is released first.
 
     raises  RunError if another process holds the lock, or if owner.json cannot be written
     """
