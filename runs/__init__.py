@@ -1,4 +1,4 @@
-"""All that surrounds the training steps: set-up, phases, start-up check, checkpoints, records, the run folder."""
+"""Around the training steps: set-up, phases, start-up check, checkpoints, records, the run folder."""
 
 import os
 import sys
