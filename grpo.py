@@ -249,6 +249,9 @@ LOSSES = {                      # the keys are the choices of --loss_type
 }
 
 
+RATIO_LOSSES = "dapo", "grpo", "dr_grpo", "gspo"          # with every ratio 1 their value is the mean of -A
+
+
 def kl_penalty(
     logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
 ) -> Tensor:

@@ -4,10 +4,7 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
     python infer.py --model_path outputs/demo/final --question "47+85=?"
     python infer.py --model_path outputs/demo/final --chat --environment calculator --max_turns 4
     python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers out.jsonl --samples 4
-    python infer.py --model_path outputs/demo/final --evaluate arithmetic --limit 256
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --against_model outputs/sft/final
-    python infer.py --model_path outputs/demo/final --evaluate countdown --reward_functions countdown
-    python infer.py --model_path outputs/lora/final --merge_into merged
     python infer.py --report outputs/demo --against outputs/other
 """
 
@@ -25,6 +22,7 @@ if __name__ == "__main__":
         parse_arguments(sys.argv[1:])
 
 from analysis.chat import ChatModel, chat, write_answers
+from analysis.engine_comparison import compare_server
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.report import write_report
 from data import load_examples, with_instruction
@@ -60,7 +58,10 @@ def main(argv: list[str]) -> None:
         answer_questions(args, source)
     else:
         chat_model = ChatModel.load(source, sampling_config(args), args.seed)
-        if args.chat:
+        if args.compare_engine:
+            prompts = load_dataset(args, args.prompts, args.limit or 32)
+            compare_server(chat_model, prompts, args.compare_engine)
+        elif args.chat:
             chat(chat_model, args.instruction)
         else:
             chat_model.answer(with_instruction({"prompt": args.question}, args.instruction)["prompt"])
@@ -102,6 +103,7 @@ def run_evaluation(args, source: ModelConfig) -> None:
         evaluated = replace(source, model_path=getattr(args, flag))
         try:
             loaded = ChatModel.load(evaluated, config, args.seed)
+            loaded.check_length([example["prompt"] for example in examples])
             results.append({"model_path": evaluated.model_path} | measure(
                 loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
                 reward_functions=functions, shared_prompt=loaded.shared_prompt, environment=environment,

@@ -23,7 +23,8 @@ from engine.adapters import AdapterReference, add_adapter, has_adapter, trainabl
 from engine.devices import is_main
 from engine.errors import first_line
 from engine.model_files import (
-    adapter_settings, attention_options, auto_class, check_model_path, remember_attention,
+    adapter_settings, attention_options, auto_class, check_model_path, eager_for_soft_caps,
+    remember_attention,
 )
 from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.recomputation import layers_of
@@ -80,7 +81,8 @@ def load_policy(config, *, trainable: bool = True):
     try:
         if config.model_path:
             path, trust = adapter.get("base_model_name_or_path", config.model_path), config.trust_remote_code
-            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+            settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+            cls, options = auto_class(settings), options or eager_for_soft_caps(settings)
             with loading_shards():
                 policy = cls.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust, **options)
         else:

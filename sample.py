@@ -22,7 +22,8 @@ from engine.devices import cut_graph
 from engine.logits import compute_logits
 from engine.packing import left_pad, pad_rows
 from engine.prefix_attention import use_prefix_attention
-from engine.sampling_state import SamplingState, occurrences, uniform_streams
+from engine.sampling_state import SamplingState, occurrences, random_generators, uniform_streams
+from engine.vllm_engine import sample_from_engine
 from environments.conversations import Conversation
 
 INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
@@ -47,7 +48,7 @@ class Rollout:
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
     shared_prompt: bool = True, batch_size: int | None = None, prompt_occurrences: list[int] | None = None,
-    responders: list | None = None, on_tokens=None,
+    responders: list | None = None, on_tokens=None, engine=None,
 ) -> Rollout:
     """Sample a group of completions for each prompt.
 
@@ -62,6 +63,7 @@ def sample_completions_for_prompts(
     prompt_occurrences  result of occurrences() for these prompts, if they are part of a larger batch
     responders          for each prompt a function of its conversation that returns the environment's message
     on_tokens           called with the new tokens (n,) of the first completion while they are sampled
+    engine              a VLLMEngine that is awake samples, without on_tokens; None: the model does, here
     """
     group_size = num_completions or config.num_completions_per_prompt
     greedy = config.generation_temperature == 0
@@ -70,7 +72,7 @@ def sample_completions_for_prompts(
         top_k=1 if greedy else config.generation_top_k,
         top_p=config.generation_top_p,
     )
-    device = next(model.parameters()).device
+    device = torch.device("cpu") if engine else next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     repeats = occurrences(prompts) if prompt_occurrences is None else prompt_occurrences
     uniforms = uniform_streams(encoded, repeats, group_size, config.generation_max_length, seed)
@@ -82,6 +84,10 @@ def sample_completions_for_prompts(
     pad_id, limit = tokenizer.pad_token_id, batch_size or config.generation_batch_size or len(uniforms)
     state = SamplingState(uniforms, stop_ids, pad_id, policy, device, conversations, on_tokens)
     cut_graph(device)
+    if engine:
+        seeds = [int(g.integers(2**62)) for g in random_generators(encoded, repeats, group_size, seed)]
+        sample_from_engine(engine, encoded, state, group_size, seeds)
+        return as_rollout(state, encoded, tokenizer)
     with sampling_mode(model, shared_prompt):
         sample_from_queue(
             model, encoded, state, group_size, shared_prompt=shared_prompt,

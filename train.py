@@ -58,7 +58,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     def sample_and_score(examples: list[dict], prompt_occurrences: list[int], attempt: int) -> Groups:
         rollout = sample_completions_for_prompts(
             run.model, run.tokenizer, [example["prompt"] for example in examples], config,
-            seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt,
+            seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt, engine=run.engine,
             prompt_occurrences=prompt_occurrences, responders=responders(run.environment, examples),
         )
         reports = Reports()                               # filled by the call below
@@ -70,7 +70,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
         rewards = shape_rewards(config, rollout, scores, per_function)
         return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
 
-    sample_all = partial(sample_on_all_ranks, run.model, sample_and_score)
+    sample_all = partial(sample_on_all_ranks, run.model, run.engine, sample_and_score)
     groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
     run.progress.record_scores(sampled)                   # of replaced groups as well
     return groups
@@ -151,7 +151,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
             sums[name] += value.item() * counts
     sums = {name: all_sum(value) for name, value in sums.items()}
     share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    for name in "entropy", "ratio_deviation", "policy_kl":           # means over the forwarded tokens, or NaN
+    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # of forwarded tokens, or NaN
         sums[name] = sums[name] / share if share else math.nan
     return sums
 
@@ -261,7 +261,7 @@ def learn(run: Run) -> None:
                     metrics, experience = take_step(run, next(run.batches))
                 with run.checkpoint_on_error():
                     run.log_step(metrics | {"skipped": progress.skipped - skipped}, experience)
-                if is_due(before, progress.phase_step, training.eval_steps):
+                if is_due(before, progress.phase_step, phase.eval_steps):
                     accuracy, evaluated_at = run.log_evaluation(), progress.step
                     if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
                         phase.steps = progress.phase_step                        # ends the phase

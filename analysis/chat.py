@@ -18,9 +18,10 @@ from transformers import TextStreamer
 
 from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt, with_instruction
-from engine.chat_template import as_text
+from engine.chat_template import as_text, with_known_role
 from engine.devices import best_device
 from engine.precision import resolve_precision
+from engine.sampling_state import occurrences
 from environments.loading import load_environment, refuse_missing_columns, responders
 from model import check_context_length, load_policy, move
 from runs.command_line import printable
@@ -63,16 +64,19 @@ class ChatModel:
         move(model, device)
         return cls(model, tokenizer, config, seed, can_share_prompts(model, tokenizer, "1+1=?"))
 
-    def sample(self, examples: list[dict], num_completions: int = 1, on_tokens=None) -> Rollout:
-        """Sample completions of the prompts. Raises ValueError if the model's context is too short."""
-        environment = load_environment(self.config.environment)
-        refuse_missing_columns(self.config.environment, environment, examples)
-        longest = max(len(encode_prompt(self.tokenizer, example["prompt"])) for example in examples)
+    def check_length(self, prompts: list) -> None:
+        """Raise ValueError if the model's positions are too few for a prompt and its completion."""
+        longest = max(len(encode_prompt(self.tokenizer, prompt)) for prompt in prompts)
         check_context_length(self.model, longest, self.config.generation_max_length)
+
+    def sample(self, examples: list[dict], num_completions: int = 1, **options) -> Rollout:
+        """Sample completions of the prompts. options: as for sample_completions_for_prompts."""
+        environment, prompts = load_environment(self.config.environment), [e["prompt"] for e in examples]
+        refuse_missing_columns(self.config.environment, environment, examples)
+        self.check_length(prompts)
         return sample_completions_for_prompts(
-            self.model, self.tokenizer, [example["prompt"] for example in examples], self.config,
-            seed=self.seed, num_completions=num_completions, shared_prompt=self.shared_prompt,
-            responders=responders(environment, examples), on_tokens=on_tokens,
+            self.model, self.tokenizer, prompts, self.config, seed=self.seed, num_completions=num_completions,
+            shared_prompt=self.shared_prompt, responders=responders(environment, examples), **options,
         )
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
@@ -94,39 +98,60 @@ def chat(chat_model: ChatModel, instruction: str) -> None:
     print("An empty line ends the conversation.", file=sys.stderr)
     messages: list[dict] = []
     try:
-        while text := input("> ").strip():
-            if not messages:
-                text = with_instruction({"prompt": text}, instruction)["prompt"]
+        while text := input("> ").encode(errors="replace").decode().strip():     # no lone surrogates
             messages.append({"role": "user", "content": text})
-            reply = chat_model.answer(encode_conversation(chat_model, messages))
+            try:
+                prompt = encode_conversation(chat_model, messages, instruction)
+            except ValueError as error:
+                print(f"{error}\n(this message is left out)")
+                messages.pop()
+                continue
+            reply = chat_model.answer(prompt)
             messages += [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
             chat_model.seed += 1
     except (EOFError, KeyboardInterrupt):
         print()
 
 
-def encode_conversation(chat_model: ChatModel, messages: list[dict]) -> list[dict] | str | list[int]:
-    """Return a conversation as a prompt.
+def encode_conversation(
+    chat_model: ChatModel, messages: list[dict], instruction: str = ""
+) -> list[dict] | str | list[int]:
+    """Return a conversation as a prompt. While it is too long for the model, remove its first messages.
 
     With a chat template these are the messages. Without one it is the first message as text, as with
-    --question, or the token ids of all messages, as in training on conversations.
+    --question, or the token ids of all messages, as in training on conversations. Raises ValueError if the
+    last message alone is too long, or if the template rejects it.
     """
-    tokenizer = chat_model.tokenizer
-    if tokenizer.chat_template:
-        return messages
-    prompt, later = messages[0]["content"], messages[1:]
-    if not later:
+    tokenizer, stops = chat_model.tokenizer, stop_token_ids(chat_model.model, chat_model.tokenizer)
+    for start in [number for number, message in enumerate(messages) if message["role"] == "user"]:
+        first, *later = with_instruction({"prompt": messages[start:]}, instruction)["prompt"]
+        prompt = first["content"]
+        if tokenizer.chat_template:
+            prompt = [first, *(with_known_role(tokenizer, message) for message in later)]
+        elif later:
+            ids, _ = encode_demonstration(tokenizer, prompt, later, stops)
+            prompt = encode_prompt(tokenizer, prompt) + ids
+        encode_prompt(tokenizer, prompt)                  # raises if the template rejects it
+        try:
+            chat_model.check_length([prompt])
+        except ValueError as error:
+            too_long = error
+            continue
+        if start:
+            print("(the conversation is too long for the model: its first messages are left out)")
+            del messages[:start]
         return prompt
-    ids, _ = encode_demonstration(tokenizer, prompt, later, stop_token_ids(chat_model.model, tokenizer))
-    return encode_prompt(tokenizer, prompt) + ids
+    raise too_long
 
 
 def write_answers(chat_model: ChatModel, examples: list[dict], num_completions: int, target: Path) -> None:
     """Write a line of JSON for each answer: the example's columns, completion and finished."""
+    earlier = occurrences([example["prompt"] for example in examples])
     with target.open("w", encoding="utf-8") as file:
         for start in range(0, len(examples), PROMPTS_PER_BATCH):
             batch = examples[start : start + PROMPTS_PER_BATCH]
-            rollout = chat_model.sample(batch, num_completions)
+            repeats = earlier[start : start + PROMPTS_PER_BATCH]
+            rollout = chat_model.sample(batch, num_completions, prompt_occurrences=repeats)
             answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
             for row, (completion, finished) in enumerate(answers):
                 record = batch[row // num_completions] | {"completion": completion, "finished": finished}

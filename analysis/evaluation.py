@@ -17,7 +17,7 @@ import torch
 
 from engine.devices import gather_from_ranks, rank_slice
 from engine.sampling_state import occurrences
-from engine.sharding import gathered_weights
+from engine.vllm_engine import ready_to_sample
 from environments.loading import responders
 from reward_functions.answers import extract_answer, same_answer, text_of
 from reward_functions.loading import name_of
@@ -31,7 +31,7 @@ Z = 1.96                        # 95 % of a normal distribution lie within this 
 def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **options) -> dict:
     """Sample one completion of each problem and score it. Options: as for sample_and_score.
 
-    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %, Wilson),
+    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
              eval_problems, eval_reward/<function> (mean points) and eval_truncated (share). Without known
              answers: no eval_accuracy.
     """
@@ -45,21 +45,22 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
     result["eval_problems"] = len(correct) or len(examples)
     result["eval_truncated"] = num_truncated / len(examples)
     if len(correct):
-        low, high = wilson_interval(float(correct.sum()), len(correct))
-        result["eval_accuracy"] = float(correct.mean())
-        result |= {"eval_accuracy_low": low, "eval_accuracy_high": high}
+        found = estimate_mean(correct.numpy())
+        result["eval_accuracy"] = found["mean"]
+        result |= {f"eval_accuracy_{end}": found[end] for end in ("low", "high")}
     return result
 
 
 def sample_and_score(
     model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int,
     reward_functions=(correctness,), on_error: str = "raise", reward_timeout: float = 0.0,
-    batch_size: int = 64, shared_prompt: bool = True, environment=None, trainer_state=None,
+    batch_size: int = 64, shared_prompt: bool = True, environment=None, trainer_state=None, engine=None,
 ) -> tuple[list, dict[str, torch.Tensor], int, Reports]:
     """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
 
     config       and shared_prompt: as for sample_completions_for_prompts; on_error, reward_timeout and
                  trainer_state: as for compute_rewards_for_completions
+    engine       a VLLMEngine that samples; None: the model does
     batch_size   completions sampled at once; waiting ones are started when half of these are finished
     environment  replies to the policy; None: no conversation
     returns      completions (P * n, those of a problem adjacent: texts, or conversations), points of each
@@ -75,7 +76,7 @@ def sample_and_score(
         rollout = sample_completions_for_prompts(
             model, tokenizer, [example["prompt"] for example in local_examples], config, seed=seed,
             num_completions=num_completions, shared_prompt=shared_prompt, batch_size=batch_size,
-            prompt_occurrences=earlier, responders=responders(environment, local_examples),
+            prompt_occurrences=earlier, responders=responders(environment, local_examples), engine=engine,
         )
         reports = Reports()
         _, points = compute_rewards_for_completions(
@@ -85,7 +86,7 @@ def sample_and_score(
         )
         return rollout.completions, points, int((~rollout.finished).sum()), reports
 
-    with gathered_weights(model):
+    with ready_to_sample(model, engine):
         texts, points, truncated, reports = zip(*filter(None, gather_from_ranks(sample_local)), strict=True)
     points = {name: torch.cat([of_rank[name] for of_rank in points]) for name in points[0]}
     return list(chain(*texts)), points, sum(truncated), Reports().add(*reports)
@@ -207,25 +208,36 @@ def majority_vote(completions: list, truth: str) -> float:
 def estimate_mean(values: np.ndarray) -> dict:
     """Return {"mean", "low", "high", "interval"} of P values from 0 to 1: a 95 % interval and its name.
 
-    The interval is Wilson's if every value is 0 or 1. Fractional values vary less, as if there were more
-    problems: the interval is then Wilson's for the number of 0/1 problems with the same variance (C. Franco
-    et al., J. Survey Stat. Methodol. 7, 2019). In simulations its coverage was that of the bootstrap over
-    problems or better, and at least 90 % even where few problems are ever solved.
+    The interval is Clopper and Pearson's (Biometrika 26, 1934), exact if every value is 0 or 1. Fractional
+    values vary less, as if there were more problems: it is then that of the number of 0/1 problems with the
+    same variance (C. Franco et al., J. Survey Stat. Methodol. 7, 2019). Their mean and variance are taken
+    with two more problems, of 0 and of 1, since values that are all alike say little about rare others.
+    docs/rewards.md has its coverage.
     """
-    mean, variance = float(values.mean()), float(values.var())
-    binary = np.isin(values, (0, 1)).all()
-    problems = len(values) if binary or variance == 0 else len(values) * mean * (1 - mean) / variance
-    low, high = wilson_interval(mean * problems, problems)
-    name = "Wilson" if binary else "Wilson, effective number of problems"
+    mean, extended = float(values.mean()), np.append(values, [0.0, 1.0])
+    problems = len(values) * float(extended.mean() * (1 - extended.mean()) / extended.var())
+    low, high = share_interval(mean * problems, problems)
+    name = "Clopper-Pearson" + ", effective number of problems" * (not np.isin(values, (0, 1)).all())
     return {"mean": mean, "low": low, "high": high, "interval": name}
 
 
-def wilson_interval(successes: float, n: float, z: float = Z) -> tuple[float, float]:
-    """Return the 95 % interval of a share. E. B. Wilson, JASA 22 (1927): accurate near 0 and 1 as well."""
-    p = successes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def share_interval(successes: float, n: float) -> tuple[float, float]:
+    """Return Clopper and Pearson's 95 % interval: at its ends results as far or farther have 2.5 %."""
+    failures = n - successes
+    low = beta_quantile(0.025, successes, failures + 1) if successes > 1e-9 else 0.0
+    return low, beta_quantile(0.975, successes + 1, failures) if failures > 1e-9 else 1.0
+
+
+def beta_quantile(share: float, a: float, b: float) -> float:
+    """Return x with P(X < x) = share for X ~ Beta(a, b).
+
+    Of X = sin(t)**2, t has density ~ sin(t)**(2a - 1) cos(t)**(2b - 1).
+    """
+    edges = np.linspace(0, math.pi / 2, 20_001)
+    t = (edges[1:] + edges[:-1]) / 2
+    density = (2 * a - 1) * np.log(np.sin(t)) + (2 * b - 1) * np.log(np.cos(t))
+    shares = np.append(0, np.exp(density - density.max()).cumsum())              # of t below each edge
+    return math.sin(np.interp(share, shares / shares[-1], edges)) ** 2
 
 
 def estimate_difference(left: np.ndarray, right: np.ndarray) -> dict:
@@ -268,11 +280,9 @@ def estimate_points(*models: list[list[float | None]]) -> dict:
 
 
 def student_quantile(freedom: int) -> float:
-    """Return t with P(|T| < t) = 95 %. Of T = sqrt(freedom) tan(a), a has density ~ cos(a)**(freedom - 1)."""
-    edges = np.linspace(0, math.pi / 2, 200_001)
-    density = np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1)
-    share = np.append(0, density.cumsum()) / density.sum()                       # of |a| below each edge
-    return math.sqrt(freedom) * math.tan(np.interp(0.95, share, edges))
+    """Return t with P(|T| < t) = 95 %. T**2 / (T**2 + freedom) has the distribution Beta(1/2, freedom/2)."""
+    share = beta_quantile(0.95, 0.5, freedom / 2)
+    return math.sqrt(freedom * share / (1 - share))
 
 
 def describe_estimates(estimates: dict[str, dict], samples: int) -> str:

@@ -9,18 +9,22 @@ Every number comes from the functions that train. Unlike a real step, it has a b
 update on the whole group. Nothing is written to disk, and the updated weights are not kept.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("analysis/explain.py is no program; run: python train.py --use_grpo --explain")
+
 from collections.abc import Callable
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
 from config import GRPOConfig
 from engine.chat_template import as_text
 from experience import Experience, Groups, compute_experience, log_probs_of_rollout
-from grpo import LOSSES, compute_group_advantages, kl_penalty
+from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
+from runs.doctor import SUCCESS
 from runs.folder import RunFolder
 from runs.records import or_none, points_text
 from runs.run import Run
@@ -95,16 +99,22 @@ def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
 
 
 def find_group(run: Run, sample_groups: Callable) -> Groups | None:
-    """Sample as in training until a group is not tied, and return it; None after BATCHES batches."""
+    """Sample until a group has right and wrong answers, at most BATCHES batches, else take one not tied."""
+    group, found, best = None, "", 0
     for number in range(1, BATCHES + 1):
         groups = sample_groups(run, next(run.batches))
-        if not groups.tied.all():
-            first = int((~groups.tied).nonzero()[0])
-            tied, all_groups = int(groups.tied.sum()), len(groups.tied)
-            run.folder.print(
-                f"{tied} of {all_groups} groups of batch {number} are tied; this is the first other one")
-            return groups.select(torch.arange(all_groups) == first)
-    return None
+        right = [points == 1 for name, points in groups.per_function.items() if f"reward/{name}" in SUCCESS]
+        mixed = right[0].any(dim=1) & ~right[0].all(dim=1) if right else True
+        rank = (~groups.tied).int() + (~groups.tied & mixed).int()               # (P,): 2 is best, 0 is tied
+        if rank.max() > best:
+            best, first = int(rank.max()), int((rank == rank.max()).nonzero()[0])
+            group = groups.select(torch.arange(len(rank)) == first)
+            kind = "with right and wrong answers" if right and best == 2 else "of the others"
+            found = f"{int(groups.tied.sum())} of {len(rank)} groups of batch {number} are tied"
+        if best == 2:
+            break
+    run.folder.print(f"{found}; this is the first {kind}" if group is not None else "")
+    return group
 
 
 def least_likely_tokens(rollout, row: int) -> list[int]:
@@ -119,11 +129,13 @@ def least_likely_tokens(rollout, row: int) -> list[int]:
 
 def show(folder: RunFolder, title: str, head: list[str], lines: list[list[str]]) -> None:
     """Print a table. Cells are not parsed as rich's markup, since they hold a model's text."""
-    table = Table(*head, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    columns = [Column(name, overflow="fold") for name in head]
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for line in lines:
         table.add_row(*map(Text, line))
-    width = None if folder.console.is_terminal else 160                          # rich takes 80 in a pipe
-    folder.console.print(table, soft_wrap=False, width=width)
+    if not folder.console.is_terminal:
+        folder.console.width = 10**6                      # rich takes 80 in a pipe
+    folder.console.print(table, soft_wrap=False)
 
 
 def show_completions(
@@ -154,18 +166,20 @@ def show_completions(
         folder.print("   A is the mean over the completion's tokens: the value head gives each its own (GAE)")
         return
     b, s = baseline_and_scale(config, points, mean_reward)
+    b = " ".join(f"{value:.4f}" for value in b.tolist())
     scale = "not scaled" if config.scale == "none" else "standard deviation"
     penalty = ", less the KL penalty, centred" if config.kl_coef and config.kl_in == "reward" else ""
-    folder.print(f"   b = {b:.4f} ({config.baseline}), s = {s:.4f} ({scale}): A = (r - b) / s{penalty}")
+    folder.print(f"   b = {b} ({config.baseline}), s = {s:.4f} ({scale}): A = (r - b) / s{penalty}")
 
 
-def baseline_and_scale(config: GRPOConfig, points: Tensor, mean_reward: float) -> tuple[float, float]:
-    """Compute b and s from r - b and (r - b) / s, of the completion farthest from its baseline."""
+def baseline_and_scale(config: GRPOConfig, points: Tensor, mean_reward: float) -> tuple[Tensor, float]:
+    """Compute b, a value for all completions or one for each, and s, from r - b and (r - b) / s."""
     options = config.advantage_options | {"global_mean": mean_reward}
     centred = compute_group_advantages(points, **options | {"scale": "none"})
     g = int(centred.abs().argmax())
     scaled = compute_group_advantages(points, **options)
-    return float((points - centred).flatten()[g]), float((centred / scaled).flatten()[g])
+    b = (points - centred).flatten()
+    return b if config.baseline == "leave_one_out" else b[g : g + 1], float((centred / scaled).flatten()[g])
 
 
 def show_tokens(
@@ -213,7 +227,8 @@ def show_loss(
     folder.print(f"   {config.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
     if aggregation != "token_mean" and {"kl", "entropy"} & set(weights):
         folder.print("   and so are its KL and entropy in total_loss; the table has their token means")
-    folder.print("   every ratio is still 1, so the value is a mean of advantages; its gradient counts")
+    value = "-A" if config.loss_type in RATIO_LOSSES else "-A * logp"
+    folder.print(f"   every ratio is still 1, so policy_loss is a mean of {value}; its gradient counts")
 
 
 def show_change(folder: RunFolder, experience: Experience, old: Tensor, new: Tensor) -> None:

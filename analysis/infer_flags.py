@@ -5,16 +5,20 @@ The flags of infer.py, and which of them cannot be combined. Imports no torch: m
 import argparse
 from pathlib import Path
 
-from config import GRPOConfig, ModelConfig
+from config import GRPOConfig, ModelConfig, TrainingConfig
 from runs.command_line import OneLineParser
 
-MODES = "question", "chat", "questions", "evaluate", "merge_into", "report"
+EXAMPLES = """
+  python infer.py --model_path RUN/final --question "47+85=?"
+  python infer.py --model_path RUN/final --evaluate arithmetic --limit 256
+  python infer.py --report RUN --against OTHER_RUN"""
+MODES = "question", "chat", "questions", "evaluate", "merge_into", "report", "compare_engine"
 
 
 def build_parser() -> OneLineParser:
     """Return the parser with every flag."""
     parser = OneLineParser(
-        prog="infer.py", allow_abbrev=False,
+        prog="infer.py", allow_abbrev=False, usage=EXAMPLES,
         description="Sample from a model, evaluate it, or write the report of a run.",
     )
     add = parser.add_argument
@@ -33,6 +37,10 @@ def build_parser() -> OneLineParser:
     add("--merge_into", metavar="FOLDER", help="add the LoRA adapter to the weights and write them to FOLDER")
     add("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--against", metavar="RUN", default="", help="another run, shown beside the first one in the report")
+    add("--compare_engine", metavar="URL", help="compare the log-probabilities of a server that has "
+        "--model_path, such as vllm serve, with the trainer's")
+    add("--prompts", metavar="DATASET", default="arithmetic",
+        help="for --compare_engine: what to send [%(default)s]; --limit prompts, default 32")
     add("--samples", type=int, default=1,
         help="completions per problem [%(default)s]; with several, --evaluate prints pass@k too")
     add("--against_model", metavar="MODEL", default="", help="evaluate it too, and print the difference")
@@ -74,6 +82,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     reject_incompatible(args)
     sampling_config(args).validate_functions()            # and the values
     ModelConfig(chat_template_kwargs=args.chat_template_kwargs)
+    TrainingConfig(seed=args.seed)
     return args
 
 
@@ -104,6 +113,10 @@ def reject_incompatible(args: argparse.Namespace) -> None:
     for name, path in ("json", args.json), ("answers", args.answers):
         if path and not Path(path).resolve().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder {Path(path).parent} does not exist")
+        if path and Path(path).is_dir():
+            raise ValueError(f"--{name}={path}: is a folder; name a file")
+        if path and Path(path).resolve() == Path(args.questions or args.evaluate or "").resolve():
+            raise ValueError(f"--{name}={path}: is the file of the problems; name another one")
     for name in "against_model", "json", "reward_functions":
         if getattr(args, name) and not args.evaluate:
             raise ValueError(f"--{name}={getattr(args, name)}: needs --evaluate DATASET")

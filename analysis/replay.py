@@ -4,13 +4,17 @@ Losses of saved rollouts, computed again without sampling and without an update.
     python train.py --replay RUN/rollouts.jsonl                              with the settings of its run
     python train.py --replay RUN/rollouts.jsonl --loss_type gspo             with some of them changed
 
-Prints a line of JSON for each saved step, with the keys of metrics.jsonl. Rollouts and weights are the same
-each time, so the effect of a flag is isolated: loss, baseline, KL estimator, clip, reward weight. The weights
-are those of --model_path, or of the run's newest checkpoint. With the checkpoint written just before a step,
-its numbers are those of the run. A rollout is one update here, at any --minibatch_size.
+Prints a table on stderr, as trained | now; a file or pipe as stdout gets JSON with the keys of metrics.jsonl.
+Rollouts and weights are the same each time, so the effect of a flag is isolated: loss, baseline, clip. The
+weights are those of --model_path, or of the run's newest checkpoint. With the checkpoint written just before
+a step, its numbers are those of the run. A rollout is one update here, at any --minibatch_size.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("analysis/replay.py is no program; run: python train.py --replay RUN/rollouts.jsonl")
+
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +27,16 @@ from engine.packing import left_pad, pad_rows
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience, shape_rewards
 from grpo import compute_group_advantages
 from model import ValueHead, load_policy, move
-from rewards import weighted_sum
+from reward_functions.loading import name_of
+from rewards import load_reward_function, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
-from runs.records import or_none, parse_record, warn_once, read_steps
+from runs.records import or_none, parse_record, read_jsonl, read_steps, warn_once
 from runs.run import Progress, Run
 from runs.setup import load_reference
 from sample import Rollout
+
+SHOWN = "total_loss", "grad_norm", "entropy"              # in the table
 
 
 def replay(config: Config, accumulate_gradients: Callable) -> None:
@@ -52,6 +59,9 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     if weights is None:
         raise ValueError(f"--replay={path}: no checkpoint beside it; name the weights with --model_path")
     run = load_run(config, weights)
+    lines = read_jsonl(path.parent / "metrics.jsonl")
+    logged = {line["step"]: line for line in lines if line["phase"] != "eval"}
+    table = [f"as trained | now, with the weights of {weights}", " step" + "".join(f"{n:>24}" for n in SHOWN)]
     for records in read_steps(path):
         step, phase = records[0]["step"], records[0]["phase"]
         if phase == "grpo":
@@ -61,7 +71,12 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
         else:
             metrics = replay_supervised_step(run, records, accumulate_gradients)
         metrics = {name: or_none(value) for name, value in metrics.items()}
-        print(json.dumps({"step": step, "phase": phase} | metrics))
+        if not sys.stdout.isatty():
+            print(json.dumps({"step": step, "phase": phase} | metrics))
+        columns = [[row.get(name) for row in (logged.get(step, {}), metrics)] for name in SHOWN]
+        texts = [" | ".join("-" if value is None else f"{value:.4g}" for value in pair) for pair in columns]
+        table.append(f"{step:>5}" + "".join(f"{text:>24}" for text in texts))
+    print(*table, sep="\n", file=sys.stderr)
 
 
 def load_run(config: Config, weights: Path) -> Run:
@@ -104,10 +119,7 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     """Return metrics of a GRPO step from its records."""
     config, progress = run.config.grpo, run.progress
     rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
-    names = [name.rpartition(":")[2] for name in config.reward_functions]   # of file.py:function the function
-    for name in names:
-        if name not in per_function:
-            raise ValueError(f"--reward_functions {name}: not among those saved, {' '.join(per_function)}")
+    names = [saved_name(name, per_function) for name in config.reward_functions]
     per_function = {name: per_function[name] for name in names}
     scores = weighted_sum(per_function, config.weights, config.reward_clips)     # (P, G)
     rewards = shape_rewards(config, rollout, scores, per_function)
@@ -122,6 +134,15 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     )
     metrics = experience.metrics | {"mean_reward": float(scores.nanmean())}
     return gradient_metrics(run, experience, config, accumulate_gradients) | metrics
+
+
+def saved_name(name: str, saved: dict) -> str:
+    """Return the name that points of a reward function were saved under: that after a colon, or its own."""
+    short = name.rpartition(":")[2]                       # python:NAME, file.py:NAME
+    found = short if short in saved else name_of(load_reward_function(name))
+    if found not in saved:
+        raise ValueError(f"--reward_functions {name}: not among those saved, {' '.join(saved)}")
+    return found
 
 
 def replay_supervised_step(run: Run, records: list[dict], accumulate_gradients: Callable) -> dict:

@@ -10,6 +10,9 @@ never as HTML, and the page's Content-Security-Policy forbids all other scripts 
 Left out on purpose: probabilities of tokens that were not sampled. rollouts.jsonl does not hold them.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("analysis/report.py is no program; run: python infer.py --report RUN")
+
 import base64
 import hashlib
 import json
@@ -17,11 +20,8 @@ from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 
-import torch
-
 from config import FLAGS, START_FLAGS, Config, ModelConfig
 from engine.chat_template import as_text
-from grpo import compute_group_advantages
 from model import load_tokenizer
 from runs.records import or_none, read_jsonl, read_steps, replace_text
 from sources.settings import profile_values
@@ -230,17 +230,16 @@ def read_completions(folder: Path, config: dict) -> tuple[dict, dict[int, str]]:
 def summarise_groups(records: list[dict], tokenizer) -> list[dict]:
     """Return the groups of a step. "first" is the index of the group's first completion within the step."""
     groups = [list(group) for _, group in groupby(records, key=lambda record: record["group"])]
-    rewards = [[torch.nan if r["reward"] is None else r["reward"] for r in group] for group in groups]
-    tied = (compute_group_advantages(torch.tensor(rewards)) == 0).all(dim=1).tolist()
     size = len(groups[0])
     return [
         {
             "step": group[0]["step"], "group": group[0]["group"],
             "prompt": prompt_text(group[0]["prompt"], tokenizer),
-            "tied": is_tied, "names": list(group[0]["rewards"]), "first": number * size,
+            "tied": group[0].get("tied", not any(record["advantage"] for record in group)),
+            "names": list(group[0]["rewards"]), "first": number * size,
             "completions": [summarise_completion(record) for record in group],
         }
-        for number, (group, is_tied) in enumerate(zip(groups, tied, strict=True))
+        for number, group in enumerate(groups)
     ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from data import COLUMNS, load_examples
+from engine.chat_template import as_text
 from reward_functions.answers import extract_answer, text_of
 from reward_functions.loading import RESERVED, missing_columns, name_of, require_columns
 from runs.command_line import OneLineParser, exit_on_mistake
@@ -29,12 +30,13 @@ KINDS = {
     "spam": "three answers, the correct one in the middle",
     "repeated": "gold three times",
     "truncated": "the first half of gold",
+    "echo": "the prompt",
 }
 SLOW = 0.1                      # seconds per completion
 
 
 def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
-    """Return the text of each kind for one example; without a gold: empty, wrong and form only.
+    """Return the text of each kind for one example; without a gold: empty, wrong, form, echo.
 
     other  another example, whose gold is wrong here
     For a conversation the texts are its last turn.
@@ -43,9 +45,9 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     answer = answer[0] if isinstance(answer, list) and answer else answer
     answer = None if isinstance(answer, list | dict | None) else str(answer)
     gold = gold or (demonstration("because", answer) if answer else None)
-    form = demonstration("...", "...")
+    form, echo = demonstration("...", "..."), as_text(example["prompt"])
     if not gold:
-        return {"empty": "", "wrong": "I do not know.", "form": form}
+        return {"empty": "", "wrong": "I do not know.", "form": form, "echo": echo}
     correct = extract_answer(gold) or answer
     if answer and correct:
         changed = re.sub(r"\d{1,9}", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)
@@ -64,6 +66,7 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     return {
         "gold": gold, "empty": "", "wrong": wrong, "confident": confident, "form": form, "spam": spam,
         "repeated": "\n".join([gold] * 3), "truncated": gold[: len(gold) // 2],
+        "echo": echo,
     }
 
 
@@ -125,13 +128,13 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
         return [f"gives {points['empty']:g} to every completion, so nothing can be learned from it here"]
     flags = []
-    for lower, kinds in ("gold", list(KINDS)), ("wrong", ["empty", "form", "spam"]):
+    for lower, kinds in ("gold", list(KINDS)), ("wrong", ["empty", "form", "spam", "echo"]):
         limit = points.get(lower, math.inf) + 1e-9
         above = [f"{kind} ({points[kind]:.2f})" for kind in kinds if points.get(kind, -math.inf) > limit]
         if above:
             flags.append(f"gives more to {', '.join(above)} than to {lower} ({points[lower]:.2f})")
     gold = points.get("gold", math.inf)
-    bad_kinds = "empty", "wrong", "confident", "form", "spam"
+    bad_kinds = "empty", "wrong", "confident", "form", "spam", "echo"
     equal = [kind for kind in bad_kinds if abs(points.get(kind, -math.inf) - gold) < 1e-9]
     if is_total and equal:
         flags.append(f"gives as much to {', '.join(equal)} as to gold ({gold:.2f})")

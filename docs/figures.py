@@ -1,8 +1,9 @@
 """
-Draws the figures of docs/walkthrough.md and docs/lecture.md, with the functions that train: nothing is drawn by hand.
+Draw the figures of docs/walkthrough.md and docs/lecture.md, with the functions that train: nothing is drawn by hand.
 
-    python docs/figures.py               docs/figures/*.svg, in seconds
-    python docs/figures.py --train       first the run whose curve is drawn: a minute or two
+    python docs/figures.py                   docs/figures/*.svg, in seconds
+    python docs/figures.py --train           train, and draw the curve: outputs/figures/curve.svg, in a minute or two
+    python docs/figures.py --train --keep    the same into docs/figures, which changes the published figure
 
 The run is the small task of bench/losses.py: sums of the digits 0 to 4, a supervised cold start, then GRPO.
 """
@@ -40,9 +41,9 @@ matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spin
 BLUE, ORANGE, GREEN, RED, GREY = "tab:blue", "tab:orange", "tab:green", "tab:red", "0.6"
 
 
-def save(figure: Figure, name: str) -> None:
-    """The same bytes each time, so that a figure changes only when what it shows does."""
-    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
+def save(figure: Figure, name: str, folder: Path = FOLDER) -> None:
+    """Write the same bytes each time, so that a figure changes only when what it shows does."""
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 def random_groups() -> tuple:
@@ -211,8 +212,8 @@ def draw_kl() -> None:
     save(figure, "kl")
 
 
-def train_small() -> None:
-    """The small task's run, its figures kept in docs/figures/curve.jsonl."""
+def train_small(target: Path) -> None:
+    """Train on the small task; write its numbers to curve.jsonl in the target folder."""
     import losses
 
     names = "step", "phase", "eval_accuracy", "eval_accuracy_low", "eval_accuracy_high", "mean_reward", "tied_groups", "entropy"
@@ -222,12 +223,13 @@ def train_small() -> None:
         task = f"{losses.GRPO} {data_flags} --save_steps 0 --report_to none --cold_start_steps 100"
         train.main(f"{task} --cold_start_learning_rate 1e-3 --output_dir {folder}/run".split())
         kept = [{n: line[n] for n in names if n in line} for line in read_jsonl(Path(folder) / "run/metrics.jsonl")]
-    (FOLDER / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def draw_curve() -> None:
-    """Held-out accuracy, and what happens to ties and entropy meanwhile."""
-    lines = read_jsonl(FOLDER / "curve.jsonl")
+def draw_curve(folder: Path = FOLDER) -> None:
+    """Draw held-out accuracy, tied groups and entropy from curve.jsonl in the folder."""
+    lines = read_jsonl(folder / "curve.jsonl")
     evals, steps = ([line for line in lines if (line["phase"] == "eval") == held_out] for held_out in (True, False))
     grpo_steps = [line for line in steps if line["phase"] == "grpo"]
     figure = Figure(figsize=(7, 2.8), layout="constrained")
@@ -244,15 +246,21 @@ def draw_curve() -> None:
     right.legend(frameon=False)
     for axes in left, right:
         axes.axvline(grpo_steps[0]["step"], color=GREY, linestyle=":")
-    save(figure, "curve")
+    save(figure, "curve", folder)
 
 
 def main() -> None:
-    """Draw all of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--train", action="store_true", help="first the run of the learning curve")
-    if parser.parse_args().train:
-        train_small()
+    """Draw all figures; with --train the learning curve alone."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", action="store_true", help="train, and draw the learning curve alone")
+    parser.add_argument("--keep", action="store_true", help="write it to docs/figures, not to outputs/figures")
+    args = parser.parse_args()
+    if args.train:
+        folder = FOLDER if args.keep else ROOT / "outputs/figures"
+        train_small(folder)
+        draw_curve(folder)
+        print(f"{folder.relative_to(ROOT)}/curve.svg")
+        return
     model, examples, rollout = random_groups()
     draw_flow(model, examples, rollout)
     draw_groups()

@@ -82,6 +82,14 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         target.copy_(source)
 
 
+def adapted_weights(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    """Return the layers of the adapter by the names of the weights to which they are added."""
+    return {
+        f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}": layer
+        for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
+    }
+
+
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a new float32 model with the adapter added to the weights."""
     with torch.device("meta"):
@@ -90,10 +98,8 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         found = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
         weights = {name: found[name].to("cpu", torch.float32, copy=True) for name in merged.state_dict()}
-        for name, layer in model.named_modules():
-            if isinstance(layer, LoraLayer):
-                place = f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}"
-                weights[place] += layer.get_delta_weight("default").cpu()
+        for name, layer in adapted_weights(model).items():
+            weights[name] += layer.get_delta_weight("default").cpu()
     merged.load_state_dict(weights, assign=True)
     merged.tie_weights()
     merged.generation_config = model.generation_config

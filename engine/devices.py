@@ -73,8 +73,9 @@ def shutdown(code: int = 0) -> None:
     interpreter then would abort the process ("terminate called without an active exception").
     """
     if dist.is_initialized():
-        dist.destroy_process_group()
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()                           # of vLLM too, which ends groups of its own
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

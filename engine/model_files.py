@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import transformers
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from transformers import (
@@ -108,6 +109,13 @@ def attention_options(chosen: str, adapter: dict) -> dict[str, str]:
     remembered = (adapter.get("auto_mapping") or {}).get("attn_implementation")
     attention = remembered if chosen == "auto" else chosen
     return {"attn_implementation": attention} if attention else {}
+
+
+def eager_for_soft_caps(config) -> dict[str, str]:
+    """Return the argument for eager attention where transformers before 5.21 takes sdpa without soft caps."""
+    caps = getattr(config.get_text_config(), "attn_logit_softcapping", None)                     # Gemma 2
+    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
+    return {"attn_implementation": "eager"} if caps and old else {}
 
 
 def remember_attention(model, options: dict[str, str]) -> None:

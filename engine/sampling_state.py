@@ -55,6 +55,13 @@ class SamplingState:
         self.count[row_ids] = position + 1
         self.stopped[row_ids] = drawn & (tokens[:, None] == self.stop_ids).any(dim=1)
 
+    def append(self, row: int, ids: list[int], logp: list[float], stopped: bool) -> None:
+        """Append tokens that an engine drew to a row, or with logp 0 those that an environment forces."""
+        start = int(self.count[row])
+        self.ids[row, start : start + len(ids)] = torch.tensor(ids)
+        self.logp[row, start : start + len(ids)] = torch.tensor(logp)
+        self.count[row], self.stopped[row] = start + len(ids), stopped
+
     def padded(self, row_ids: list[int]) -> Tensor:
         """Return row_ids on the device, padded with dummy_row to a size that XLA has compiled before."""
         padding = bucket(len(row_ids), self.ids.device) - len(row_ids)
@@ -143,10 +150,17 @@ def uniform_streams(
 
     earlier  result of occurrences(): a repeated prompt has different streams each time
     """
-    rows = []
+    generators = random_generators(prompts, earlier, group_size, seed)
+    return np.stack([generator.random(length, dtype=np.float32) for generator in generators])
+
+
+def random_generators(
+    prompts: list[list[int]], earlier: list[int], group_size: int, seed: int
+) -> list[np.random.Generator]:
+    """Return a random generator for each of the B completions; arguments as for uniform_streams."""
+    generators = []
     for prompt, occurrence in zip(prompts, earlier, strict=True):
         key = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
         for sibling in range(group_size):
-            generator = np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling])
-            rows.append(generator.random(length, dtype=np.float32))
-    return np.stack(rows)
+            generators.append(np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling]))
+    return generators

@@ -10,11 +10,13 @@ its parameters name. It returns points, and None where it cannot score.
 """
 
 from reward_functions.answers import extract_answer, text_of
+from rewards import correctness
 
 
-def brevity(completions, **columns):
-    """Give 1 point to an empty text, falling to 0 at 1000 characters."""
-    return [max(0.0, 1 - len(text_of(completion)) / 1000) for completion in completions]
+def brevity(completions, answer, **columns):
+    """Give a right answer 1 point, falling to 0 at 1000 characters, other texts 0: to be short is not to be right."""
+    return [right and max(0.0, 1 - len(text_of(completion)) / 1000)
+            for completion, right in zip(completions, correctness(completions, answer), strict=True)]
 
 
 def closeness(completions, answer, **columns):
@@ -33,6 +35,6 @@ def points_for(guess, truth):
 
 
 if __name__ == "__main__":
-    texts = ["<answer>132</answer>", "<reasoning>2+5=7</reasoning><answer>130</answer>", "no idea", ""]
-    for name, points in ("brevity", brevity(texts)), ("closeness", closeness(texts, answer=["132"] * 4)):
-        print(name, [round(p, 3) for p in points])
+    texts = ["<answer>132</answer>", "<reasoning>7+5=12</reasoning><answer>132</answer>", "<answer>130</answer>", ""]
+    for function in brevity, closeness:
+        print(function.__name__, [round(points, 3) for points in function(texts, answer=["132"] * len(texts))])

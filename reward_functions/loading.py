@@ -105,13 +105,14 @@ def missing_columns(function: Callable, columns: set[str]) -> list[str]:
 
 
 def require_columns(functions: Iterable[Callable], examples: Iterable[dict], source: str) -> None:
-    """Raise ValueError, with a line of data that would do, if a function needs a column that is missing."""
-    columns = {name for example in examples for name in example}
+    """Raise ValueError, with a line of data that would do, if a function needs a column without values."""
+    cells = (cell for example in examples for cell in example.items())
+    columns = {name for name, value in cells if str(value) not in ("", "None")}
     for function in functions:
         if missing := missing_columns(function, columns):
             raise ValueError(
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
-                f"not have (columns: {', '.join(sorted(columns))}){data_example(function)}"
+                f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}"
             )
 
 

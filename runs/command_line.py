@@ -26,10 +26,12 @@ from sources.settings import read_settings
 USAGE = """\
 Train a language model with GRPO or supervised fine-tuning.
 
-    python train.py [settings.json] [--flag value ...]
+    python train.py --use_grpo                   the demonstration, no downloads
+    python train.py --use_grpo --model_path MODEL --dataset DATA
+    python train.py --output_dir RUN --resume    continue a run
 
-Later sources override earlier ones: defaults, profile, settings.json, flags. A settings.json holds flags by
-name; the config.json of a run is one. Mistakes are reported in one line before anything is loaded."""
+A file of settings, such as config.json of a run, comes before all flags. Flags
+override the file, which overrides the profile, which overrides the defaults."""
 HEADINGS = {                    # of --help and docs/configuration.md: first flag under a heading -> heading
     "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling",
     "environment": "Conversations", "reward_functions": "Rewards", "normalize_advantages": "Advantages",
@@ -55,6 +57,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_all(self, argv: list[str], file_hint: str = "see --help") -> argparse.Namespace:
         """Parse the flags and reject unknown words. file_hint: what to do about the name of a .json file."""
+        for word in argv:
+            if word != word.encode(errors="replace").decode():
+                raise ValueError(f"{word!a:.60}: is not UTF-8")
         args, unknown = self.parse_known_args(argv)
         pairs = zip(["", *unknown], unknown, strict=False)               # the word before, the word
         flags = [word for before, word in pairs if word.startswith("--") or (

@@ -41,7 +41,7 @@ def flags_without_effect(settings: Config) -> list[str]:
     config, training = settings.grpo, settings.training
     trained, held_out = Path(settings.data.dataset), Path(settings.data.eval_dataset or settings.data.dataset)
     no_kl, unscaled = not config.kl_coef, not (config.normalize_advantages or config.use_value_head)
-    of_evaluations = "generation_", "environment", "max_turns"
+    of_evaluations = "generation_", "environment", "max_turns", "engine"
     of_grpo = [f.name for f in dataclasses.fields(config) if not f.name.startswith(of_evaluations)]
     rules: list[tuple[str, Any, list[str]]] = [       # reason, whether it holds, flags
         ("without --lora_rank", not settings.model.lora_rank, ["lora_alpha"]),
@@ -50,6 +50,8 @@ def flags_without_effect(settings: Config) -> list[str]:
         ("with a file, which has no splits", held_out.suffix in READERS, ["eval_split"]),
         ("without --cold_start_steps", not training.cold_start_steps,
          ["cold_start_learning_rate", "cold_start_accuracy"]),
+        ("without --engine vllm", config.engine != "vllm", ["engine_memory", "engine_timeout"]),
+        ("with --engine vllm, which decides itself", config.engine == "vllm", ["generation_batch_size"]),
         ("with --loss_type reinforce", config.loss_type == "reinforce", ["clip_low", "clip_high"]),
         ("without --use_value_head", not config.use_value_head,
          ["value_coef", "value_clip", "gae_gamma", "gae_lambda"]),

@@ -16,6 +16,7 @@ The run folder: files that a run writes, and lines that it prints.
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -29,27 +30,28 @@ from engine.errors import RunError, first_line
 from engine.text_model import has_experts
 from runs.command_line import printable
 from runs.curves import draw_curves
+from runs.doctor import verdict
 from runs.flag_notes import flag_notes
 from runs.records import cut_after, held_out_text, or_none, points_text, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
 from sources.run_owner import lock_folder, take_over
 from sources.settings import PROFILES
 
-UNITS = {                       # the console line: metric, label, format
-    "loss": "loss {:.3f} nat",
+UNITS = {                       # the console line: metric, label; in order of importance, as not all may fit
+    "loss": "loss {:.3f}",
     "mean_reward": "reward {:.2f}",
     "reward/correctness": "correct {:.0%}",
-    "tied_groups": "tied {:.0%}",
-    "completion_tokens": "len {:.0f} tok",
-    "turns": "{:.1f} turns",
-    "truncated": "cut {:.0%}",
-    "unscored": "unscored {:.0%}",
     "skipped": "skipped {} not finite",
-    "kl": "kl {:.4f} nat",
-    "entropy": "entropy {:.2f} nat",
+    "unscored": "unscored {:.0%}",
+    "tied_groups": "tied {:.0%}",
+    "kl": "kl {:.4f}",
+    "entropy": "entropy {:.2f}",
+    "truncated": "cut {:.0%}",
+    "completion_tokens": "len {:.0f}",
+    "turns": "{:.1f} turns",
     "grad_norm": "grad {:.2f}",
-    "step_seconds": "{:.2f} s",
 }
+PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervised": "after training"}
 
 
 class RunFolder:
@@ -74,7 +76,7 @@ class RunFolder:
         self.console = Console(soft_wrap=True, highlight=False, quiet=not self.writes)
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=self.console, disable=not self.writes,
+            console=self.console, disable=not self.writes, speed_estimate_period=3600,
         )
         self.tracker = None
         self.bars: dict[str, int] = {}                    # progress bar of each phase
@@ -126,7 +128,8 @@ class RunFolder:
 
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
-        self.console.print(printable(text), markup=False, emoji=False)
+        wraps = self.console.is_terminal                  # lines in a file stay whole
+        self.console.print(printable(text), markup=False, emoji=False, soft_wrap=not wraps)
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""
@@ -170,19 +173,23 @@ class RunFolder:
             self.print(f"  note   {line}")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
-        """Print a line for a step, with units, and update the progress bar. step, total: of the phase."""
-        optional = "unscored", "skipped"
-        known = {name: value for name, value in metrics.items() if value or name not in optional}
-        shown = [form.format(known[name]) for name, form in UNITS.items() if name in known]
-        counted = f" (step {step_of_run})" if step != step_of_run else ""
-        self.print(f"{phase} {step:>4}/{total}{counted}  " + "  ".join(shown))
-        if "advice" in metrics:
-            self.print(f"  doctor: {metrics['advice']}")
+        """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
         if phase not in self.bars:
             for bar in self.progress.tasks:               # a cold start may end early
                 self.progress.update(bar.id, total=bar.completed)
             self.bars[phase] = self.progress.add_task(phase)
         self.progress.update(self.bars[phase], completed=step, total=total)
+        left = self.progress.tasks[-1].time_remaining
+        line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
+        end = "" if left is None else f"  left {timedelta(seconds=left)}"
+        optional = "unscored", "skipped", "truncated"
+        known = {name: value for name, value in metrics.items() if value or name not in optional}
+        known = {name: value for name, value in known.items() if value == value}                     # no NaN
+        for item in (form.format(known[name]) for name, form in UNITS.items() if name in known):
+            line += f"  {item}" if len(line + item + end) + 2 <= 80 else ""
+        self.print(line + end)
+        if "advice" in metrics:
+            self.print(f"  doctor: {metrics['advice']}")
 
     def print_completions(self, step: int, completions: list[dict], logged: bool) -> None:
         """Print rewards and advantages of the first --log_groups groups.
@@ -212,18 +219,20 @@ class RunFolder:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
     def print_summary(self) -> None:
-        """Print the held-out results after each phase, and the paths of the most important files."""
+        """Print what was learned, by held-out results around each phase, and where the files are."""
         if not self.writes:
             return
         metrics = read_jsonl(self.path / "metrics.jsonl")
-        ends = {m["step"]: f"after {m['phase']}" for m in metrics if m["phase"] != "eval"}
-        ends = {0: "before training"} | ends
+        ends = {m["step"]: PHASES[m["phase"]] for m in metrics if m["phase"] != "eval"}
+        ends = {0: "before training" if self.config.model.model_path else "untrained"} | ends
         last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
-        for m in metrics:
-            if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]:
-                self.print(f"held out {ends[m['step']]}: {held_out_text(m, self.config)}")
-        files = {"final model": "final", "learning curve": "curves.png", "report": "report.html"}
-        self.print(", ".join(f"{name}: {self.path}/{file}" for name, file in files.items()))
+        lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in metrics
+                 if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]]
+        self.print("\n".join(["", "what was learned, on held-out problems:", *lines] if lines else [""]))
+        if self.history:
+            self.print(f"doctor: {verdict(self.history, self.config)}")
+        for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
+            self.print(f"{name + ':':<13}{self.path}/{file}")
 
     def __enter__(self):
         self.progress.start()

@@ -19,18 +19,21 @@ class Phase:
     name: str                   # cold_start, supervised or grpo
     steps: int                  # optimiser steps
     learning_rate: float        # peak
+    eval_steps: int             # between evaluations; 0: only at its end
 
 
 def plan_phases(config: Config, num_examples: int) -> list[Phase]:
     """Return the phases of a run with their lengths in optimiser steps."""
     training = config.training
-    limit = training.max_steps or math.inf
+    limit, every = training.max_steps or math.inf, training.eval_steps
     rollouts = math.ceil(training.num_epochs * num_examples / training.batch_size)
     if not training.use_grpo:
-        return [Phase("supervised", int(min(limit, rollouts)), training.learning_rate)]
+        return [Phase("supervised", int(min(limit, rollouts)), training.learning_rate, every)]
     cold_start_steps = int(min(limit, training.cold_start_steps))
-    cold_start = Phase("cold_start", cold_start_steps, training.cold_start_learning_rate)
-    grpo_phase = Phase("grpo", int(min(limit, rollouts * config.updates_per_rollout)), training.learning_rate)
+    often = math.ceil(every / 3) if training.cold_start_accuracy < 1 else every
+    cold_start = Phase("cold_start", cold_start_steps, training.cold_start_learning_rate, often)
+    steps = int(min(limit, rollouts * config.updates_per_rollout))
+    grpo_phase = Phase("grpo", steps, training.learning_rate, every)
     return [cold_start, grpo_phase] if cold_start_steps else [grpo_phase]
 
 

@@ -24,6 +24,7 @@ def completion_records(experience, after=None) -> list[dict]:
     """
     examples, rollout = experience.examples, experience.rollout
     groups, advantages = experience.groups, experience.advantages
+    tied = [] if groups is None else groups.tied.tolist()
     group_size = len(rollout.completions) // len(examples)
     records = []
     for row, text in enumerate(rollout.completions):
@@ -39,7 +40,7 @@ def completion_records(experience, after=None) -> list[dict]:
             by_token = advantages.shape[1] > 1
             record |= {
                 "rewards": {name: or_none(points[p, g]) for name, points in groups.per_function.items()},
-                "reward": or_none(groups.scores[p, g]),
+                "reward": or_none(groups.scores[p, g]), "tied": tied[p],
                 "advantage": or_none((advantages[row][mask] if by_token else advantages[row]).mean()),
             }
             if any(extra := groups.reports.extra[row : row + 1]):

@@ -19,8 +19,9 @@ from config import Config, GRPOConfig
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from engine.devices import all_gather_object, num_processes, peak_memory_gb
 from engine.errors import RunError, first_line, is_out_of_memory
+from engine.vllm_engine import VLLMEngine
 from experience import Experience, Groups, log_probs_of_rollout
-from grpo import adapt_kl_coefficient
+from grpo import CENTERED_BASELINES, RATIO_LOSSES, adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
     NotSaved, checkpoints_at, load_optimizer_state, optimizer_state, random_states, read_state,
@@ -103,6 +104,7 @@ class Run:
     model: torch.nn.Module
     progress: Progress = field(default_factory=Progress)
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
+    engine: VLLMEngine | None = None                      # samples; None: the model does
     # Objects of the current phase.
     batches: ShuffledBatches | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -174,9 +176,9 @@ class Run:
             self.batches.position = saved["position"]
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
-        elif phase.name == "grpo":
-            reason = "by construction (advantages of a group cancel)"
-            self.folder.print(f"the loss stays near 0 {reason}: watch reward and entropy")
+        elif phase.name == "grpo" and config.baseline in CENTERED_BASELINES and (
+                config.loss_type in RATIO_LOSSES):
+            self.folder.print("policy_loss stays near 0, as advantages cancel: watch reward and entropy")
 
     def end_phase(self) -> None:
         """Advance to the next phase."""
@@ -298,7 +300,7 @@ class Run:
                 reward_functions=self.reward_functions, on_error=config.reward_errors,
                 reward_timeout=config.reward_timeout, shared_prompt=self.shared_prompt,
                 environment=self.environment, batch_size=config.generation_batch_size or num_rows,
-                trainer_state=self.trainer_state,
+                trainer_state=self.trainer_state, engine=self.engine,
             )
         self.folder.log(self.progress.step, "eval", result)
         self.folder.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from config import Config
+from config import Config, GRPOConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.devices import (
     available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory, num_processes, peak_memory_gb,
 )
 from engine.precision import resolve_precision
 from engine.sharding import gathered_weights, shard, sharded_like
+from engine.vllm_engine import VLLMEngine, refuse_engine
 from environments.conversations import EnvironmentRaised
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
@@ -27,13 +28,16 @@ from model import check_context_length, load_policy, load_tokenizer, move
 from reward_functions.calling import RewardError
 from reward_functions.loading import as_name, name_of, require_columns
 from rewards import BUILT_IN, load_reward_function
-from runs.checkpoint import latest_checkpoint, read_state
+from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
-from runs.startup_check import check_setup
-from runs.training_data import fit_prompts, load_data, validate_demonstrations
+from runs.startup_check import check_engine, check_setup
+from runs.training_data import (
+    describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
+)
+from sample import stop_token_ids
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -98,7 +102,7 @@ def validate_grpo_setup(
 
 def start_up_check(
     model, tokenizer, examples: list[dict], config: Config, reward_functions: list, environment,
-    notify: Callable,
+    engine: VLLMEngine | None, notify: Callable,
 ) -> bool:
     """Run the start-up check and print its notes; with --check, print all results.
 
@@ -115,6 +119,9 @@ def start_up_check(
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
     except EnvironmentRaised as error:
         raise ValueError(f"--environment: {error}") from error
+    packing = next(finding for finding in findings if finding.name == "packing")
+    if engine:
+        findings.append(check_engine(engine, model, tokenizer, examples, config.grpo, packing.ok is True))
     for finding in findings:
         if config.training.check or (finding.ok is not True and finding.name != "row 0"):
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
@@ -122,10 +129,20 @@ def start_up_check(
     broken = [finding for finding in findings if finding.ok is False]
     if broken:
         raise ValueError(f"start-up check: {broken[0].name}: {broken[0].found}; {broken[0].fix}")
-    packing = next(finding for finding in findings if finding.name == "packing")
     agreements = ", ".join(f"{f.name} ok" for f in findings if f.ok)
     notify(f"start-up check: {agreements}")
     return bool(packing.ok)
+
+
+def start_engine(policy, config: GRPOConfig, longest_prompt: int) -> VLLMEngine | None:
+    """Return the engine of --engine vllm, None for the built-in sampler. vLLM seeds the global generators."""
+    if config.engine == "built_in":
+        return None
+    states, max_length = random_states(), longest_prompt + config.generation_max_length
+    engine = VLLMEngine(
+        policy, max_length=max_length, memory=config.engine_memory, timeout=config.engine_timeout)
+    set_random_states(states)
+    return engine
 
 
 def set_up(
@@ -139,6 +156,7 @@ def set_up(
     dataset, eval_dataset          a source or examples for load_examples, or None: that of config
     """
     device = best_device(config.model.device)
+    refuse_engine(config.grpo, device)
     if reward_functions is not None:
         alone = isinstance(reward_functions, str) or callable(reward_functions)
         reward_functions = [reward_functions] if alone else list(reward_functions)
@@ -183,15 +201,19 @@ def set_up(
         recompute_activations(policy)
     shard(policy, layers_of(policy), mesh)
     keep_freed_memory()                                   # after loading, which frees whole weights
-    check_context_length(policy, max(longest_prompt, longest_held_out), config.grpo.generation_max_length)
+    longest = max(longest_prompt, longest_held_out)
+    check_context_length(policy, longest, config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
     folder.describe(policy, device, phases, len(train_set), len(eval_set))
+    for line in describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer)):
+        folder.print(f"  note   {line}")
+    engine = start_engine(policy, config.grpo, longest)
     shared_prompt = start_up_check(
-        policy, tokenizer, train_set, config, functions, environment, folder.print
+        policy, tokenizer, train_set, config, functions, environment, engine, folder.print
     )
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases,
-        shared_prompt, policy, Progress(kl_coef=config.grpo.kl_coef),
+        shared_prompt, policy, Progress(kl_coef=config.grpo.kl_coef), engine=engine,
     )
     for line in describe_step(
         config, longest_prompt=longest_prompt, shared_prompt=shared_prompt, mesh=mesh, memory=memory,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from analysis.engine_comparison import compare_rollout
 from analysis.reward_linter import as_rollout, completions_of, flags_of
 from config import GRPOConfig
 from data import encode_prompt
@@ -135,6 +136,22 @@ def check_sampler(model, rollout: Rollout, config) -> Finding:
     options = "--attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"
     fix = f"ratios would not start at 1: try {options}"
     return compare(model, "sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
+
+
+def check_engine(engine, model, tokenizer, examples: list[dict], config, shared_prompt: bool) -> Finding:
+    """Compare the log-probabilities that vLLM sampled with and those of the trainer. Call on all ranks."""
+    short = replace(config, generation_max_length=min(64, config.generation_max_length))
+    with engine.awake(model):
+        rollout = sample_completions_for_prompts(
+            model, tokenizer, [example["prompt"] for example in examples[:2]], short, seed=0,
+            num_completions=8, engine=engine,
+        )
+    found = compare_rollout(model, rollout, config.policy, max_tokens=2048, shared_prompt=shared_prompt)
+    exact = is_exact(model)
+    ok = abs(found.mean_ratio - 1) <= (0.01 if exact else 0.1) and not (exact and found.deviation > TOLERANCE)
+    fix = "vLLM computes this model differently: take --engine built_in, or --precision float32"
+    return Finding("engine", ok, f"mean ratio {found.mean_ratio:.4f}, largest difference "
+                   f"{found.deviation:.1e} nat, kept mass {found.kept_mass:.2f}", fix)
 
 
 def can_share_prompts(model, tokenizer, prompt) -> bool:

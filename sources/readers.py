@@ -9,10 +9,12 @@ import importlib
 import json
 import sys
 from array import array
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.errors import first_line
+from sources.settings import parse_json
 from sources.tasks import PROBLEMS
 
 READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}  # builder in `datasets`; "": here
@@ -34,11 +36,14 @@ def read_file(path: Path, bad_lines: str) -> Sequence[dict]:
         raise ValueError(f"{path}: no such file")
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty")
+    with path.open("rb") as file:
+        if file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE):
+            raise ValueError(f"{path}: is encoded as UTF-16; save it as UTF-8")
     if path.suffix == ".jsonl":
         return JsonLines(path, bad_lines)
     if path.suffix == ".json":
         try:
-            content = json.loads(path.read_text(encoding="utf-8-sig"))           # without a byte-order mark
+            content = parse_json(path.read_text(encoding="utf-8-sig"))           # without a byte-order mark
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if isinstance(content, dict):                                            # {"prompts": [...]}
@@ -101,7 +106,8 @@ class JsonLines(Sequence):
                 self.offsets.append(start)
                 continue
             if bad_lines == "error":
-                raise ValueError(f"{path}: line {number} is {problem}; correct it, or pass --bad_lines skip")
+                fix = "correct it; train.py and the linter have --bad_lines skip"
+                raise ValueError(f"{path}: line {number} is {problem}; {fix}")
             bad.append(number)
         if bad:
             counts = f"{len(bad)} of {len(self.offsets) + len(bad)} lines"
@@ -117,7 +123,7 @@ class JsonLines(Sequence):
 
 def parse_line(line: bytes):
     """Parse a line of a .jsonl file, without a byte-order mark. Bytes that are not UTF-8 become U+FFFD."""
-    return json.loads(line.decode("utf-8-sig", errors="replace"))
+    return parse_json(line.decode("utf-8-sig", errors="replace"))
 
 
 class View(Sequence):

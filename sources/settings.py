@@ -10,10 +10,18 @@ from typing import Any
 from sources.run_owner import refuse_foreign_code
 
 
+def parse_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError, also for half of a surrogate pair, which cannot be encoded as tokens."""
+    value = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a JSON file of settings as {name: value}, without its sections. Raises ValueError, one line."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = parse_json(path.read_text(encoding="utf-8-sig"))              # without a byte-order mark
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable JSON file of settings: {error}") from None
     if not isinstance(settings, dict):
@@ -67,7 +75,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
         generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300,
         cold_start_accuracy=0.33, cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6,
-        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=5, save_steps=100,
+        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=15, save_steps=100,
     ),
     "guess_letter": dict(
         dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],

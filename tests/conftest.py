@@ -1,5 +1,6 @@
 """Small models of six architectures, with random weights large enough that every logit matters."""
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,10 @@ from engine.packing import left_pad
 from runs.records import read_jsonl
 from runs.setup import set_up
 from sample import Rollout
+
+for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL):
+    if signal.getsignal(number) == signal.SIG_IGN:        # as in a background job or under nohup: runs would inherit it
+        signal.signal(number, handler)
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

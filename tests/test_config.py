@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import pickle
 from typing import get_args
@@ -14,6 +15,7 @@ from grpo import CENTERED_BASELINES, LOSSES
 from runs import phases
 from runs.flag_notes import flag_notes
 from runs.command_line import parse_config
+from runs.setup import set_up
 from sources.settings import PROFILES
 
 
@@ -42,7 +44,7 @@ def test_the_help_of_profile_names_every_profile():
     (GRPOConfig, {"clip_low": 1.0}, {"clip_low": 0.0}, "at least 0 and below 1"),
     (GRPOConfig, {"generation_top_p": 0.0}, {"generation_top_p": 1.0}, "above 0 and at most 1"),
     (GRPOConfig, {"gae_lambda": float("nan")}, {"gae_lambda": 1.0}, "at least 0 and at most 1"),
-    (TrainingConfig, {"num_epochs": 0.0}, {"num_epochs": 0.1}, "above 0"),
+    (TrainingConfig, {"num_epochs": 0.0}, {"num_epochs": 0.1}, "above 0 and at most 1000000"),
 ])
 def test_a_value_out_of_bounds_is_rejected_with_the_bounds_and_what_the_flag_means(section, bad, good, bounds):
     section(**good)
@@ -101,7 +103,7 @@ def test_flags_without_effect_are_noted(flags, words):
     (["--loss_type", "reinforce", "--clip_low", "0.1"], "clip_low 0.1 has no effect with --loss_type reinforce"),
     (["--gae_lambda", "0.5"], "gae_lambda 0.5 has no effect without --use_value_head"),
     (["--no_normalize_advantages", "--advantage_scale", "batch"], "advantage_scale batch has no effect without --normalize"),
-    (["--cold_start_steps", "0", "--cold_start_learning_rate", "1"], "cold_start_learning_rate 1.0 has no effect without"),
+    (["--cold_start_steps", "0", "--cold_start_learning_rate", "0.1"], "cold_start_learning_rate 0.1 has no effect without"),
     (["--lora_alpha", "5"], "lora_alpha 5.0 has no effect without --lora_rank"),
     (["--no_normalize_advantages", "--advantage_epsilon", "1"], "advantage_epsilon 1.0 has no effect without --normalize"),
     (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
@@ -221,6 +223,18 @@ def test_resumed_settings_and_flags_are_judged_together_in_python_as_on_the_comm
         Config.of(cls=1)
 
 
+@pytest.mark.parametrize("name,value", [
+    ("reward_weights", [-5e-05, 1.0, 0.5]), ("instruction", "- be brief"), ("instruction", "--help"), ("cold_start_accuracy", -1e-9),
+])
+def test_settings_of_a_run_are_read_as_data_whatever_they_begin_with(name, value, tmp_path):
+    saved = Config.of(use_grpo=True, **{name: value})
+    (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
+    given = ["--output_dir", str(tmp_path), "--resume"], ["--replay", str(tmp_path / "rollouts.jsonl")], [str(tmp_path / "config.json")]
+    for flags in given:
+        sections = parse_config(flags).as_dict().values()
+        assert [section[name] for section in sections if name in section] == [value], flags
+
+
 def test_an_int_is_a_float_and_a_path_is_text(tmp_path):
     assert Config.of(output_dir=tmp_path).training.output_dir == str(tmp_path)
     assert GRPOConfig(kl_penalty_coef=1).kl_coef == 1 and TrainingConfig(output_dir=tmp_path).output_dir == str(tmp_path)
@@ -241,3 +255,17 @@ def test_incompatible_flags_are_rejected_with_the_values_of_the_profile():
     with pytest.raises(ValueError, match="--kl_target"):                         # the demonstration has no KL penalty
         Config(grpo=GRPOConfig(kl_target=0.1), training=TrainingConfig(use_grpo=True))
     assert Config.of(use_grpo=True, profile="guess_letter", max_turns=3).grpo.environment == "guess_letter"
+
+
+def test_with_vllm_tokens_are_weighted_unless_the_user_says_otherwise(tmp_path):
+    assert parse_config(["--use_grpo", "--engine", "vllm"]).grpo.importance_cap == 2.0
+    assert parse_config(["--use_grpo", "--engine", "vllm", "--importance_cap", "0"]).grpo.importance_cap == 0.0
+    assert parse_config(["--use_grpo"]).grpo.importance_cap == 0.0
+    assert Config(grpo=GRPOConfig(engine="vllm"), training=TrainingConfig(use_grpo=True)).grpo.importance_cap == 2.0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+def test_vllm_is_refused_in_one_line_where_it_is_not_installed(tmp_path):
+    with pytest.raises(ValueError, match=r"--engine=vllm: vllm is not installed.*requirements-vllm\.txt"):
+        set_up(parse_config(["--use_grpo", "--engine", "vllm", "--output_dir", str(tmp_path / "run")]))
+    assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import grpo
+from analysis.infer_flags import parse_arguments
 from config import GRPOConfig, ModelConfig, table_keys
 from data import load_examples
 from config import SECTIONS
@@ -28,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = "engine", "reward_functions", "environments", "sources", "runs", "analysis"
 PROGRAM = [*(path for path in ROOT.glob("*.py") if path.name != "test_grpo.py"),
            *(path for name in PACKAGES for path in ROOT.glob(f"{name}/[a-z]*.py"))]
-PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "dev/five-systems.md")),
+         *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,22 +47,30 @@ def test_every_link_leads_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_train_command_is_accepted(page):
     text = page.read_text().replace("\\\n", " ")
-    for command in re.findall(r"^ {4}python train\.py (.*)$", text, flags=re.MULTILINE):
+    for command in re.findall(r"^ {4}(?:[A-Z_]+=\d+ )?(?:python|torchrun .*?) train\.py (.*)$", text, flags=re.MULTILINE):
         words = shlex.split(command, comments=True)
         if "--resume" not in words:                       # that one asks for a run folder
             parse_config(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_infer_command_is_accepted(page):
+    text = page.read_text().replace("\\\n", " ")
+    for command in re.findall(r"^ {4}python infer\.py (.*)$", text, flags=re.MULTILINE):
+        parse_arguments(shlex.split(command, comments=True))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_exists(page):
     names = {field.name for section in SECTIONS for field in dataclasses.fields(section)}
     names |= {"question", "chat", "questions", "answers", "evaluate", "merge_into", "report", "against"}          # of infer.py
-    names |= {"samples", "against_model", "json"}
-    names |= {"seeds", "kills", "lint"}                                          # of bench/ and rewards.py
+    names |= {"samples", "against_model", "json", "compare_engine", "prompts"}
+    names |= {"logprobs"}                                                        # of vllm serve
+    names |= {"seeds", "kills", "lint", "figure"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"folder", "batch_sizes", "jobs", "tiny"}                           # of bench/
     names |= {"requirement"}                                                     # of pip
-    names |= {"train", "only"}                                                   # of docs/figures.py and docs/left_out.py
+    names |= {"train", "keep", "only"}                                           # of docs/figures.py and docs/left_out.py
     names |= {"no_use_kl_penalty"}                                               # of a flag that is true by default
     text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)     # what other systems type
     for flag in re.findall(r"--([a-z_0-9]+)", text):
@@ -88,7 +98,7 @@ def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(
     module = runpy.run_path(str(ROOT / "docs/figures.py"))
     kept, drawn = ROOT / "docs/figures", []
     monkeypatch.setattr("sys.argv", ["figures.py"])
-    module["main"].__globals__["save"] = lambda figure, name: drawn.append(name)
+    module["main"].__globals__["save"] = lambda figure, name, folder=None: drawn.append(name)
     module["main"]()
     assert sorted(drawn) == sorted(path.stem for path in kept.glob("*.svg"))
     pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("walkthrough", "lecture")}
@@ -274,3 +284,20 @@ def test_the_normalisation_of_the_contributing_page_is_one_line_of_one_file(tmp_
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""})
     assert "[[-1.0, -1.0, 1.0, 1.0], [-1.5, 0.0, 0.0, 1.5]]" in done.stdout and "'mean_distance'" in done.stdout, done.stderr
+
+
+def test_the_class_draws_its_curve_without_changing_a_file_of_the_project(monkeypatch, tmp_path, capsys):
+    module = runpy.run_path(str(ROOT / "docs/figures.py"))
+    names, curve = module["main"].__globals__, (ROOT / "docs/figures/curve.jsonl").read_text()
+    before = {path: path.read_bytes() for path in (ROOT / "docs/figures").iterdir()}
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+
+    def train_small(folder):
+        folder.mkdir(parents=True)
+        (folder / "curve.jsonl").write_text(curve)
+
+    monkeypatch.setitem(names, "train_small", train_small)
+    monkeypatch.setattr("sys.argv", ["figures.py", "--train"])
+    names["main"]()
+    assert (tmp_path / "outputs/figures/curve.svg").exists() and capsys.readouterr().out == "outputs/figures/curve.svg\n"
+    assert {path: path.read_bytes() for path in (ROOT / "docs/figures").iterdir()} == before

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 import train
+from analysis.reward_linter import lint
 from config import ModelConfig
+from data import load_examples
 from model import load_policy, save_policy
+from rewards import correctness, load_reward_function
 from runs.command_line import parse_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -59,17 +62,27 @@ def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, 
 
 def test_there_is_a_script_and_a_file_for_each_situation_and_a_page_that_lists_them():
     for kind in ".py", ".json":
-        found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example"}
+        found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example", "gsm8k"}
         assert found == set(SITUATIONS)
     readme = (EXAMPLES.parent / "README.md").read_text()
     assert all(f"(examples/{name}.py)" in readme and f"(examples/{name}.json)" in readme for name in SITUATIONS)
     assert "(examples/rewards_example.py)" in readme
+    assert "(../examples/gsm8k.json)" in (EXAMPLES.parent / "docs/recipes.md").read_text()
+
+
+def test_the_reward_functions_pass_the_linter():
+    examples = load_examples("arithmetic", limit=8)
+    for name in "brevity", "closeness":
+        function = load_reward_function(f"{EXAMPLES}/rewards_example.py:{name}")
+        assert lint([function], [1.0], examples)[1] == []
+        assert lint([correctness, function], [1.0, 1.0], examples)[1] == []
 
 
 def test_the_reward_functions_give_what_they_say():
     done = subprocess.run(
         [sys.executable, EXAMPLES / "rewards_example.py"], capture_output=True, text=True, check=True,
         env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)})
-    assert done.stdout.splitlines() == ["brevity [0.98, 0.952, 0.993, 1.0]", "closeness [1.0, 0.333, 0.0, 0.0]"]
+    assert done.stdout.splitlines() == ["brevity [0.98, 0.951, 0.0, 0.0]", "closeness [1.0, 1.0, 0.333, 0.0]"]
     names = runpy.run_path(str(EXAMPLES / "rewards_example.py"))
+    assert names["brevity"](["<answer>5</answer>"], answer=[None]) == [None]
     assert names["closeness"](["<answer>nan</answer>", "<answer>5</answer>", "5"], answer=["1", None, "5"]) == [0.0, None, 0.0]

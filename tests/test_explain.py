@@ -1,5 +1,6 @@
 """The explained step: its numbers are those of a training step on the same group, and nothing is left behind."""
 
+import io
 import math
 import re
 import shutil
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import QUICK, start_run
+from rich.console import Console
 
 from analysis import explain
 import train
@@ -78,6 +80,33 @@ def test_its_numbers_are_those_of_a_training_step_on_the_same_group(tmp_path, ca
     assert f"b = {lengths.mean():.4f} (group_mean), s = {lengths.std():.4f}" in printed
 
 
+@pytest.mark.parametrize("width,is_terminal", [(None, False), (40, True)])
+def test_no_number_is_cut_in_a_pipe_or_a_narrow_terminal(width, is_terminal):
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width)
+    names = ["reasoning_coherence x 0.2", "explanation_quality x 0.1", "match_format_approximately x 1", "r", "A"]
+    numbers = [f"{-12345.678901 * (n + 1):+.6f}" for n in range(5)]
+    explain.show(SimpleNamespace(console=console), "2. Points", ["", *names], [["0", *numbers], ["1", "x" * 300, *numbers[1:]]])
+    printed = console.file.getvalue()
+    assert "…" not in printed
+    if not is_terminal:
+        assert all(text in printed for text in (*names, *numbers, "x" * 300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type,value,near_0", [("dapo", "-A", True), ("reinforce", "-A * logp", False)])
+def test_what_is_said_of_the_loss_holds(tmp_path, capsys, loss_type, value, near_0):
+    printed = explained(tmp_path, capsys, "--explain", "--loss_type", loss_type, "--baseline", "leave_one_out")
+    assert f"policy_loss is a mean of {value}; " in printed and ("policy_loss stays near 0" in printed) == near_0
+    loss = float(re.search(r"policy_loss +([-+][\d.]+)", printed.partition("4. The loss")[2])[1])
+    assert (abs(loss) < 0.1) == near_0, loss
+    table = printed.partition("2. Points")[2].partition("3. ")[0]
+    rows = [line.split() for line in table.splitlines() if re.match(r" +\d ", line)]
+    rewards, shown = [float(row[2]) for row in rows], re.search(r"b = ([-\d. ]+) \(leave_one_out\), s = ([\d.]+)", table)
+    siblings = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+    assert [float(b) for b in shown[1].split()] == pytest.approx(siblings, abs=0.01), table
+    assert [(r - b) / float(shown[2]) for r, b in zip(rewards, siblings)] == pytest.approx([float(row[-1]) for row in rows], abs=0.01)
+
+
 def test_completions_with_positive_advantage_went_up_and_ratios_left_1(tmp_path, capsys):
     printed = explained(tmp_path, capsys, "--explain", "--use_kl_penalty", "false")
     rows = changes(printed)
@@ -111,6 +140,28 @@ def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tm
     printed = explained(tmp_path, capsys, "--explain", body="1.0")
     assert len(calls) == 2 and "0 of 1 groups of batch 2 are tied" in printed
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
+
+
+def test_a_group_with_right_and_wrong_answers_is_preferred_to_one_whose_form_differs(tmp_path, capsys, monkeypatch):
+    """Of three batches of two groups: all wrong in different forms; the same and a tie; the second group of the third has one right."""
+    right = [[[0, 0, 0, 0.0], [0, 0, 0, 0]], [[0, 0, 0, 0], [1, 1, 1, 1]], [[1, 1, 1, 1], [0, 1, 0, 0]]]
+    rewards = [[[1, 2, 3, 3.0], [1, 2, 3, 4]], [[1, 2, 3, 3], [1, 1, 1, 1]], [[1, 1, 1, 2], [0, 1, 0, 0]]]
+    sampled = []
+
+    def sample(*arguments):
+        groups = train.sample_groups(*arguments)
+        points, shown = torch.tensor(right[len(sampled)]), torch.tensor(rewards[len(sampled)])
+        sampled.append(replace(groups, rewards=shown, per_function={"points": shown, "correctness": points}))
+        return sampled[-1]
+
+    for batches, tied, number in (3, 0, 3), (2, 0, 1):
+        run = start_run(tmp_path, *FLAGS, "--batch_size", "2", "--reward_functions", reward_file(tmp_path, "len(c)"))
+        sampled.clear()
+        monkeypatch.setattr(explain, "BATCHES", batches)
+        found = explain.find_group(run, sample)
+        assert len(sampled) == batches and found.rewards.tolist() == [rewards[number - 1][1 if number == 3 else 0]]
+        kind = "with right and wrong answers" if number == 3 else "of the others"
+        assert f"{tied} of 2 groups of batch {number} are tied; this is the first {kind}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -262,13 +313,14 @@ def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():
 
 
 @pytest.mark.parametrize("flags,b,s", [
-    ({}, 0.25, 0.5), ({"baseline": "group_median"}, 0.0, 0.5), ({"baseline": "leave_one_out"}, 0.0, 0.5),
+    ({}, 0.25, 0.5), ({"baseline": "group_median"}, 0.0, 0.5), ({"baseline": "leave_one_out"}, [1 / 3] * 3 + [0.0], 0.5),
     ({"baseline": "global_mean"}, 1.5, 0.5), ({"normalize_advantages": False}, 0.25, 1.0),
 ])
 def test_baseline_and_scale_by_hand(flags, b, s):
     """Of rewards 0, 0, 0 and 1, whose standard deviation is 0.5; the mean over the run is 1.5."""
     points = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
-    assert explain.baseline_and_scale(GRPOConfig(**flags), points, 1.5) == pytest.approx((b, s), abs=1e-6)
+    found, scale = explain.baseline_and_scale(GRPOConfig(**flags), points, 1.5)
+    assert found.tolist() == pytest.approx(b if isinstance(b, list) else [b], abs=1e-6) and scale == pytest.approx(s)
 
 
 def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """The command line of infer.py: its help, and mistakes in one line."""
 
+import json
 import re
 
 import pytest
@@ -21,12 +22,32 @@ def folder(tmp_path):
     (["--questions", "arithmetic", "--answers", "no/such/folder.jsonl"], "the folder no/such does not exist"),
     (["--question", "q", "--generation_max_length", "9999"], "exceeds the model's 4096 positions; at most 4094, or"),
     (["--question", ""], "--question: is empty"), (["--questoin", "q"], "--questoin: unknown flag; did you mean --question?"),
+    (["--question", "q", "--seed", "-1"], "--seed=-1: must be at least 0"), (["--question", "\udce9"], "is not UTF-8"),
     (["--question"], "--question: expected one argument"), (["--xyz"], "--xyz: unknown flag; see --help"),
     (["--evaluate", "arithmetic", "--split", "foo"], "arithmetic: there is no split foo; it has train and test"),
 ])
 def test_a_mistake_is_one_line(argv, message):
     with pytest.raises(ValueError, match=message):
         infer.main(argv)
+
+
+def test_the_file_of_the_problems_is_not_overwritten_and_a_folder_is_no_file(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    (tmp_path / "link.jsonl").symlink_to(file)
+    for path, message in (file, "is the file of the problems"), ("./q.jsonl", "is the file"), ("link.jsonl", "is the file"), (
+            tmp_path, "is a folder; name a file"):
+        for flags in ["--questions", str(file), "--answers", str(path)], ["--evaluate", str(file), "--json", str(path)]:
+            with pytest.raises(ValueError, match=rf"^{flags[2]}=.*: {message}"):
+                infer.main(["--model_path", folder, *flags])
+    assert file.read_text() == '{"prompt": "1+1=?", "answer": "2"}\n'
+
+
+def test_an_evaluation_beyond_the_positions_is_one_line(folder, tmp_path):
+    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": "1" * 4090, "answer": "2"}) + "\n")
+    with pytest.raises(ValueError, match="exceeds the model's 4096 positions; at most 5, or shorten the prompts"):
+        infer.main(["--model_path", folder, "--evaluate", str(tmp_path / "q.jsonl"), "--generation_max_length", "6"])
 
 
 def test_the_built_in_model_is_announced_as_untrained(folder, capsys):
@@ -48,6 +69,6 @@ def test_the_help_describes_every_flag_and_shows_its_default(capsys, monkeypatch
     with pytest.raises(SystemExit):
         infer.main(["--help"])
     flags = dict(re.findall(r"^  --(\w+)(?: \S+)?(?: \[\S+ \.\.\.\])?(?:\n +|  +)(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE))
-    assert len(flags) == 33 and not [flag for flag, text in flags.items() if text.startswith("--")], "no help for it"
+    assert len(flags) == 35 and not [flag for flag, text in flags.items() if text.startswith("--")], "no help for it"
     for flag, default in ("split", "test"), ("seed", 0), ("precision", "auto"), ("generation_top_p", 1.0), ("samples", 1):
         assert f"[{default}]" in flags[flag] and len(flags[flag]) > 12, flag

@@ -6,7 +6,29 @@ import pytest
 from conftest import QUICK
 
 import train
+from analysis.replay import saved_name
+from reward_functions.loading import name_of
+from rewards import load_reward_function
 from runs.records import read_jsonl
+
+@pytest.mark.parametrize("code,saved", [
+    ("def points(completions, **columns): return [0.0]\n", "points"),
+    ("from functools import partial\ndef f(completions, scale, **columns): return [scale]\npoints = partial(f, scale=1.0)\n", "partial"),
+    ("from reward_functions.heuristics import rule_list\npoints = rule_list('politeness', {'please': 1.0})\n", "politeness"),
+    ("class Length:\n    def __call__(self, completions, **columns): return [0.0]\npoints = Length()\n", "Length"),
+    ("def f(completions, **columns): return [0.0]\npoints = f\n", "f"),
+])
+def test_a_function_is_found_by_the_name_it_was_saved_under(tmp_path, code, saved):
+    (tmp_path / "mine.py").write_text(code)
+    name = f"{tmp_path}/mine.py:points"
+    assert saved_name(name, {"other": 0, name_of(load_reward_function(name)): 0}) == saved
+    with pytest.raises(ValueError, match=r"mine.py:points: not among those saved, other$"):
+        saved_name(name, {"other": 0})
+
+
+def test_objects_of_python_are_found_by_their_names():
+    assert saved_name("python:politeness", {"politeness": 0}) == "politeness"
+
 
 SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm", "clip_fraction", "mean_reward", "policy_kl"]
 
@@ -85,3 +107,23 @@ def test_what_cannot_be_replayed_is_one_line_of_error(finished, capsys, flags, m
         train.main(["--replay", *(flag.replace("{run}", str(finished)) for flag in flags)])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+
+
+def test_the_table_has_the_numbers_as_trained_beside_those_of_now_and_names_the_weights(finished, capsys):
+    logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] != "eval"}
+    capsys.readouterr()
+    train.main(["--replay", str(finished / "rollouts.jsonl"), "--loss_type", "dr_grpo"])
+    printed = capsys.readouterr()
+    now = {line["step"]: line for line in map(json.loads, printed.out.splitlines())}
+    table = [line for line in printed.err.splitlines() if "warning" not in line.lower()]
+    title = next(i for i, line in enumerate(table) if line.startswith("as trained | now"))
+    assert table[title].endswith(f"with the weights of {max((finished / 'checkpoints').iterdir())}")
+    assert table[title + 1].split() == ["step", "total_loss", "grad_norm", "entropy"]
+    rows = table[title + 2 :]
+    assert len(rows) == len(now) > 2 and max(map(len, rows)) <= 80
+    for row in rows:
+        step, *cells = row.replace("|", " ").split()
+        step = int(step)
+        expected = [line[name] for name in ("total_loss", "grad_norm", "entropy") for line in (logged[step], now[step]) if name in line]
+        assert [float(cell) for cell in cells if cell != "-"] == pytest.approx(expected, rel=1e-3)
+        assert step not in now or logged[step]["phase"] != "grpo" or logged[step]["grad_norm"] != now[step]["grad_norm"]

@@ -90,3 +90,61 @@ def test_sampling_leaves_the_model_as_it_was(model):
         assert model.config._attn_implementation == "prefix_attention"
         raise KeyError
     assert model.training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
+
+
+class ScriptedEngine:
+    """Draws prescribed tokens in place of vLLM: siblings end after 1, 2, 3 ... tokens, and remembers the requests."""
+
+    def __init__(self):
+        self.requests = []
+
+    def generate(self, prompts, *, num_completions, max_tokens, seeds, stop_ids, policy):
+        self.requests.append(dict(prompts=prompts, n=num_completions, max_tokens=max_tokens, seeds=seeds, policy=policy))
+        turns = []
+        for limit in max_tokens:
+            rows = [([50 + g] * g + [stop_ids[0]] for g in range(num_completions))] if num_completions > 1 else [[[60, stop_ids[0]]]]
+            turns.append([(ids[:limit], [-0.5] * len(ids[:limit]), ids[:limit][-1] in stop_ids) for ids in rows[0]])
+        return turns
+
+
+def test_an_engine_fills_the_same_rollout(model, tokenizer):
+    engine = ScriptedEngine()
+    config = GRPOConfig(engine="vllm", num_completions_per_prompt=4, generation_max_length=3, generation_temperature=0.5)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, engine=engine)
+    (request,) = engine.requests
+    assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
+    assert request["policy"] == dict(temperature=0.5, top_k=50, top_p=0.9) and request["max_tokens"] == [3] * len(PROMPTS)
+    assert len(set(request["seeds"])) == len(PROMPTS)
+    assert rollout.completion_mask.sum(dim=1).tolist() == [1, 2, 3, 3] * len(PROMPTS)
+    assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit
+    assert torch.equal(rollout.sampling_logp, torch.where(rollout.completion_mask, -0.5, 0.0))
+    assert rollout.completions[:3] == [tokenizer.decode([50 + g] * g) for g in range(3)]
+    again = ScriptedEngine()
+    sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, engine=again)
+    assert again.requests == engine.requests
+
+
+def test_an_engine_continues_conversations_after_each_reply(model, tokenizer):
+    replies = {1: "no", 2: ({"role": "user", "content": "more"}, 0.5), 3: None}
+
+    def respond(messages):
+        return replies[sum(message["role"] == "assistant" for message in messages)]
+
+    engine = ScriptedEngine()
+    config = GRPOConfig(
+        engine="vllm", num_completions_per_prompt=2, generation_max_length=80, environment="calculator", max_turns=4)
+    rollout = sample_completions_for_prompts(
+        model, tokenizer, PROMPTS[:2], config, seed=0, engine=engine, responders=[respond] * 2)
+    first, second, third = engine.requests
+    assert first["n"] == 2 and second["n"] == third["n"] == 1
+    assert [len(request["prompts"]) for request in engine.requests] == [2, 4, 4]
+    for row, prompt in enumerate(second["prompts"]):
+        start = len(first["prompts"][row // 2])
+        assert prompt[:start] == first["prompts"][row // 2]
+        sampled = rollout.completion_mask[row].tolist()
+        assert prompt[start:] == rollout.completion_ids[row, : len(prompt) - start].tolist()
+        assert second["max_tokens"][row] == 80 - (len(prompt) - start)
+        assert sampled[: len(prompt) - start].count(False) > 0       # tokens of the reply
+    assert (rollout.sampling_logp == torch.where(rollout.completion_mask, -0.5, 0.0)).all()
+    assert all([m["content"] for m in messages if m["role"] == "user"] == ["no", "more"] for messages in rollout.completions)
+    assert rollout.finished.all() and rollout.turn_points.sum(dim=1).tolist() == [0.5] * 4

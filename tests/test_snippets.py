@@ -68,9 +68,8 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch):
     for block in blocks(ROOT / "README.md"):
         exec("from train import *" if "train(" in block else "", names)
         exec(compile(block, "README.md", "exec"), names)
-    assert names["short"](["a" * 50], answer=["1"]) == [0.5]
-    said = [{"role": "assistant", "content": "It is 132."}]
-    assert names["respond"](said, answer="132") is None and names["respond"](said, answer="7") == "No, try again."
+    texts = ["<answer>7</answer>", "a" * 50, "a" * 400 + "<answer>7</answer>"]
+    assert names["short"](texts, answer=["7"] * 3) == [1.0, 0.0, 0.0]
     (config,) = started
     assert config.training.use_grpo and config.grpo.num_completions_per_prompt == 8
 

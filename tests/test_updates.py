@@ -207,6 +207,13 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
     assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
     assert losses["policy_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
+    up = (experience.advantages > 0).expand_as(looked_at)[looked_at]
+    too_far = torch.where(up, log_ratio.exp() > 1.2, log_ratio.exp() < 0.8)
+    assert losses["clip_fraction"] == pytest.approx(float(too_far.float().mean()), rel=1e-4) and too_far.any()
+    tied = experience_of(run, experience.rollout, torch.zeros(len(experience.mask) // 4, 4))
+    names = "entropy", "clip_fraction", "ratio_deviation", "policy_kl"
+    losses = accumulate_gradients(run, tied, torch.arange(len(tied.mask)), run.config.grpo)
+    assert all(math.isnan(losses[name]) for name in names), "of no tokens"
 
 
 def test_after_a_real_update_the_clip_stops_exactly_the_tokens_that_went_too_far(base):

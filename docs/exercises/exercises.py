@@ -1,5 +1,5 @@
 """
-The exercises of docs/lecture.md. Write the functions; the tests say when they are right:
+The exercises of docs/lecture.md. Write the functions; the tests say what is wrong until they are right:
 
     python -m pytest docs/exercises                   all of them
     python -m pytest docs/exercises -k test_1         the first one
@@ -11,48 +11,56 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """1. How much better each completion did than its group: (r - mean) / (std + 1e-8), std divided by G - 1.
+    """1. Compare each completion with its group: (r - mean) / (std + 1e-8), std divided by G - 1.
 
     rewards (P, G) float32 points -> (P, G). A group of equal points must come back as exact zeros, whatever the points are.
+    Hint: mean and std take dim=1, keepdim=True. Compare the largest with the smallest point of a row, and use torch.where.
     """
     raise NotImplementedError
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """2. Each completion against the mean of its siblings, itself left out; not scaled. (P, G) points -> (P, G)."""
+    """2. Compare each completion with the mean of its siblings, itself left out; do not scale. (P, G) points -> (P, G).
+
+    Hint: the sum of the siblings is the sum of the row minus the completion's own points.
+    """
     raise NotImplementedError
 
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """3. PPO's loss of each token: -min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A), ratio = exp(logp - old_logp).
+    """3. Return PPO's loss of each token: -min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A), ratio = exp(logp - old_logp).
 
     logp (with gradient), old_logp, advantages (B, T) -> (B, T)
+    Hint: torch.minimum of two tensors, and Tensor.clamp. There is a minus in front.
     """
     raise NotImplementedError
 
 
 def loss_of_a_piece(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-    """4. What a micro-batch adds to the loss of a step, if that is the mean over all tokens of the step.
+    """4. Return what a micro-batch adds to the loss of a step, if that is the mean over all tokens of the step.
 
     loss   (b, T) of this micro-batch's tokens; may be NaN where mask is False
     mask   (b, T) bool, True on tokens that count;  num_tokens counts those of the whole step
     returns a scalar; those of all micro-batches of a step add up to its loss
+    Hint: torch.where replaces what is not counted before the sum.
     """
     raise NotImplementedError
 
 
 def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """5. A KL penalty for a loss, from the tokens that were sampled: nats per token, (B, T).
+    """5. Return a KL penalty for a loss, from the tokens that were sampled: nats per token, (B, T).
 
     The value is that of k3, exp(x) - x - 1 with x = ref_logp - logp, times the ratio exp(logp - old_logp). Averaged over
     tokens drawn from the policy, its gradient with respect to logp must be that of KL(policy || reference).
+    Hint: the ratio is 1 here, and its gradient is not 0. Do not detach it.
     """
     raise NotImplementedError
 
 
 def right_number(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """6. A reward that cannot be gamed: 1.0 where a completion's one <answer>...</answer> is the number, else 0.0.
+    """6. Reward the right number only: 1.0 where a completion's one <answer>...</answer> is the number, else 0.0.
 
     72, 72.0 and " 72 " are the same number, 1,000 is 1000. Two answers are none. Never raises, whatever a model writes.
+    Hint: re.findall finds the tags; float() reads "nan" and "inf" too; math.isfinite.
     """
     raise NotImplementedError

@@ -102,6 +102,51 @@ def test_with_a_chat_template_a_chat_is_messages(folder, tokenizer, capsys, monk
     assert [prompts for prompts, _ in calls] == [[[first]], [then]]
 
 
+def chat_of(folder, monkeypatch, typed, flags=(), template=None, positions=4096):
+    """Hold a chat with those inputs; return the prompts of its answers."""
+    load = chat.load_policy
+
+    def changed(source, **options):
+        model, tokenizer = load(source, **options)
+        tokenizer.chat_template, model.config.max_position_embeddings = template, positions
+        return model, tokenizer
+
+    monkeypatch.setattr(chat, "load_policy", changed)
+    lines = iter([*typed, ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    infer.main(["--model_path", folder, "--chat", *flags])
+
+
+def test_a_chat_that_outgrows_the_model_goes_on_without_its_first_messages(folder, tokenizer, capsys, monkeypatch):
+    calls = scripted(monkeypatch, tokenizer, "two", "four", "six")
+    flags = ["--instruction", "Add.", "--generation_max_length", "8"]
+    chat_of(folder, monkeypatch, ["1+1?", "2+2?", "3" * 40, "3+3?"], flags, positions=36)
+    out = capsys.readouterr().out
+    assert out.count("the conversation is too long for the model: its first messages are left out") == 1, out
+    assert "exceeds the model's 36 positions" in out and "(this message is left out)" in out and out.endswith("six\n")
+    assert [tokenizer.decode(ids) if isinstance(ids[0], int) else ids for (ids,), _ in calls] == [
+        "Add.\n1+1?", "<bos>Add.\n1+1?two<eos>\n2+2?\n", "<bos>Add.\n2+2?four<eos>\n3+3?\n"]
+
+
+def test_a_chat_goes_on_where_the_template_has_no_tools_or_rejects_a_message(folder, tokenizer, capsys, monkeypatch):
+    template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('roles') }}{% endif %}"
+        "{% if 'bad' in m.content %}{{ raise_exception('bad words') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    tokenizer.chat_template = template
+    try:
+        reply = encode_reply(tokenizer, "2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
+    finally:
+        tokenizer.chat_template = None
+    calls = scripted(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "4", "six")
+    flags = ["--environment", "calculator", "--max_turns", "3"]
+    chat_of(folder, monkeypatch, ["2+2?", "a bad word", "3+3?"], flags, template)
+    out = capsys.readouterr().out
+    assert "bad words" in out and out.endswith("assistant: six\n")
+    roles = [message["role"] for message in calls[-1][0][0]]
+    assert roles == ["user", "assistant", "user", "assistant", "user"], "the tool's is the user's"
+
+
 @pytest.mark.parametrize("pressed", [EOFError, KeyboardInterrupt])
 def test_a_chat_ends_quietly_at_ctrl_d_and_ctrl_c(folder, capsys, monkeypatch, pressed):
     def press(prompt):
@@ -134,6 +179,15 @@ def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder
     alone = chat.ChatModel.load(ModelConfig(model_path=folder), config, 0).sample([rows[2]], 2)
     assert [line["completion"] for line in written[4:]] == alone.completions
     assert [line["finished"] for line in written[4:]] == alone.finished.tolist()
+
+
+def test_equal_prompts_of_a_file_get_different_answers_in_every_batch(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "PROMPTS_PER_BATCH", 2)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "1+1=?"}\n' * 6)
+    infer.main(["--model_path", folder, "--questions", str(tmp_path / "in.jsonl"), "--answers", str(tmp_path / "out.jsonl"),
+                "--generation_max_length", "12"])
+    answers = [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(set(answers)) == 6, answers
 
 
 @pytest.mark.parametrize("environment", [[], ["--environment", "calculator", "--max_turns", "2"]])

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 import shutil
 from html.parser import HTMLParser
 
@@ -108,6 +109,7 @@ def test_groups_by_hand(tmp_path):
     rewards = [[0.123456789, None, 0.123456789], [None, 0.5, 0.25], [None] * 3, [1.0, 2.0, 3.0]]
     for i, record in enumerate(records):
         record["reward"], record["completion_ids"] = rewards[record["group"]][i % 3], [i]
+        record["tied"] = record["group"] % 2 == 0         # as training wrote it, of rewards after clips and penalties
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = Page(write_report(folder)).data
     groups = page["page"]["runs"][0]["groups"][4:8]       # of step 6
@@ -122,7 +124,7 @@ def test_a_middling_completion_does_not_tie_its_group(tmp_path):
     folder = fake_run(tmp_path / "run")
     records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     for i, record in enumerate(records):
-        record["reward"] = float(i % 3)
+        record["reward"], record["advantage"] = float(i % 3), i % 3 - 1.0
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert not any(group["tied"] for group in Page(write_report(folder)).data["page"]["runs"][0]["groups"])
 
@@ -163,9 +165,9 @@ def test_every_metric_is_drawn_and_known_ones_come_first_with_a_unit(tmp_path):
 
 
 def test_settings_stand_beside_defaults_profiles_and_the_other_run(tmp_path):
-    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", flags=["--learning_rate", "0.5"])
+    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", flags=["--learning_rate", "0.05"])
     rows = {row["name"]: row for row in Page(write_report(ours, other)).data["page"]["settings"]}
-    assert rows["learning_rate"]["values"] == [1e-4, 0.5], "the demonstration's 4e-4, for 4 prompts in place of 64"
+    assert rows["learning_rate"]["values"] == [1e-4, 0.05], "the demonstration's 4e-4, for 4 prompts in place of 64"
     assert rows["learning_rate"]["default"] == 5e-6
     assert rows["learning_rate"]["profile"] == [True, False] and "peak learning rate" in rows["learning_rate"]["help"]
     assert rows["ppo_epochs"]["values"] == [1, 1] == [rows["ppo_epochs"]["default"]] * 2
@@ -457,7 +459,7 @@ def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     page = visit(write_report(fake_run(tmp_path / "run")))
     assert page.title() == page.inner_text("h1") == f"plain-grpo: {tmp_path / 'run'}"
     assert page.locator("#charts svg path").count() > 0
-    assert groups_shown(page) == ["step 10, group 0tied", "step 10, group 1", "step 10, group 2", "step 10, group 3"]
+    assert groups_shown(page) == ["step 10, group 2", "step 10, group 1", "step 10, group 3", "step 10, group 0tied"]
     page.click("#back")
     assert groups_shown(page)[1] == "step 6, group 1"
     page.select_option("#step", "2")
@@ -469,7 +471,7 @@ def test_it_opens_draws_switches_steps_and_filters(tmp_path, visit):
     page.uncheck("#tied")
     page.fill("#search", "OF STEP 6")
     assert count_becomes(page, "4 of 12 groups")
-    assert groups_shown(page)[1:] == [f"step 6, group {p}" for p in (1, 2, 3)]
+    assert groups_shown(page)[:3] == [f"step 6, group {p}" for p in (2, 1, 3)]
     page.fill("#search", "no such words")
     assert count_becomes(page, "0 of 12 groups") and groups_shown(page) == []
 
@@ -482,7 +484,7 @@ def test_only_groups_with_a_wrong_completion(tmp_path, visit):
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = visit(write_report(folder))
     page.check("#wrong")
-    assert groups_shown(page) == ["step 10, group 0tied", "step 10, group 1", "step 10, group 3"]
+    assert groups_shown(page) == ["step 10, group 1", "step 10, group 3", "step 10, group 0tied"]
 
 
 def test_completions_show_tokens_points_and_why_they_ended(tmp_path, visit):
@@ -579,6 +581,7 @@ class Chart:
     """A curve as people read it: what lies where, by the labels of its axes."""
 
     def __init__(self, page, title):
+        page.evaluate("document.querySelectorAll('#charts details').forEach(folded => folded.open = true)")
         self.card = page.locator("#charts .chart", has=page.get_by_text(title, exact=True))
         self.card.scroll_into_view_if_needed()
         self.card.locator("svg").wait_for()
@@ -686,7 +689,9 @@ def test_the_pointer_reads_the_nearest_step_shows_the_advice_and_a_click_opens_t
 
 
 def card(page, p, g):
-    return page.locator("#list .group").nth(p).locator(".completion").nth(g)
+    """Completion g of the first group shown that has the number p in its step."""
+    head = page.locator(".soft", has_text=re.compile(rf"^step \d+, group {p}(?!\d)"))
+    return page.locator("#list .group", has=head).first.locator(".completion").nth(g)
 
 
 def colours(page, p, g):
@@ -768,7 +773,7 @@ def test_tokens_are_coloured_by_entropy_and_by_what_the_update_changed(tmp_path,
     assert colours(page, 1, 1) == [pytest.approx([*down, 0.3]), clear, clear, clear, clear]
     assert colours(page, 1, 2) == [clear] * 21
     assert colours(page, 2, 0)[0] == pytest.approx([*down, 0.06]), "faint, though nothing else changed"
-    assert groups_shown(page)[1:3] == ["step 10, group 1full colour: 0.5 nat", "step 10, group 2full colour: 0.0001 nat"]
+    assert groups_shown(page)[:2] == ["step 10, group 2full colour: 0.0001 nat", "step 10, group 1full colour: 0.5 nat"]
     assert " ".join(page.inner_text("#legend").split()) == (
         "less likely after the update more likely; full colour at the group's largest change of log-probability, in nat")
     ramp = page.locator("#legend .ramp").evaluate("ramp => getComputedStyle(ramp).backgroundImage")
@@ -813,9 +818,9 @@ def test_what_a_run_did_not_save_is_not_offered(tmp_path, visit):
 def test_it_opens_where_there_is_something_to_learn(tmp_path, visit):
     """At the last step with a group that is not tied; at the last one if there is none."""
     folder = fake_run(tmp_path / "run")
-    edit_rollouts(folder, lambda record, i: record.update(reward=1.0) if record["step"] > 6 else None)
+    edit_rollouts(folder, lambda record, i: record.update(reward=1.0, advantage=0.0) if record["step"] > 6 else None)
     assert groups_shown(visit(write_report(folder)))[1] == "step 6, group 1"
-    edit_rollouts(folder, lambda record, i: record.update(reward=1.0))
+    edit_rollouts(folder, lambda record, i: record.update(reward=1.0, advantage=0.0))
     assert groups_shown(visit(write_report(folder)))[1] == "step 10, group 1tied"
 
 
@@ -878,17 +883,37 @@ def test_the_head_says_how_good_a_run_is_at_what_it_was_trained_on(tmp_path, vis
     config = json.loads((folders[2] / "config.json").read_text())
     config["training"]["use_grpo"], config["grpo"]["reward_functions"] = False, ["length"]
     (folders[2] / "config.json").write_text(json.dumps(config))
-    began = "cold_start from step 1, grpo from step 2; 12 steps; held-out"
+    began = "cold_start from step 1, grpo from step 2; 12 steps"
     page = visit(write_report(folders[0]))
-    assert page.inner_text("#keys") == f"{began} length 0.25 points, then 0.37 points"
+    assert page.inner_text("#keys") == f"held-out length 0.25 points \u2192 0.37 points in the run; {began}"
     for folder in folders[1:]:
-        assert visit(write_report(folder)).inner_text("#keys") == f"{began} accuracy 10\u00a0%, then 80\u00a0%"
+        assert visit(write_report(folder)).inner_text("#keys") == f"held-out accuracy 10\u00a0% \u2192 80\u00a0% in the run; {began}"
+
+
+def test_the_head_says_what_the_last_phase_added_not_what_came_before_it(tmp_path, visit):
+    """36 % right after a cold start that ends at step 1, 80 % at the end: GRPO added the difference between these two."""
+    folder = fake_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines.insert(2, json.dumps({"step": 1, "phase": "eval", "eval_accuracy": 0.359}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = visit(write_report(folder))
+    head = "held-out accuracy 35.9\u00a0% \u2192 80\u00a0% in GRPO; before training 10\u00a0%; "
+    assert page.inner_text("#keys").startswith(head) and page.inner_text("#keys strong") == head.partition("; ")[0]
+
+
+def test_groups_with_right_and_wrong_completions_come_first_and_constant_curves_are_folded(tmp_path, visit):
+    """In a fake run group 0 is tied, 1 and 3 are wrong throughout, and 2 has one right completion."""
+    page = visit(write_report(fake_run(tmp_path / "run")))
+    assert groups_shown(page) == [f"step 10, group {name}" for name in ("2", "1", "3", "0tied")]
+    folded = page.locator("#charts details strong").all_text_contents()
+    assert {"own_metric", "tied groups"} <= set(folded) and not {"reward", "entropy"} & set(folded)
+    assert {"accuracy, 95 % interval", "correctness"} <= set(page.locator("#charts > div strong").all_text_contents())
 
 
 def test_without_a_tokenizer_completions_are_shown_as_text(tmp_path, visit):
     flags = "--model_path some/model --environment calculator --max_turns 2".split()
     page = visit(write_report(fake_run(tmp_path / "run", flags=flags)))
-    text = page.locator("#list .completion").first.inner_text()
+    text = card(page, 0, 0).inner_text()
     assert "answer 00 of step 10\n" in text and "ended with a stop token" in text
     assert "grey: tokens of the environment" in page.inner_text("#legend")
 
@@ -936,7 +961,7 @@ def test_steps_are_gone_through_one_by_one_and_not_beyond_the_ends(tmp_path, vis
 
 def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
     ours, other = fake_run(tmp_path / "ours"), fake_run(
-        tmp_path / "other", steps=40, flags=["--learning_rate", "0.5", "--reward_functions", "correctness", "diversity"])
+        tmp_path / "other", steps=40, flags=["--learning_rate", "0.05", "--reward_functions", "correctness", "diversity"])
     records = [json.loads(line) for line in (other / "rollouts.jsonl").read_text().splitlines()]
     for record in records:
         record["completion_ids"] = [*tokens_of_text("other"), STOP]
@@ -948,7 +973,7 @@ def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = visit(write_report(ours, other))
     assert page.locator("#keys > span").all_inner_texts() == [
-        f"{folder}: cold_start from step 1, grpo from step 2; {steps} steps; held-out accuracy 10\u00a0%, then 80\u00a0%"
+        f"{folder}: held-out accuracy 10\u00a0% \u2192 80\u00a0% in the run; cold_start from step 1, grpo from step 2; {steps} steps"
         for folder, steps in ((ours, 12), (other, 40))]
     chart = Chart(page, "reward")
     assert [chart.card.locator("path").nth(i).get_attribute("stroke") for i in (0, 1)] == ["var(--run0)", "var(--run1)"]
@@ -968,7 +993,7 @@ def test_two_runs_beside_each_other_by_hand(tmp_path, visit):
     apart, changed = page.locator("#tables > .wide table").all()
     rows = {row.split("\t")[0]: row.split("\t")[1:4] for row in apart.locator("tr").all_inner_texts()[1:]}
     assert rows == {
-        "--learning_rate": ["0.0001 (profile)", "0.5", "0.000005"], "--reward_functions": [
+        "--learning_rate": ["0.0001 (profile)", "0.05", "0.000005"], "--reward_functions": [
             "correctness reasoning_coherence explanation_quality", "correctness diversity",
             "correctness reasoning_coherence explanation_quality"]}
     flags = [row.split("\t")[0] for row in changed.locator("tr").all_inner_texts()]

@@ -22,12 +22,12 @@ def flags_for(function, examples=EXAMPLES):
 def test_a_wrong_number_scores_below_silence_in_tunix_check_answer():
     points, _, _ = reward_linter.measure(check_answer, EXAMPLES)
     assert points["wrong"] == -1 and points["empty"] == 0 and points["gold"] == 3
-    assert any("gives more to empty (0.00), form (-0.50) than to wrong (-1.00)" in flag for flag in flags_for(check_answer))
+    assert any("gives more to empty (0.00), form (-0.50), echo (0.00) than to wrong (-1.00)" in flag for flag in flags_for(check_answer))
 
 
 def test_correctness_has_no_flags():
     points, _, _ = reward_linter.measure(correctness, EXAMPLES)
-    assert points == {"gold": 1, "empty": 0, "wrong": 0, "confident": 0, "form": 0, "spam": 0, "repeated": 0, "truncated": 0}
+    assert points == {"gold": 1, "empty": 0, "wrong": 0, "confident": 0, "form": 0, "spam": 0, "repeated": 0, "truncated": 0, "echo": 0}
     assert flags_for(correctness) == []
 
 
@@ -39,6 +39,7 @@ def test_correctness_has_no_flags():
         (lambda completions, answer, **columns: [float(a in c) for c, a in zip(completions, answer)], "spam (1.00) than to"),
         (lambda completions, **columns: [float("..." in c) for c in completions], "form (1.00) than to wrong"),
         (lambda completions, answer, **columns: [float(f">{a}<" in c) for c, a in zip(completions, answer)], "as much to spam"),
+        (lambda completions, prompts, **columns: [float(p in c) for c, p in zip(completions, prompts)], "echo (1.00) than to gold"),
         (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to every completion"),
         (lambda completions, **columns: [None for c in completions], "scores none of the examples"),
         (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),

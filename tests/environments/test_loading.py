@@ -1,6 +1,7 @@
 """Choosing an environment by name or file, and the columns that it needs."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import train
 from data import load_examples
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import columns_for, load_environment, responders
+from rewards import load_reward_function
+from runs.startup_check import check_rewards
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,6 +46,22 @@ def test_the_customers_of_the_example(tokenizer, settings):
     ]
     assert points == pytest.approx(0.8)
     assert outcome("No.", "No.", "No.", "No.")[1] == pytest.approx(-0.1 - 0.1 - 0.3)
+    (system, question) = (message["content"] for message in helmet["prompt"])
+    for copy in system, system.upper().replace(".", "!"), f"{system}\n{question}":
+        assert outcome(copy, copy, copy)[1] == pytest.approx(-0.1 - 0.1 - 0.1 - 0.3), "a copy of the prompt"
+    assert outcome("Returns: within 30 days, with the receipt.")[1] == pytest.approx(1), "the sentence that answers"
+
+
+def test_the_start_up_check_has_nothing_against_the_customers(tokenizer, settings):
+    respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
+    config = replace(settings, reward_functions=["environment"], max_turns=4)
+    for row in load_examples(f"{EXAMPLES}/customers.jsonl"):
+        def conversation(row=row):
+            (customer,) = responders(respond, [row])
+            return Conversation(tokenizer, row["prompt"], customer, config, [1])
+
+        (finding, *flags) = check_rewards(row, config, [load_reward_function("environment")], conversation)
+        assert flags == [] and "echo -0.10" in finding.found, (flags, finding.found)
 
 
 @pytest.mark.parametrize("flags,message", [

@@ -35,6 +35,9 @@ def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
     assert run_calls(call % "1+1" + "\n" + call % "2+2", tools) == ["2", "4"]
     assert run_calls((call % "1+1").removesuffix("\n</tool_call>"), tools) == ["2"], "the end was its stop token"
     assert run_calls("so: calculate(3*(4+5))", tools) == ["27"]
+    for mention in "With calculate(x) I get", "calculate( adds.", "calculate() or fails():":
+        assert run_calls(f"{mention} calculate(3*(4+5))", tools) == ["27"], mention
+    assert run_calls("calculate(1)) calculate(2", tools) == []
     for text in "the answer is 132", "calculated(1+1)", "calculate(1+1) is 2":
         assert run_calls(text, tools) == []
     for text, problem in {

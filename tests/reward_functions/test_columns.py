@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import QUICK
 
 from analysis.reward_linter import as_rollout, main as lint
@@ -86,9 +87,12 @@ def test_a_function_of_ones_own_shows_its_line_of_data_too():
 
     line = r'; a line of data for shown: \{"prompt": "p", "level": 3\}'
     for function, end in (shown, line), (silent, ""):
-        with pytest.raises(ValueError, match=rf"needs the column level, which my data does not have \(columns: prompt\){end}$"):
+        with pytest.raises(ValueError, match=rf"needs the column level, which my data does not have \(columns with values: prompt\){end}$"):
             require_columns([function], [{"prompt": "p"}], "my data")
     require_columns([shown, silent], [{"prompt": "p"}, {"prompt": "q", "level": 1}], "my data")
+    require_columns([silent], [{"prompt": "p", "level": 0}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
+    with pytest.raises(ValueError, match=r"needs the column level, which my data does not have \(columns with values: prompt\)$"):
+        require_columns([silent], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}], "my data")
 
 
 def test_the_python_interface_and_the_linter_say_the_same(capsys):

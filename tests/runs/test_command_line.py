@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import train
+from analysis.infer_flags import parse_arguments
 from config import GRPOConfig
 from runs import setup
 from runs.command_line import exit_on_mistake, parse_config, printable
@@ -31,6 +33,29 @@ def test_help_and_a_mistyped_flag_are_answered_without_importing_torch_or_transf
     answer = call(*PROGRAMS[program])
     assert answer.returncode == 2 and "unknown flag; did you mean --" in answer.stderr
     assert answer.stderr.startswith(f"{program}: error: ") and len(answer.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("program", ["train.py", "infer.py"])
+def test_the_help_begins_with_three_examples_that_parse_and_fit_80_columns(program):
+    parse = {"train.py": parse_config, "infer.py": parse_arguments}[program]
+    environment = os.environ | {"COLUMNS": "80"}
+    shown = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, env=environment).stdout
+    head = shown.splitlines()[:7]
+    examples = [line.strip().partition("   ")[0] for line in head if f"python {program}" in line]
+    assert len(examples) == 3 and max(map(len, shown.splitlines()[:12])) <= 80
+    for example in examples:
+        words = shlex.split(example)[2:]
+        if "--resume" in words:                           # needs a run
+            continue
+        parse(words)
+
+
+@pytest.mark.parametrize("module,command", [
+    ("report", "infer.py --report RUN"), ("replay", "train.py --replay RUN/rollouts.jsonl"), ("explain", "train.py --use_grpo --explain")])
+def test_a_module_that_is_no_program_says_where_it_is_called_from(module, command):
+    for call, folder in ([f"analysis/{module}.py"], ROOT), ([f"{module}.py"], ROOT / "analysis"), (["-m", f"analysis.{module}"], ROOT):
+        done = subprocess.run([sys.executable, *call], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr == f"analysis/{module}.py is no program; run: python {command}\n", call
 
 
 def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_single_one(monkeypatch, capsys):
@@ -135,6 +160,8 @@ MISTAKES = {
     "not a number": (["--seed", "x"], "--seed.*'x'"),
     "unknown profile": (["--profile", "dmeo"], "--profile=dmeo: choose one of demo"),
     "unknown loss": (["--loss_type", "ppo"], "--loss_type=ppo: choose one of dapo"),
+    "learning rate": (["--learning_rate", "1e6"], "--learning_rate=1000000.0: must be at least 0 and at most 0.1"),
+    "learning rate of the cold start": (["--cold_start_learning_rate", "1"], "--cold_start_learning_rate=1.0: must be .*at most 0.1"),
     "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: all completions of a prompt would be equal"),
     "top-p": (["--generation_top_p", "1.5"], "--generation_top_p=1.5"),
     "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
@@ -168,7 +195,13 @@ MISTAKES = {
     "demonstration wanted": (["--reward_functions", "{tmp}/needs.py:g"], "needs the column completion"),
     "missing data": (["--dataset", "{tmp}/none.jsonl"], "none.jsonl: no such file"),
     "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
-    "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*--bad_lines skip"),
+    "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*; train.py and the linter have --bad_lines skip"),
+    "half a pair": (["--dataset", "{tmp}/pair.jsonl"], r"pair.jsonl: line 2 is not JSON: 'utf-8' codec can't encode character '\\ud800'"),
+    "half a pair in .json": (["--dataset", "{tmp}/pair.json"], "pair.json: not JSON: 'utf-8' codec can't encode"),
+    "UTF-16": (["--dataset", "{tmp}/u16.jsonl"], "u16.jsonl: is encoded as UTF-16; save it as UTF-8"),
+    "no UTF-8": (["--instruction", "caf\udce9"], r"'caf\\udce9': is not UTF-8"),
+    "epochs without end": (["--num_epochs", "inf"], "--num_epochs=inf: must be above 0 and at most 1000000"),
+    "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
     "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
     "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*has columns prompt"),
     "kaggle's form": (["--dataset", "kaggle:a/b"], "kaggle:a/b: write kaggle:owner/name/file"),
@@ -197,6 +230,9 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     data_file(tmp_path, "narrow.py", "def f(texts): ...\n")
     data_file(tmp_path, "empty.jsonl", "")
     data_file(tmp_path, "bad.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
+    data_file(tmp_path, "pair.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud800"}\n')                    # a pair, and a half
+    data_file(tmp_path, "pair.json", '[{"prompt": "\\uD800"}]')
+    (tmp_path / "u16.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-16")
     data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":

@@ -1,111 +1,190 @@
-"""The training doctor: each rule gives advice with the numbers when its metrics call for it, and none on a healthy run."""
+"""The training doctor on a library of histories: recorded runs (histories.json), and runs generated from their figures."""
 
 import itertools
+import json
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from config import Config, GRPOConfig, ModelConfig
-from runs.doctor import RULES, COOLDOWN, diagnose
+from config import Config
+from runs.doctor import COOLDOWN, RULES, WITHDRAWN, diagnose, expected_ties, open_advice, verdict
 
-CONFIG = Config(ModelConfig("some/model"))                        # defaults, without a profile
-HEALTHY = {
-    "tied_groups": 0.2, "reward/correctness": 0.5, "entropy": 0.5, "completion_tokens": 40.0, "truncated": 0.02, "kl": 0.02,
-    "clip_fraction": 0.05, "unscored": 0.0, "skipped": 0,
+CONFIG = Config.of(model_path="some/model", use_grpo=True)        # defaults, without a profile
+RECORDED = json.loads((Path(__file__).parent / "histories.json").read_text())
+PAGE = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+
+
+def play(lines, config=CONFIG):
+    """Show a run to the doctor rollout by rollout: returns [(rollout, rule, sentence)], and the lines with the advice."""
+    history, given = [], []
+    for number, line in enumerate(lines, start=1):
+        advice = diagnose([*history, dict(line)], config)
+        history.append(line | ({"advice": advice} if advice else {}))
+        given += [(number, *advice.split(": ", 1))] if advice else []
+        assert "\n" not in (advice or "")
+    return given, history
+
+
+def healthy(seed=0, rollouts=150, start=0.3, end=0.9, size=4):
+    """A run whose share of right answers rises as in a recorded one, with the noise of 64 completions of mixed problems."""
+    g, t = np.random.default_rng(seed), np.arange(rollouts)
+    p = end - (end - start) * np.exp(-t / 40)
+    success = np.clip(p + g.normal(0, 0.06, rollouts), 0, 1)
+    columns = {
+        "reward/correctness": success, "reward/reasoning_coherence": g.normal(0.3, 0.02, rollouts), "mean_reward": 0.3 + success, "skipped": t * 0, "unscored": t * 0.0,
+        "entropy": 0.6 * (1.1 - p) * np.exp(g.normal(0, 0.2, rollouts)), "completion_tokens": g.normal(23, 1, rollouts),
+        "tied_groups": np.clip(expected_ties(p, size) + g.normal(0, 0.1, rollouts), 0, 1),
+        "kl": 0.0005 * t * np.exp(g.normal(0, 0.2, rollouts)), "truncated": np.abs(g.normal(0, 0.02, rollouts)), "clip_fraction": t * 0.0,
+    }
+    return [dict(zip(columns, map(float, row), strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def changed(change, rollouts=150, start=0.5, end=0.5, seed=1):
+    """A run that stays as it is for 30 rollouts, and is then changed: change(rollouts since then, line) -> metrics."""
+    lines = healthy(seed, rollouts, start, end)
+    return [line | (change(number - 30, line) if number >= 30 else {}) for number, line in enumerate(lines)]
+
+
+def fall(t):                    # of ten rollouts, from 1 to 0
+    return max(0.0, 1 - t / 10)
+
+
+GENERATED = {                   # lines, rules that give advice in this order, rollouts of the first one, words in it
+    "collapse in ten rollouts": (
+        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "tied_groups": 0.3},
+                start=0.97, end=0.97), ["saturated", "collapse"], (10, 12), ["9", "take harder problems"]),
+    "entropy x 0.97 a rollout": (
+        changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}, 230), ["entropy_falls"], (45, 80),
+        ["--learning_rate (now 5e-06)", "--entropy_coef 0.01", "--kl_penalty_coef (now 0.01)"]),
+    "KL + 0.005 a rollout": (
+        changed(lambda t, line: {"kl": line["kl"] + 0.005 * t}, 230), ["kl_drift"], (45, 70), ["--kl_penalty_coef (now 0.01)"]),
+    "length hacking": (
+        changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
+                                 "mean_reward": line["mean_reward"] + t / 100}),
+        ["length_hacking"], (40, 60), ["--overlong penalise", "no more of them are right"]),
+    "reward without right answers": (
+        changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 200),
+                                 "reward/reasoning_coherence": 0.3 + t / 60}),
+        ["reward_hacking"], (40, 60), ["reasoning_coherence rewards something else", "--reward_weights"]),
+    "96 % are right": (healthy(2, 300, 0.3, 0.97), ["saturated"], (60, 200), ["so little is left to learn"]),
+    "no group has a gradient": (
+        changed(lambda t, line: {"tied_groups": 1.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3}, start=0.02, end=0.0),
+        ["ties", "all_tied"], (20, 21), ["easier problems"]),
+    "problems of unequal difficulty": (
+        changed(lambda t, line: {"tied_groups": 0.8}), ["ties"], (35, 60), ["--dynamic_sampling 3 replaces them"]),
+    "NaN": (changed(lambda t, line: {"skipped": 1.0}), ["not_finite"], (31, 31), ["skipped.jsonl"]),
+    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 8, ["not_finite"], (5, 5), ["--learning_rate (now 5e-06)"]),
+    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["nothing_scored"], (5, 5), ["reward_errors.jsonl"]),
+    "a reward that fails now and then": (changed(lambda t, line: {"unscored": 0.25}), ["unscored"], (32, 35), ["could not be scored"]),
+    "a short limit": (
+        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"], (10, 10),
+        ["raise --generation_max_length (now 256)"]),
+    "short texts for a format": (
+        changed(lambda t, line: {"completion_tokens": max(5, 23 * 0.95**t)}), ["length_collapse"], (40, 60), ["what they still earn"]),
+    "many updates on a rollout": (
+        changed(lambda t, line: {"clip_fraction": 0.5}), ["clipping"], (33, 35), ["--learning_rate"]),
+    "all right or all wrong": (
+        [line | {"tied_groups": 1.0} for line in healthy(4, 40, 0.5, 0.5)], ["all_tied"], (10, 10), ["distinguishes them"]),
 }
-SICK = {
-    "not_finite": ({"skipped": 1}, "5 of the last updates"),
-    "nothing_scored": ({"unscored": 1.0}, "none of the completions of 5 rollouts could be scored"),
-    "unscored": ({"unscored": 0.25}, "25% of the completions could not be scored"),
-    "saturated": ({"reward/correctness": 0.99, "tied_groups": 0.9}, "99% of the completions are correct"),
-    "lengths_collapse": ({"completion_tokens": 8.0}, "shrank from 40 to 8 tokens in 10 rollouts"),
-    "kl_runs_away": ({"kl": 0.3}, "rose from 0.02 to 0.30 nat/token in 10 rollouts: raise --kl_penalty_coef"),
-    "entropy_falls": ({"entropy": 0.2}, "entropy fell from 0.50 to 0.20 nat/token in 10 rollouts"),
-    "lengths_explode": ({"completion_tokens": 100.0}, "grew from 40 to 100 tokens"),
-    "truncation": (
-        {"truncated": 0.4}, "40% of the completions were truncated at 256 tokens: raise --generation_max_length to 512"),
-    "clipping": ({"clip_fraction": 0.5}, "50% of the tokens are clipped"),
-    "all_tied": (
-        {"tied_groups": 1.0, "reward/correctness": 0.0},
-        "in 10 rollouts no group had two different rewards, so nothing was learned from them: no completion is correct",
-    ),
-    "ties": (
-        {"tied_groups": 0.62, "reward/correctness": 0.05},
-        "62% of groups have equal rewards and give no gradient; with success 0.05 and 4 completions 81% is expected: raise "
-        "--num_completions_per_prompt to 16",
-    ),
-}
 
 
-def history(change, steps=15):
-    return [HEALTHY | (change if step >= steps - 10 else {}) for step in range(steps)]
+def shown_row(name, rollouts, given):
+    events = "; ".join(f"{rule} {'withdrawn ' * (sentence == WITHDRAWN)}at {number}" for number, rule, sentence in given)
+    return f"| {name} | {rollouts} | {events or 'none'} |"
 
 
-def test_every_rule_is_tested_here():
-    assert set(SICK) == set(RULES)
+@pytest.mark.parametrize("name", GENERATED)
+def test_each_kind_of_run_gets_its_advice_once_and_no_other(name):
+    lines, rules, (first, last), words = GENERATED[name]
+    given, history = play(lines)
+    opened = [(number, rule, sentence) for number, rule, sentence in given if sentence != WITHDRAWN]
+    assert [rule for _, rule, _ in opened] == rules, given
+    assert first <= opened[0][0] <= last and all(word in opened[0][2] for word in words), opened
+    assert open_advice(history) == rules[-1], "it stays open"
+    for impossible in "--ppo_epochs", "(now 0)", "--max_policy_kl":
+        assert impossible not in opened[-1][2] or "cold_start" in opened[-1][2], "a flag that changes nothing"
+    assert shown_row(name, len(lines), given) in PAGE, shown_row(name, len(lines), given)
 
 
-@pytest.mark.parametrize("rule", SICK)
-def test_a_rule_gives_advice_with_the_numbers_and_then_pauses(rule):
-    change, text = SICK[rule]
-    lines = history(change)
-    advice = diagnose(lines, CONFIG)
-    assert advice.startswith(f"{rule}: ") and text in advice and "\n" not in advice
-    rules = []
-    for _ in range(2 * COOLDOWN):
-        lines.append(HEALTHY | change | ({"advice": advice} if advice else {}))
-        advice = diagnose(lines, CONFIG)
-        rules.append((advice or "").partition(":")[0])
-    assert rules[: COOLDOWN - 1].count(rule) == 0
+def test_every_rule_has_a_history():
+    assert {rule for _, rules, _, _ in GENERATED.values() for rule in rules} == set(RULES)
 
 
-def test_unscored_rollouts_are_reported_once():
-    lines = history({"unscored": 1.0})
-    lines.append(lines[-1] | {"advice": diagnose(lines, CONFIG)})
-    assert lines[-1]["advice"].startswith("nothing_scored") and diagnose(lines, CONFIG) is None
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs_get_the_advice_that_the_page_shows(name):
+    columns, config = RECORDED[name]["metrics"], Config.of(use_grpo=True, **RECORDED[name]["flags"])
+    lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    given, _ = play(lines, config)
+    row = shown_row(f"{name} (recorded)", len(lines), given)
+    assert row in PAGE, row
+    assert given == [] or "healthy" not in name
 
 
-def test_a_healthy_run_and_missing_metrics_give_no_advice():
-    assert diagnose(history({}), CONFIG) is None
-    assert diagnose([{}] * 20, CONFIG) is None
-    assert diagnose([{name: None for name in HEALTHY}] * 20, CONFIG) is None
-    assert diagnose(history({"truncated": 0.9}, steps=4)[:4], CONFIG) is None, "too early to tell"
+def test_the_demonstration_of_the_lecture_gets_one_advice_and_a_verdict():
+    lines = map(json.loads, (Path(__file__).parents[2] / "docs/figures/curve.jsonl").read_text().splitlines())
+    given, history = play([line for line in lines if line["phase"] == "grpo"])
+    assert [(rule, "--dynamic_sampling 3" in sentence) for _, rule, sentence in given] == [("ties", True)], "as the page says"
+    assert verdict(history, CONFIG) == "mean_reward 0.33 -> 0.63 in 100 rollouts; open advice: ties"
 
 
-def test_advice_on_ties_depends_on_why_they_are_there():
-    def on(tied, success, size=4):
-        config = Config(grpo=GRPOConfig(num_completions_per_prompt=size))
-        return diagnose(history({"tied_groups": tied, "reward/correctness": success}), config)
-
-    assert "--num_completions_per_prompt to 8" in on(0.6, 0.88)
-    assert "--dynamic_sampling 3 replaces them" in on(0.8, 0.5), "far more ties than chance: hard and easy problems mixed"
-    assert "take easier problems" in on(0.97, 0.001)
-    assert "partial credit" in on(0.97, 0.0)
+def test_healthy_runs_get_no_advice():
+    for name, start, end in ("that rise to 0.85", 0.3, 0.85), ("that stay at 0.5", 0.5, 0.5):
+        alarms = sum(bool(play(healthy(seed, 150, start, end))[0]) for seed in range(50))
+        assert alarms <= 1, alarms
+        assert f"| 50 healthy runs {name} | 150 each | {alarms} false alarms |" in PAGE, (name, alarms)
+    assert play([{}] * 40)[0] == play([dict.fromkeys(healthy()[0])] * 40)[0] == [], "nothing is known"
 
 
-@pytest.mark.parametrize(("rewards", "advice"), [
-    ({"reward/correctness": 0.0}, ["easier problems", "partial credit", "--generation_temperature (now 0.8)",
-                                   "--num_completions_per_prompt (now 4)", "--cold_start_steps (now 0)"]),
-    ({"reward/correctness": 1.0}, ["all completions are correct: take harder problems"]),
-    ({"reward/correctness": 0.5}, ["--generation_temperature (now 0.8)", "tells them apart"]),
-    ({"reward/quality": 0.3}, ["--generation_temperature (now 0.8)", "tells them apart"]),
-])
-def test_ten_rollouts_of_tied_groups_are_reported_with_what_to_do(rewards, advice):
-    tied, lines, found = {"tied_groups": 1.0, "entropy": None} | rewards, [], []
-    for _ in range(30):
-        lines.append(dict(tied))
-        lines[-1]["advice"] = diagnose(lines, CONFIG)
-        found += [(len(lines), lines[-1]["advice"])] * (lines[-1]["advice"] or "").startswith("all_tied")
-    assert [after for after, _ in found] == [10, 30], found
-    assert all(words in found[0][1] for words in advice), found[0]
-    lines[-5]["tied_groups"] = 0.75                       # a single group that differs is enough
-    assert RULES["all_tied"](lines, CONFIG) is None
-    assert RULES["all_tied"]([tied] * 10, Config(grpo=GRPOConfig(use_value_head=True))) is None, "it learns from ties too"
+def test_an_advice_is_withdrawn_when_it_no_longer_holds_and_comes_back_after_a_while():
+    lines = [line | {"unscored": 0.3 * (30 <= n < 50 or n >= 60)} for n, line in enumerate(healthy(5, 120, 0.5, 0.5))]
+    given, history = play(lines)
+    assert [(rule, sentence == WITHDRAWN) for _, rule, sentence in given] == [("unscored", False), ("unscored", True), ("unscored", False)]
+    (opened, _, _), (withdrawn, _, _), (again, _, _) = given
+    assert 30 < opened < 36 and 50 < withdrawn <= 60 and again == withdrawn + COOLDOWN
+    assert open_advice(history) == "unscored" and open_advice(history[: again - 1]) == ""
+
+
+def test_a_worse_finding_replaces_an_advice_and_a_lesser_one_waits():
+    lines = [line | {"clip_fraction": 0.5 * (n > 20), "unscored": 1.0 * (n > 60)} for n, line in enumerate(healthy(6, 90, 0.5, 0.5))]
+    given, _ = play(lines)
+    assert [rule for _, rule, _ in given] == ["clipping", "unscored", "nothing_scored"]
+    lines = [line | {"clip_fraction": 0.5 * (n > 60), "unscored": 0.3 * (n > 20)} for n, line in enumerate(healthy(6, 90, 0.5, 0.5))]
+    assert [rule for _, rule, _ in play(lines)[0]] == ["unscored"]
+
+
+def test_flags_that_would_change_nothing_are_not_named():
+    def advice(name, **flags):
+        return play(GENERATED[name][0], Config.of(model_path="some/model", use_grpo=True, **flags))[0][0][2]
+
+    assert "--overlong" not in advice("length hacking", overlong="penalise") and "max_length" not in advice("length hacking")
+    assert "fewer --ppo_epochs (now 4)" in advice("many updates on a rollout", ppo_epochs=4)
+    assert "--use_kl_penalty true" in advice("entropy x 0.97 a rollout", use_kl_penalty=False)
+    assert "--entropy_coef" not in advice("entropy x 0.97 a rollout", entropy_coef=0.02)
+    assert "--dynamic_sampling" not in advice("problems of unequal difficulty", dynamic_sampling=2)
+    few = [line | {"reward/correctness": 0.1, "tied_groups": 0.66} for line in healthy(7, 60)]
+    assert "raise --num_completions_per_prompt to 8" in play(few)[0][0][2]
+    assert play(GENERATED["many updates on a rollout"][0], Config.of(model_path="m", use_grpo=True, loss_type="gspo"))[0] == []
+    assert play([line | {"tied_groups": 1.0} for line in healthy(4, 40, 0.5, 0.5)], Config.of(use_grpo=True, use_value_head=True))[0] == []
+
+
+def test_a_higher_limit_is_advised_only_where_it_was_too_low_from_the_start():
+    grows = [line | {"truncated": min(0.9, n / 100)} for n, line in enumerate(healthy(8, 150, 0.3, 0.85))]
+    assert play(grows)[0] == [], "more are right, and longer: no advice, and above all not both"
+
+
+def test_the_verdict_names_the_course_of_a_run_and_the_open_advice():
+    _, history = play(GENERATED["KL + 0.005 a rollout"][0])
+    assert verdict(history, CONFIG).endswith("in 230 rollouts; open advice: kl_drift")
+    rises = healthy()
+    first, last = (np.mean([line["mean_reward"] for line in part]) for part in (rises[:5], rises[-5:]))
+    assert f"mean_reward {first:.2f} -> {last:.2f}, reward/correctness" in verdict(rises, CONFIG)
+    assert verdict(rises, CONFIG).endswith("in 150 rollouts; open advice: none")
+    assert verdict([{"mean_reward": 1.0}], CONFIG) == "mean_reward 1.00 -> 1.00 in 1 rollouts; open advice: none"
 
 
 def test_the_expected_share_of_ties_is_what_chance_gives():
-    from runs.doctor import expected_ties
-
     generator = random.Random(0)
     for success, size in itertools.product([0.1, 0.5, 0.8], [2, 4]):
         groups = [[generator.random() < success for _ in range(size)] for _ in range(20000)]

@@ -7,7 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runs.records import cut_after, read_jsonl, read_steps
+from config import GRPOConfig
+from conftest import made_up_rollout
+from experience import Groups, compute_experience, shape_rewards
+from grpo import compute_group_advantages
+from runs.records import completion_records, cut_after, read_jsonl, read_steps
 
 
 def test_rollouts_hold_whole_groups(finished):
@@ -20,6 +24,16 @@ def test_rollouts_hold_whole_groups(finished):
         for r in group:
             weights = {"correctness": 1.0, "length": 0.5}
             assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))
+
+
+def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
+    config = GRPOConfig(generation_max_length=12, overlong="penalise", overlong_buffer=10, reward_clip=2.0)
+    rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
+    rewards = shape_rewards(config, rollout, scores)
+    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards)
+    experience = compute_experience(groups, compute_group_advantages(rewards), config, base.model, **base.forwarding)
+    assert [(r["reward"], r["tied"]) for r in completion_records(experience)] == [
+        (1.0, False), (1.0, False), (3.0, True), (4.0, True)], "one penalised for its length; two clipped to 2"
 
 
 def test_rollouts_hold_the_log_probabilities_and_entropies_after_the_update(finished):

@@ -11,7 +11,7 @@ from engine import logits
 from runs.startup_check import check_setup, draw_row
 from conftest import start_run
 from tokenizers import processors
-from config import GRPOConfig
+from config import Config, GRPOConfig
 from rewards import correctness
 from sample import sample_completions_for_prompts
 
@@ -52,6 +52,11 @@ def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokeniz
     assert found.ok is None and "plain rows instead" in found.found
 
 
+def test_a_buffer_longer_than_the_completions_of_the_check_is_no_mistake(model, tokenizer):
+    config = Config.of(use_grpo=True, overlong="penalise", overlong_buffer=20).grpo
+    assert all(finding.ok is not False for finding in findings_of(model, tokenizer, config).values())
+
+
 @pytest.mark.parametrize("numbers,agree", [("none", False), ("tf32", True)])
 def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
     before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, numbers
@@ -84,7 +89,7 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
 
     config = GRPOConfig(reward_functions=["never"], reward_weights=[1.0])
     found = findings_of(model, tokenizer, config, [never])["rewards"]
-    assert found.ok is False and found.found == "never returned None or NaN for each of 8 completions"
+    assert found.ok is False and found.found == "never returned None or NaN for each of 9 completions"
     assert found.fix == "nothing could be scored: the data may lack columns that it needs, such as answers"
 
 

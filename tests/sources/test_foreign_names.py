@@ -1,4 +1,4 @@
-"""Names of other systems: each is answered with flags that exist; docs/coming-from.md is typed as it stands."""
+"""Names of other systems: each is answered with flags that exist; dev/five-systems.md is typed as it stands."""
 
 import json
 import re
@@ -15,7 +15,8 @@ from sources import foreign_names
 from sources.foreign_names import explain_unknown
 
 PAGE = (Path(__file__).parents[2] / "docs/coming-from.md").read_text()
-PARTS = {part.partition("\n")[0]: part for part in PAGE.partition("## Same name")[0].split("### ")[1:]}
+FIVE = (Path(__file__).parents[2] / "dev/five-systems.md").read_text()
+PARTS = {part.partition("\n")[0]: part for part in FIVE.partition("## Their settings")[0].split("## ")[1:]}
 RUN_AS_THEY_ARE = "Tunix on PyTorch/XLA (Gemma 2), and its GRPO summary"
 NAMES = {section.__name__: section for section in SECTIONS} | {"TunixConfig": Config, "GRPOTrainingConfig": Config.of}
 

