@@ -53,7 +53,7 @@ def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, caps
             train.main([*again, *flags])
         error = capsys.readouterr().err
         assert stop.value.code == 2 and f"--{flag}: this run began with" in error and len(error.strip().splitlines()) == 1
-    train.main([*again, "--learning_rate", "0.5"])
+    train.main([*again, "--learning_rate", "0.05"])
     said = capsys.readouterr().out
     assert f"from {begun}" in said and "changed: learning_rate 0.0001 -> 0.05" in said and "this run is complete" in said
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
