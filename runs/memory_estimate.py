@@ -36,6 +36,16 @@ def pass_bytes(
     return fake_policy(model_config, recompute, tp).pass_bytes(tokens, shared_prompt, dict(policy))
 
 
+@lru_cache(maxsize=64)
+def sampling_bytes(
+    model_config, recompute: bool, tp: int, prompts: int, size: int, longest: int, limit: int,
+    shared_prompt: bool, policy: tuple,
+) -> int:
+    """Return FakePolicy.sampling_bytes, or the result of the same call before."""
+    fake = fake_policy(model_config, recompute, tp)
+    return fake.sampling_bytes(prompts, size, longest, limit, shared_prompt, dict(policy))
+
+
 def step_tokens(config: Config, longest_prompt: int, shared_prompt: bool) -> int:
     """Return the tokens of a step, at most; demonstrations have the limit of completions."""
     size = config.grpo.num_completions_per_prompt if config.training.use_grpo else 1
@@ -82,8 +92,9 @@ def memory_of_process(
         "reference": reference_bytes(config, model) / shards,
         "gradients": trained / shards + value_head,
         "training pass": pass_bytes(*shapes, tokens, shared_prompt, distribution) + gathered,
-        "sampling": policy.sampling_bytes(prompts, longest_prompt, grpo, shared_prompt)
-        + weights * (shards > 1),
+        "sampling": weights * (shards > 1) + sampling_bytes(
+            *shapes, prompts, grpo.num_completions_per_prompt, longest_prompt, limit, shared_prompt,
+            tuple(grpo.policy.items())),
     }
     always = sizes["weights"] + sizes["AdamW"] + sizes["reference"]
     sizes["in all"] = always + max(sizes["gradients"] + sizes["training pass"], sizes["sampling"])

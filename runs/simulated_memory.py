@@ -139,17 +139,20 @@ class FakePolicy:
 
         return self.peak(simulate)
 
-    def sampling_bytes(self, prompts: int, longest_prompt: int, config, shared_prompt: bool) -> int:
+    def sampling_bytes(
+        self, prompts: int, size: int, longest_prompt: int, limit: int, shared_prompt: bool, policy: dict
+    ) -> int:
         """Return the peak of sampling beyond the weights.
 
-        prompts  whose completions are sampled at once, all up to the limit;  config  a GRPOConfig
+        prompts  whose completions, `size` of each, are sampled at once, all up to the limit
+        policy   as GRPOConfig.policy
         """
-        size, longest = config.num_completions_per_prompt, max(1, config.generation_max_length - 1)
+        longest = max(1, limit - 1)
         prompt_of = [prompt for prompt in range(prompts) for _ in range(size)]
         ones = torch.ones(len(prompt_of), dtype=torch.long)
 
         def draw(hidden: Tensor) -> None:
-            logits = restrict_logits(compute_logits(self.model, hidden), **config.policy)
+            logits = restrict_logits(compute_logits(self.model, hidden), **policy)
             sample_inverse_cdf(logits, torch.zeros(len(logits)))
 
         def simulate() -> list[int]:

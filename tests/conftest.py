@@ -174,7 +174,16 @@ def settings():
 
 
 PROMPTS = ["1+1=?", "a somewhat longer prompt than the first", "é", "a somewhat longer prompt than the first"]
-QUICK = "--limit 400 --eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0".split()
+QUICK = (
+    "--limit 400 --eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0 "
+    "--generation_max_length 16"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch):
+    """Leave out curves.png, half a second of every run; that of the fixture `finished` is drawn."""
+    monkeypatch.setattr("runs.folder.draw_curves", lambda folder: None)
 
 
 def length_reward(folder):

@@ -42,9 +42,11 @@ def save(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lora_rank,precision,name", [
+    *((rank, precision, name) for rank, precision in ((0, "float32"), (4, "bfloat16")) for name in MODELS),
+    *((rank, precision, name) for rank, precision in ((0, "bfloat16"), (4, "float32"))
+      for name in ("gemma3", "gemma4_shared_keys", "qwen3_moe", "gpt_oss", "qwen3_5")),
+])
 def test_two_steps_with_default_flags(name, lora_rank, precision, save, tmp_path, capsys):
     base, reward = save(name), tmp_path / "reward.py"
     reward.write_text("def reward(completions, **columns):\n    return [sum(map(ord, c)) % 97 for c in completions]\n")

@@ -168,7 +168,8 @@ def test_float16_scales_the_loss_and_has_the_gradient_of_float32(tmp_path):
 
 def test_tied_groups_alone_have_no_gradient_to_scale_in_float16(tmp_path):
     run = start_run(
-        tmp_path, "--use_grpo", "--cold_start_steps", "0", "--precision", "float16", "--reward_functions", length_reward(tmp_path))
+        tmp_path, *"--use_grpo --cold_start_steps 0 --precision float16 --generation_max_length 40 --reward_functions".split(),
+        length_reward(tmp_path))
     for points, learns in (0.5, False), (None, True), (0.5, False):
         run.reward_functions[:] = [lambda completions, points=points, **columns: [points or len(c) for c in completions]]
         before = [p.clone() for p in run.model.parameters()]

@@ -1,14 +1,13 @@
 """Updates on a rollout: the gradient is that of the whole step however it is cut, and every term does what it says."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import experience_of, with_settings
+from forked import Program
 from torch.nn.functional import pad
 
 import train
@@ -168,10 +167,8 @@ for (loss_type, terms), (run, experience, alone, losses) in zip(jobs, made):
 def test_two_processes_that_share_the_packs_have_the_gradient_and_the_losses_of_one(tmp_path):
     here = Path(__file__).parent
     code = WORKER.format(root=str(here.parent), tests=str(here))
-    workers = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    (tmp_path / "worker.py").write_text(code)
+    workers = [Program(tmp_path / "worker.py", str(rank), str(tmp_path)) for rank in range(2)]
     outputs = [worker.communicate(timeout=300)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
     results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 3 and line.split(",")[0] in LOSSES]
@@ -408,7 +405,7 @@ def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_c
         ratio = (logp.logp - rollout.sampling_logp).exp()
     kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": logp.kl}[estimator] * mask
     averaged = {
-        "token_mean": kl.sum() / mask.sum(), "sequence_mean": (kl.sum(1) / mask.sum(1)).mean(), "constant": kl.sum() / (16 * 40)
+        "token_mean": kl.sum() / mask.sum(), "sequence_mean": (kl.sum(1) / mask.sum(1)).mean(), "constant": kl.sum() / (16 * run.config.grpo.generation_max_length)
     }[how]
     _, losses = gradient(run, experience)
     assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)

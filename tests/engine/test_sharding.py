@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from config import ModelConfig
@@ -21,10 +22,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def torchrun(processes: int, *command: str) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    done = subprocess.run(
-        [*launcher, *command], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=400)
+def start_ranks(processes: int, *command: str) -> str:
+    done = Ranks(processes, *command).wait(400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -42,12 +41,12 @@ def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mes
         if not names or name in names:
             torch.manual_seed(0)
             save_policy(build(), byte_tokenizer(), tmp_path / name)
-    printed = torchrun(processes, __file__, str(tmp_path), json.dumps(mesh))
+    printed = start_ranks(processes, __file__, str(tmp_path), json.dumps(mesh))
     assert re.findall(r"(\S+): the same", printed) == sorted(path.name for path in tmp_path.iterdir())
 
 
 def test_a_process_never_holds_the_whole_model(tmp_path):
-    printed = torchrun(2, str(ROOT / "bench/loading.py"), "--load", str(write_model(tmp_path)))
+    printed = start_ranks(2, str(ROOT / "bench/loading.py"), "--load", str(write_model(tmp_path)))
     for line in re.findall(r"process \d: (.*)", printed):
         found = json.loads(line)
         assert found["shards"] == pytest.approx(found["parameters"] * 4 / 2, abs=0.02)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import comparable, run_folder, weights_of
+from forked import Ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import load_policy
@@ -42,9 +43,15 @@ def assert_same(left, right):
         assert torch.equal(mine, other), name
 
 
+def start_forked(folder, *flags, processes=1):
+    return Ranks(processes, "train.py", "--output_dir", str(folder), *flags)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["several epochs", "two processes"])            # the bench has more
-def test_a_run_that_is_killed_again_and_again_is_the_same_bit_for_bit(tmp_path, kind):
+def test_a_run_that_is_killed_again_and_again_is_the_same_bit_for_bit(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(kills, "start", start_forked)
+    monkeypatch.setattr(kills, "kill", lambda process: process.kill())
     flags = [*kills.QUICK.split(), *kills.KINDS[kind].split(), "--max_steps", "12"]
     processes = 2 if kind == "two processes" else 1
     kills.finish(kills.start(tmp_path / "whole", *flags, processes=processes))

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import QUICK, length_reward, run_folder
+from forked import Program
 
 import train
 from runs.checkpoint import find_damage, latest_checkpoint
@@ -31,9 +31,7 @@ FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_che
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, number):
     endless = ["--max_steps", "1000", "--save_steps", "0", "--num_epochs", "99"]
     flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, *endless]
-    process = subprocess.Popen(
-        [sys.executable, str(kills.ROOT / "train.py"), *flags], cwd=kills.ROOT, stdout=subprocess.PIPE, text=True
-    )
+    process = Program("train.py", *flags)
     while kills.num_steps(tmp_path / "run") < 3:
         assert process.poll() is None
         time.sleep(0.05)
@@ -96,10 +94,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     )
     flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
              "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
-    process = subprocess.Popen(
-        [sys.executable, str(kills.ROOT / "train.py"), *flags], cwd=kills.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Program("train.py", *flags)
     while kills.num_steps(tmp_path / "run") < 2:
         assert process.poll() is None
         time.sleep(0.05)

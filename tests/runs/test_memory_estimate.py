@@ -98,10 +98,9 @@ def test_a_pass_on_fake_tensors_has_the_peak_of_the_same_pass_on_true_ones(lora_
 
 def test_few_layers_stand_for_all(configured):
     fake = FakePolicy(ModelConfig(model_path=configured))
-    config = GRPOConfig(generation_max_length=40)
-    few = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 100, config, True)
+    few = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 4, 100, 40, True, POLICY)
     fake.peak = lambda simulate, **unused: max(simulate())
-    every = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 100, config, True)
+    every = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 4, 100, 40, True, POLICY)
     assert few[0] == pytest.approx(every[0], rel=0.02)
     assert every[1] <= few[1] < 1.2 * every[1], "the second layer adds its input, which in the first is the embedding"
     with fake.some_layers([0]):
