@@ -110,9 +110,10 @@ def require_columns(functions: Iterable[Callable], examples: Iterable[dict], sou
     columns = {name for name, value in cells if str(value) not in ("", "None")}
     for function in functions:
         if missing := missing_columns(function, columns):
+            other = "; training without --use_grpo needs no rewards" if "completion" in columns else ""
             raise ValueError(
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
-                f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}"
+                f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}{other}"
             )
 
 

@@ -12,7 +12,7 @@ from conftest import QUICK
 from analysis.reward_linter import as_rollout, main as lint
 from reward_functions.loading import data_example, missing_columns, named_parameters, require_columns
 from reward_functions.sandbox import run_python
-from rewards import BUILT_IN, compute_rewards_for_completions, load_reward_function
+from rewards import BUILT_IN, compute_rewards_for_completions, correctness, load_reward_function
 from runs.command_line import parse_config
 from runs.setup import set_up, validate_grpo_setup
 from sources.tasks import PROBLEMS
@@ -93,6 +93,13 @@ def test_a_function_of_ones_own_shows_its_line_of_data_too():
     require_columns([silent], [{"prompt": "p", "level": 0}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
     with pytest.raises(ValueError, match=r"needs the column level, which my data does not have \(columns with values: prompt\)$"):
         require_columns([silent], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}], "my data")
+
+
+def test_data_with_completions_alone_can_be_trained_on_without_rewards():
+    with pytest.raises(ValueError, match=r"needs the column answer, .*; training without --use_grpo needs no rewards$"):
+        require_columns([correctness], [{"prompt": "p", "completion": "c"}], "my data")
+    with pytest.raises(ValueError, match=r"needs the column answer, .*\}$"):
+        require_columns([correctness], [{"prompt": "p"}], "my data")
 
 
 def test_the_python_interface_and_the_linter_say_the_same(capsys):
