@@ -5,6 +5,9 @@ The built-in sampler and the trainer compute the same, so the trainer can measur
 --engine vllm in the start-up check, or a server, by infer.py --compare_engine URL.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("analysis/engine_comparison.py is no program; run: python infer.py --compare_engine URL")
+
 import math
 from dataclasses import dataclass, replace
 
