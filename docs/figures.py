@@ -98,14 +98,15 @@ def draw_groups() -> None:
     points = torch.tensor([[1, 0, 0, 1.0], [1.3, 0.3, 0.3, 0.3], [0.7, 0.7, 0.7, 0.7], [1.0, nan, 0.5, 0.0]])
     advantages = grpo.compute_group_advantages(points)
     figure = Figure(figsize=(7, 2.6), layout="constrained")
-    for axes, values, title in zip(figure.subplots(1, 2), (points, advantages), ("points r (P, G)", "advantages A (P, G)"),
-                                   strict=True):
-        centre = values - values.nanmean() if title[0] == "p" else values
-        axes.imshow(centre.nan_to_num().numpy(), cmap="RdBu", vmin=-1.6, vmax=1.6, aspect="auto")
-        for (p, g), value in zip(torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist(), values.flatten().tolist(),
-                                 strict=True):
-            axes.text(g, p, "none" if value != value else f"{value:+.2f}" if title[0] == "a" else f"{value:.1f}", ha="center",
-                      va="center")
+    left, right = figure.subplots(1, 2)
+    left.imshow(torch.zeros_like(points).numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
+    right.imshow(advantages.numpy(), cmap="RdBu", vmin=-3, vmax=3, aspect="auto")       # pale, or numbers could not be read
+    for axes, values, style, title in (left, points, "{:.1f}", "points r (P, G)"), (right, advantages, "{:+.2f}", "advantages A (P, G)"):
+        for p, g in torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist():
+            value = values[p, g].item()
+            text = "none" if value != value else style.format(value) if value or axes is left else "0"
+            axes.text(g, p, text, ha="center", va="center", fontsize=11)
+        axes.hlines([0.5, 1.5, 2.5], -0.5, 3.5, color="0.8")
         axes.set(title=title, xticks=range(4), yticks=range(4), xlabel="completion g", ylabel="prompt p")
         axes.spines[:].set_visible(False)
     save(figure, "groups")
