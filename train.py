@@ -244,7 +244,7 @@ def learn(run: Run) -> None:
     """
     training, progress, folder = run.config.training, run.progress, run.folder
     if run.is_complete:
-        folder.print(f"this run is complete; take {folder.path}/final as --model_path of a new --output_dir")
+        run.console.print(f"this run is complete; take {folder.path}/final as --model_path of a new run")
         return
     folder.open(progress.step)
     run.save_base_of_adapter()
@@ -277,7 +277,7 @@ def learn(run: Run) -> None:
             run.end_phase()
             run.save_checkpoint()
         run.save_final()
-        folder.print_summary()
+        run.console.print_summary(folder.path)
 
 
 def main(argv: list[str], config: Config | None = None) -> None:

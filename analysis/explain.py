@@ -24,8 +24,8 @@ from config import GRPOConfig
 from engine.chat_template import as_text
 from experience import Experience, Groups, compute_experience, log_probs_of_rollout
 from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
+from runs.console import RunConsole
 from runs.doctor import SUCCESS
-from runs.folder import RunFolder
 from runs.records import or_none, points_text
 from runs.run import Run
 
@@ -39,11 +39,11 @@ def explain(
     optimizer_step: Callable,
 ) -> None:
     """Print one step, number by number. The four functions are those of train.py."""
-    config, folder, progress = run.config.grpo, run.folder, run.progress
+    config, console, progress = run.config.grpo, run.console, run.progress
     train_until_grpo(run, supervised_training_step)
     groups = find_group(run, sample_groups)
     if groups is None:
-        folder.print(
+        console.print(
             f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. "
             "Take another reward function, easier or harder problems, or a policy that is sometimes right "
             "(--model_path)"
@@ -58,28 +58,28 @@ def explain(
         groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
         kl_coef=progress.kl_coef, **run.forwarding,
     )
-    show_completions(folder, config, groups, experience, progress.mean_reward)
+    show_completions(console, config, groups, experience, progress.mean_reward)
     old = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp       # (G, T)
     best_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
-    show_tokens(folder, config, run.tokenizer, experience, old, picked, title)
+    show_tokens(console, config, run.tokenizer, experience, old, picked, title)
 
     losses = accumulate_gradients(run, experience, rows, config)
     denominators = experience.denominators(rows, config.generation_max_length)
-    show_loss(folder, config, losses, denominators, progress.kl_coef)
+    show_loss(console, config, losses, denominators, progress.kl_coef)
     rate, max_norm = run.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
     norm = optimizer_step(run, losses["total_loss"])
-    folder.print(
+    console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
         f"AdamW, learning rate {rate:.3g}")
     if progress.skipped_in_a_row:
-        folder.print("   loss or gradient is not finite: skipped, nothing has changed")
+        console.print("   loss or gradient is not finite: skipped, nothing has changed")
 
     new = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
-    show_tokens(folder, config, run.tokenizer, experience, new, picked, title)
-    show_change(folder, experience, old, new)
+    show_tokens(console, config, run.tokenizer, experience, new, picked, title)
+    show_change(console, experience, old, new)
 
 
 def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
@@ -91,7 +91,7 @@ def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
     if phase.name == "grpo":
         return
     steps = min(phase.steps, COLD_STEPS)
-    run.folder.print(f"first {steps} supervised steps of {phase.name}, for some right answers")
+    run.console.print(f"first {steps} supervised steps of {phase.name}, for some right answers")
     while run.progress.phase_step < steps:
         supervised_training_step(run, next(run.batches))
     run.end_phase()
@@ -113,7 +113,7 @@ def find_group(run: Run, sample_groups: Callable) -> Groups | None:
             found = f"{int(groups.tied.sum())} of {len(rank)} groups of batch {number} are tied"
         if best == 2:
             break
-    run.folder.print(f"{found}; this is the first {kind}" if group is not None else "")
+    run.console.print(f"{found}; this is the first {kind}" if group is not None else "")
     return group
 
 
@@ -127,25 +127,25 @@ def least_likely_tokens(rollout, row: int) -> list[int]:
 # ---- tables ------------------------------------------------------------------------------------------------
 
 
-def show(folder: RunFolder, title: str, head: list[str], lines: list[list[str]]) -> None:
+def show(console: RunConsole, title: str, head: list[str], lines: list[list[str]]) -> None:
     """Print a table. Cells are not parsed as rich's markup, since they hold a model's text."""
     columns = [Column(name, overflow="fold") for name in head]
     table = Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for line in lines:
         table.add_row(*map(Text, line))
-    if not folder.console.is_terminal:
-        folder.console.width = 10**6                      # rich takes 80 in a pipe
-    folder.console.print(table, soft_wrap=False)
+    if not console.rich.is_terminal:
+        console.rich.width = 10**6                        # rich takes 80 in a pipe
+    console.rich.print(table, soft_wrap=False)
 
 
 def show_completions(
-    folder: RunFolder, config: GRPOConfig, groups: Groups, experience: Experience, mean_reward: float
+    console: RunConsole, config: GRPOConfig, groups: Groups, experience: Experience, mean_reward: float
 ) -> None:
     """Print the prompt, its completions, their points and advantages. mean_reward: of the run so far."""
     rollout, points = groups.rollout, groups.rewards
-    folder.print(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
+    console.print(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
     head = ["", "completion", "tokens", "log-probability", "ended"]
-    show(folder, "1. Completions, sampled one token after the other", head, [
+    show(console, "1. Completions, sampled one token after the other", head, [
         [str(g), repr(as_text(completion)), str(int(mask.sum())), f"{float(logp[mask].sum()):.3f} nat",
          "itself" if finished else "at the limit"]
         for g, (completion, mask, logp, finished) in enumerate(zip(
@@ -158,18 +158,18 @@ def show_completions(
         columns["r, clipped or penalised"] = points
     advantages = experience.advantages.mean(dim=1).tolist()
     title = "2. Points by reward function, their weighted sum r, and the advantage A"
-    show(folder, title, ["", *columns, "A"], [
+    show(console, title, ["", *columns, "A"], [
         [str(g), *(points_text(or_none(values[0, g])) for values in columns.values()), f"{advantage:+.4f}"]
         for g, advantage in enumerate(advantages)
     ])
     if config.use_value_head:
-        folder.print("   A is the mean over the completion's tokens: the value head gives each its own (GAE)")
+        console.print("   A is the mean over the completion's tokens: the value head gives each one (GAE)")
         return
     b, s = baseline_and_scale(config, points, mean_reward)
     b = " ".join(f"{value:.4f}" for value in b.tolist())
     scale = "not scaled" if config.scale == "none" else "standard deviation"
     penalty = ", less the KL penalty, centred" if config.kl_coef and config.kl_in == "reward" else ""
-    folder.print(f"   b = {b} ({config.baseline}), s = {s:.4f} ({scale}): A = (r - b) / s{penalty}")
+    console.print(f"   b = {b} ({config.baseline}), s = {s:.4f} ({scale}): A = (r - b) / s{penalty}")
 
 
 def baseline_and_scale(config: GRPOConfig, points: Tensor, mean_reward: float) -> tuple[Tensor, float]:
@@ -183,7 +183,7 @@ def baseline_and_scale(config: GRPOConfig, points: Tensor, mean_reward: float) -
 
 
 def show_tokens(
-    folder: RunFolder, config: GRPOConfig, tokenizer, experience: Experience, logp: Tensor,
+    console: RunConsole, config: GRPOConfig, tokenizer, experience: Experience, logp: Tensor,
     picked: list[tuple[int, int]], title: str,
 ) -> None:
     """Print ratio, loss and KL of the picked tokens (row, t); logp (G, T): under the policy."""
@@ -199,7 +199,7 @@ def show_tokens(
         head.append("KL to reference")
         columns.append(kl_penalty(logp, experience.reference_logp, estimator="k3"))
     ids, advantages = experience.rollout.completion_ids, experience.advantages.expand_as(logp)
-    show(folder, title, head, [
+    show(console, title, head, [
         [str(row), repr(tokenizer.decode([ids[row, t].item()])), f"{experience.old_logp[row, t]:.4f}",
          f"{logp[row, t]:.4f}", f"{ratio[row, t]:.4f}", f"{advantages[row, t]:+.4f}",
          "yes" if clipped[row, t] else "no", f"{loss[row, t]:+.4f}", *(f"{kl[row, t]:.5f}" for kl in columns)]
@@ -208,7 +208,7 @@ def show_tokens(
 
 
 def show_loss(
-    folder: RunFolder, config: GRPOConfig, losses: dict, denominators: dict, kl_coef: float
+    console: RunConsole, config: GRPOConfig, losses: dict, denominators: dict, kl_coef: float
 ) -> None:
     """Print the terms of the loss with their weights, and the denominators."""
     aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
@@ -218,29 +218,30 @@ def show_loss(
     weights = {name: weight for name, weight in weights.items() if name in losses and weight}
     lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items()]
     lines.append(["total_loss", f"{losses['total_loss']:+.6f}", ""])
-    show(folder, "4. The loss", ["term", "value", "weight"], lines)
+    show(console, "4. The loss", ["term", "value", "weight"], lines)
     divided_by = {
         "token_mean": "{num_tokens} tokens",
         "sequence_mean": "its completion's length and {num_sequences} completions",
         "constant": "{num_sequences} completions x {max_tokens} tokens, the limit",
     }[aggregation].format(**denominators)
-    folder.print(f"   {config.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
+    console.print(f"   {config.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
     if aggregation != "token_mean" and {"kl", "entropy"} & set(weights):
-        folder.print("   and so are its KL and entropy in total_loss; the table has their token means")
+        console.print("   and so are its KL and entropy in total_loss; the table has their token means")
     value = "-A" if config.loss_type in RATIO_LOSSES else "-A * logp"
-    folder.print(f"   every ratio is still 1, so policy_loss is a mean of {value}; its gradient counts")
+    console.print(f"   every ratio is still 1, so policy_loss is a mean of {value}; its gradient counts")
 
 
-def show_change(folder: RunFolder, experience: Experience, old: Tensor, new: Tensor) -> None:
+def show_change(console: RunConsole, experience: Experience, old: Tensor, new: Tensor) -> None:
     """Print how the update changed the log-probability of each completion, from old to new (G, T)."""
     mask = experience.rollout.completion_mask
     before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
     advantages = experience.advantages.mean(dim=1)
-    show(folder, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
+    show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
         [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
         for g, (a, start, end) in enumerate(zip(advantages, before, after, strict=True))
     ])
     for sign, name, became in (1, "positive", "likelier"), (-1, "negative", "less likely"):
         selected = advantages.sign() == sign
         count = int(((after - before)[selected].sign() == sign).sum())
-        folder.print(f"   {count} of {int(selected.sum())} completions with {name} advantage became {became}")
+        completions = f"{count} of {int(selected.sum())} completions with {name} advantage"
+        console.print(f"   {completions} became {became}")

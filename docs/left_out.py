@@ -67,7 +67,7 @@ flags = "--use_grpo --reward_functions length.py:length --batch_size 8 --learnin
 open("length.py", "w").write("def length(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]")
 def first(more=""):
     run = train.set_up(train.parse_config([*flags.split(), "--output_dir", tempfile.mkdtemp(), *more.split()]))
-    run.folder.console.quiet = True
+    run.console.rich.quiet = True
     run.begin_phase(run.phase)
     groups = train.sample_groups(run, next(run.batches))
     advantages = compute_group_advantages(groups.rewards, **run.config.grpo.advantage_options)

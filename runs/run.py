@@ -27,6 +27,7 @@ from runs.checkpoint import (
     NotSaved, checkpoints_at, load_optimizer_state, optimizer_state, random_states, read_state,
     reference_state, set_random_states, versions, write_checkpoint, write_final,
 )
+from runs.console import RunConsole
 from runs.doctor import diagnose
 from runs.folder import RunFolder
 from runs.memory_estimate import less_memory
@@ -115,6 +116,11 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/metrics.py
 
     @property
+    def console(self) -> RunConsole:
+        """Return the console of the run."""
+        return self.folder.console
+
+    @property
     def phase(self) -> Phase:
         """Return the current phase."""
         return self.phases[self.progress.phase]
@@ -178,7 +184,7 @@ class Run:
                 self.value_head.load_state_dict(saved["value_head"])
         elif phase.name == "grpo" and config.baseline in CENTERED_BASELINES and (
                 config.loss_type in RATIO_LOSSES):
-            self.folder.print("policy_loss stays near 0, as advantages cancel: watch reward and entropy")
+            self.console.print("policy_loss stays near 0, as advantages cancel: watch reward and entropy")
 
     def end_phase(self) -> None:
         """Advance to the next phase."""
@@ -203,7 +209,7 @@ class Run:
             try:
                 self.save_checkpoint()
             except NotSaved as problem:
-                self.folder.print(f"{problem}; continuing without")
+                self.console.print(f"{problem}; continuing without")
 
     @property
     def how_to_resume(self) -> str:
@@ -217,8 +223,8 @@ class Run:
 
     def save_and_print_how_to_resume(self) -> None:
         """Save a checkpoint within a phase, and print how to continue."""
-        self.folder.print(f"stopped at step {self.progress.step}, saved to {self.save_checkpoint()}")
-        self.folder.print(f"continue with: {self.how_to_resume}")
+        self.console.print(f"stopped at step {self.progress.step}, saved to {self.save_checkpoint()}")
+        self.console.print(f"continue with: {self.how_to_resume}")
 
     def save_final(self) -> None:
         """Save the policy to final/ of the run folder."""
@@ -244,7 +250,7 @@ class Run:
                 ", ".join(f"{name} {version}" for name, version in found.items())
                 for found in (state["versions"], versions())
             )
-            self.folder.print(
+            self.console.print(
                 f"  note   resumed with {now}, begun with {before}: equal up to rounding, not bit for bit"
             )
         self.saved_state = state
@@ -303,7 +309,7 @@ class Run:
                 trainer_state=self.trainer_state, engine=self.engine,
             )
         self.folder.log(self.progress.step, "eval", result)
-        self.folder.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
+        self.console.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
         return result.get("eval_accuracy", math.nan)
 
     def log_step(self, metrics: dict, experience: Experience) -> None:
@@ -329,9 +335,11 @@ class Run:
         if metrics["skipped"]:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))
         folder.log(step, phase, metrics)
-        folder.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
+        self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
         if phase == "grpo":
-            folder.print_completions(step, records, logged)
+            self.console.print_completions(records, logged)
+            if logged:
+                folder.show(step, records)
 
     def step_seconds(self) -> dict[str, float]:
         """Return the durations of the last step."""

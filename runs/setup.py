@@ -173,6 +173,7 @@ def set_up(
         adam_8bit()
     mesh = parse_mesh(config)
     folder = RunFolder(config)
+    console = folder.console
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = load_reward_functions(config, names)
     environment = load_environment(config.grpo.environment if environment is None else environment)
@@ -185,13 +186,14 @@ def set_up(
     if training.use_grpo:
         validate_grpo_setup(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
-    train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, folder.print)
-    eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, folder.print)
+    train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, console.print)
+    eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, console.print)
     memory = available_gb(device) * (device.type != "xla")
     libraries = peak_memory_gb(device) * (device.type == "cpu")
-    config = folder.config = resolve_memory_settings(config, device.type, longest_prompt, mesh, memory)
+    config = resolve_memory_settings(config, device.type, longest_prompt, mesh, memory)
+    folder.config = console.config = config
     if config.training.gradient_checkpointing > training.gradient_checkpointing:
-        folder.print("  note   --gradient_checkpointing is on: by the estimate, memory would run out without")
+        console.print("  note   --gradient_checkpointing is on: by the estimate, memory runs out without it")
     training = config.training
 
     torch.manual_seed(training.seed)
@@ -204,12 +206,12 @@ def set_up(
     longest = max(longest_prompt, longest_held_out)
     check_context_length(policy, longest, config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
-    folder.describe(policy, device, phases, len(train_set), len(eval_set))
+    console.describe(policy, device, phases, len(train_set), len(eval_set))
     for line in describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer)):
-        folder.print(f"  note   {line}")
+        console.print(f"  note   {line}")
     engine = start_engine(policy, config.grpo, longest)
     shared_prompt = start_up_check(
-        policy, tokenizer, train_set, config, functions, environment, engine, folder.print
+        policy, tokenizer, train_set, config, functions, environment, engine, console.print
     )
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases,
@@ -219,7 +221,7 @@ def set_up(
         config, longest_prompt=longest_prompt, shared_prompt=shared_prompt, mesh=mesh, memory=memory,
         libraries=libraries,
     ):
-        folder.print(line)
+        console.print(line)
     if checkpoint:
         run.restore(checkpoint)
         run.reference = load_reference(policy, config, checkpoint, run.saved_state)
@@ -228,15 +230,16 @@ def set_up(
 
 def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
     """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
-    find = partial(latest_checkpoint, folder.path, folder.print) if is_main() else lambda: None
+    find = partial(latest_checkpoint, folder.path, folder.console.print) if is_main() else lambda: None
     checkpoint = gather_from_ranks(find)[0]               # one process reads all files, for their checksums
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(
             f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path"
         )
-    folder.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
+    console = folder.console
+    console.print(f"resuming {folder.path} from {checkpoint or 'its beginning: there is no checkpoint yet'}")
     if checkpoint:
-        compare_settings(config, checkpoint, folder.print)
+        compare_settings(config, checkpoint, console.print)
     return checkpoint
 
 

@@ -85,7 +85,7 @@ def test_no_number_is_cut_in_a_pipe_or_a_narrow_terminal(width, is_terminal):
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width)
     names = ["reasoning_coherence x 0.2", "explanation_quality x 0.1", "match_format_approximately x 1", "r", "A"]
     numbers = [f"{-12345.678901 * (n + 1):+.6f}" for n in range(5)]
-    explain.show(SimpleNamespace(console=console), "2. Points", ["", *names], [["0", *numbers], ["1", "x" * 300, *numbers[1:]]])
+    explain.show(SimpleNamespace(rich=console), "2. Points", ["", *names], [["0", *numbers], ["1", "x" * 300, *numbers[1:]]])
     printed = console.file.getvalue()
     assert "…" not in printed
     if not is_terminal:

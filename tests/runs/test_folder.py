@@ -77,31 +77,31 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
 
 
 def test_what_is_no_number_is_not_on_the_console(base, capsys):
-    base.folder.print_step("grpo", 3, 9, 3, {"mean_reward": 0.5, "entropy": math.nan, "kl": math.nan, "grad_norm": 0.0, "skipped": 0})
+    base.folder.console.print_step("grpo", 3, 9, 3, {"mean_reward": 0.5, "entropy": math.nan, "kl": math.nan, "grad_norm": 0.0, "skipped": 0})
     assert capsys.readouterr().out == "grpo    3/9  reward 0.50  grad 0.00\n"
 
 
 def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(base, capsys, monkeypatch):
     """Ten seconds a step: after step 15 of 225 of the phase, 210 steps are left. What is least important does not fit."""
     seconds = iter(range(0, 10**6, 10))
-    monkeypatch.setattr(base.folder.progress, "get_time", lambda: next(seconds))
+    monkeypatch.setattr(base.folder.console.progress, "get_time", lambda: next(seconds))
     metrics = {
         "mean_reward": -0.25, "reward/correctness": 0.3515, "tied_groups": 0.406, "kl": 0.01234, "entropy": 0.4321,
         "truncated": 0.0, "completion_tokens": 25.2, "grad_norm": 0.2, "skipped": 0, "unscored": 0.0}
     monkeypatch.setattr("rich.progress.Task.speed", property(lambda task: 0.1))
-    base.folder.print_step("grpo", 15, 225, 135, metrics)
+    base.folder.console.print_step("grpo", 15, 225, 135, metrics)
     line = capsys.readouterr().out
     assert line == "grpo  135/345  reward -0.25  correct 35%  tied 41%  kl 0.0123  left 0:35:00\n" and len(line) <= 81
-    base.folder.print_step("grpo", 16, 225, 136, metrics | {"unscored": 0.25, "truncated": 0.5, "kl": math.nan})
+    base.folder.console.print_step("grpo", 16, 225, 136, metrics | {"unscored": 0.25, "truncated": 0.5, "kl": math.nan})
     assert capsys.readouterr().out == "grpo  136/345  reward -0.25  correct 35%  unscored 25%  tied 41%  left 0:34:50\n"
-    base.folder.print_step("grpo", 17, 225, 137, {"mean_reward": 0.5, "truncated": 0.0, "completion_tokens": 25.2})
+    base.folder.console.print_step("grpo", 17, 225, 137, {"mean_reward": 0.5, "truncated": 0.0, "completion_tokens": 25.2})
     assert capsys.readouterr().out == "grpo  137/345  reward 0.50  len 25  left 0:34:40\n"
 
 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
     folder = RunFolder(parse_config(["--use_grpo", "--output_dir", str(finished), "--resume", "--report_to", "none"]))
-    folder.print_summary()
+    folder.console.print_summary(folder.path)
     printed = capsys.readouterr().out.splitlines()
     evaluations = [line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "eval"]
     start = printed.index("what was learned, on held-out problems:") + 1
@@ -114,8 +114,8 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
 def test_lines_wrap_between_words_in_a_terminal_and_stay_whole_in_a_file(base):
     words = ["advice"] * 40
     for terminal in True, False:
-        base.folder.console = Console(file=io.StringIO(), force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
-        base.folder.print(" ".join(words))
-        lines = base.folder.console.file.getvalue().splitlines()
+        base.folder.console.rich = Console(file=io.StringIO(), force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
+        base.folder.console.print(" ".join(words))
+        lines = base.folder.console.rich.file.getvalue().splitlines()
         assert (max(map(len, lines)) <= 80) == terminal and (len(lines) == 1) != terminal
         assert " ".join(line.strip() for line in lines).split() == words, "no word is broken"

@@ -113,7 +113,7 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     ("train.clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
      "--max_tokens_per_forward 1024 --gradient_checkpointing --generation_batch_size 16", 2, 0),
     ("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2, 0),
-    ("runs.run.RunFolder.print_step", OSError("no such console"), "Saved to", 3, 0),          # after the update
+    ("runs.console.RunConsole.print_step", OSError("no such console"), "Saved to", 3, 0),          # after the update
     ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), "From the last checkpoint: continue with less", 2, 2),     # in it
     ("train.clip_gradient", KeyError("again"), "fix it", 2, 2),                                # with a checkpoint of this step
 ])

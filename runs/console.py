@@ -1,0 +1,130 @@
+"""
+The console of a run: settings at the start, a line of 80 columns for each step, what was learned at the end.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from config import Config
+from engine.adapters import has_adapter
+from engine.devices import num_processes
+from engine.text_model import has_experts
+from runs.command_line import printable
+from runs.doctor import verdict
+from runs.flag_notes import flag_notes
+from runs.records import held_out_text, points_text, read_jsonl
+from sources.settings import PROFILES
+
+UNITS = {                       # the console line: metric, label; in order of importance, as not all may fit
+    "loss": "loss {:.3f}",
+    "mean_reward": "reward {:.2f}",
+    "reward/correctness": "correct {:.0%}",
+    "skipped": "skipped {} not finite",
+    "unscored": "unscored {:.0%}",
+    "tied_groups": "tied {:.0%}",
+    "kl": "kl {:.4f}",
+    "entropy": "entropy {:.2f}",
+    "truncated": "cut {:.0%}",
+    "completion_tokens": "len {:.0f}",
+    "turns": "{:.1f} turns",
+    "grad_norm": "grad {:.2f}",
+}
+PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervised": "after training"}
+
+
+class RunConsole:
+    """What a run prints, above a progress bar for each phase. quiet: on ranks that print nothing."""
+
+    def __init__(self, config: Config, quiet: bool):
+        self.config = config
+        self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            console=self.rich, disable=quiet, speed_estimate_period=3600,
+        )
+        self.bars: dict[str, int] = {}                    # progress bar of each phase
+
+    def print(self, text: str = "") -> None:
+        """Print a line on the console, above the progress bar."""
+        wraps = self.rich.is_terminal                  # lines in a file stay whole
+        self.rich.print(printable(text), markup=False, emoji=False, soft_wrap=not wraps)
+
+    def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
+        """Print the settings, the model and the amount of work."""
+        training, config = self.config.training, self.config
+        values = {name: value for part in config.as_dict().values() for name, value in part.items()}
+        settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
+        self.print(f"profile {training.profile or 'none'}: {settings}")
+        size = sum(p.numel() for p in model.parameters()) / 1e6
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+        count = num_processes()
+        where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
+        part = "the adapter" if has_adapter(model) else "the text model"
+        trained = f", {trainable:.2f}M of them in {part} that is trained" if trainable < size else ""
+        name = config.model.model_path or "built-in tiny Gemma 3"
+        self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{trained}")
+        self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
+        for phase in phases:
+            group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
+            rows = training.batch_size * group_size
+            amount = f"{training.batch_size} prompts, {rows} completions"
+            self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
+        self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
+        left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
+        for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
+            self.print(f"  note   {line}")
+
+    def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
+        """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
+        if phase not in self.bars:
+            for bar in self.progress.tasks:               # a cold start may end early
+                self.progress.update(bar.id, total=bar.completed)
+            self.bars[phase] = self.progress.add_task(phase)
+        self.progress.update(self.bars[phase], completed=step, total=total)
+        left = self.progress.tasks[-1].time_remaining
+        line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
+        end = "" if left is None else f"  left {timedelta(seconds=left)}"
+        optional = "unscored", "skipped", "truncated"
+        known = {name: value for name, value in metrics.items() if value or name not in optional}
+        known = {name: value for name, value in known.items() if value == value}                     # no NaN
+        for item in (form.format(known[name]) for name, form in UNITS.items() if name in known):
+            line += f"  {item}" if len(line + item + end) + 2 <= 80 else ""
+        self.print(line + end)
+        if "advice" in metrics:
+            self.print(f"  doctor: {metrics['advice']}")
+
+    def print_completions(self, completions: list[dict], logged: bool) -> None:
+        """Print rewards and advantages of the first --log_groups groups.
+
+        If logged, one completion is printed whole: curves do not show a policy that exploits a reward
+        function.
+        """
+        group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
+        for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
+            group = completions[start : start + group_size]
+            self.print(f"  {group[0]['prompt']!r}")
+            self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
+            self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
+        if logged:
+            first = completions[0]
+            points = points_text(first["reward"])
+            self.print(f"  {first['prompt']!r} -> {first['completion']!r}: {points} points")
+
+    def print_summary(self, folder: Path) -> None:
+        """Print what was learned, by held-out results around each phase, and where the files are."""
+        if self.rich.quiet:                               # the folder may be of another machine
+            return
+        metrics = read_jsonl(folder / "metrics.jsonl")
+        ends = {m["step"]: PHASES[m["phase"]] for m in metrics if m["phase"] != "eval"}
+        ends = {0: "before training" if self.config.model.model_path else "untrained"} | ends
+        last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
+        lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in metrics
+                 if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]]
+        self.print("\n".join(["", "what was learned, on held-out problems:", *lines] if lines else [""]))
+        if history := [line for line in metrics if line["phase"] == "grpo"]:
+            self.print(f"doctor: {verdict(history, self.config)}")
+        for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
+            self.print(f"{name + ':':<13}{folder}/{file}")
