@@ -306,7 +306,7 @@ class GRPOConfig(Section):
         self.reject(
             ("reward_functions", not functions, "name at least one"),
             ("reward_weights", len(self.reward_weights) not in (0, len(functions)),
-             f"{len(self.reward_weights)} weights for {listed}"),
+             f"{len(self.reward_weights)} weights for {listed}; give one for each"),
             ("reward_clips", len(clips) not in (0, len(functions)) or not all(clip >= 0 for clip in clips),
              f"one number from 0 up for each of the {listed}"),
             ("max_turns", self.max_turns > 1 and not self.environment,

@@ -244,7 +244,7 @@ def learn(run: Run) -> None:
     """
     training, progress, folder = run.config.training, run.progress, run.folder
     if run.is_complete:
-        run.console.print(f"this run is complete; take {folder.path}/final as --model_path of a new run")
+        run.console.print(f"this run is complete; a new one can begin with --model_path {folder.path}/final")
         return
     folder.open(progress.step)
     run.save_base_of_adapter()

@@ -134,10 +134,15 @@ def call_reward_function(
         return points, failed
     if isinstance(error, CallFailed):
         raise RewardError(f"reward function {name}: {error}") from None
+    fix = "Let it return None for what it cannot score, or pass --reward_errors none."
+    if isinstance(arguments["completions"][0], str) and isinstance(error, IndexError | KeyError | TypeError):
+        fix += (
+            ' Prompts are text, so completions are text: if it reads completion[0]["content"], make each '
+            'prompt a list of messages, [{"role": "user", "content": ...}].'
+        )
     raise RewardError(
         f"reward function {name} raised {describe(error)} ({locate_error(error, function)}); "
-        f"on completion {completion!r}. Let it return None for what it cannot score, or pass "
-        "--reward_errors none."
+        f"on completion {completion!r}. {fix}"
     ) from error
 
 

@@ -57,7 +57,8 @@ class RunConsole:
         training, config = self.config.training, self.config
         values = {name: value for part in config.as_dict().values() for name, value in part.items()}
         settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
-        self.print(f"profile {training.profile or 'none'}: {settings}")
+        if settings:
+            self.print(f"profile {training.profile}: {settings}")
         size = sum(p.numel() for p in model.parameters()) / 1e6
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
         count = num_processes()
@@ -72,6 +73,13 @@ class RunConsole:
             rows = training.batch_size * group_size
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
+        if phases[-1].steps < training.max_steps:
+            self.print(f"  note   max_steps is {training.max_steps}, but num_epochs ends the run before")
+        if training.use_grpo:
+            weighted = zip(config.grpo.reward_functions, config.grpo.weights, strict=True)
+            self.print("rewards " + ", ".join(f"{name} x {weight:g}" for name, weight in weighted))
+        if config.data.instruction:
+            self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
         for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):

@@ -82,8 +82,9 @@ def exit_on_run_errors(folder: RunFolder):
             raise
         end_program(f"{error.strerror}: {folder.path}; make room, then continue with --resume", 1)
     except KeyboardInterrupt:
-        resume = f"continue from the last checkpoint with --output_dir {folder.path} --resume"
-        end_program(f"stopped at once; {resume}", 130)
+        saved = any((folder.path / "checkpoints").glob("step-*"))
+        begin = "continue from the last checkpoint" if saved else "there is no checkpoint yet; begin again"
+        end_program(f"stopped at once; {begin} with --output_dir {folder.path} --resume", 130)
 
 
 def end_program(message: str, code: int) -> None:

@@ -123,7 +123,8 @@ def start_up_check(
     if engine:
         findings.append(check_engine(engine, model, tokenizer, examples, config.grpo, packing.ok is True))
     for finding in findings:
-        if config.training.check or (finding.ok is not True and finding.name != "row 0"):
+        brief = finding.ok is not True and finding.name not in ("row 0", "first prompt")
+        if config.training.check or brief:
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
             notify(f"  {mark:<6} {finding.name:<12} {finding.found}")
     broken = [finding for finding in findings if finding.ok is False]

@@ -63,6 +63,7 @@ def check_setup(
     )
     findings = [
         *check_tokens(model, tokenizer, prompts),
+        *check_template(tokenizer, examples[0]["prompt"]),
         check_padding(model, tokenizer, prompts[0]),
         check_head(model, rollout),
         check_sampler(model, rollout, config),
@@ -99,6 +100,14 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
                 "set eos_token_id in the model's generation_config.json"),
         Finding("open prompt", is_open, end, "switch add_eos_token off in tokenizer_config.json"),
     ]
+
+
+def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
+    """Describe the first prompt as the model sees it, and messages that no chat template renders."""
+    text = tokenizer.decode(encode_prompt(tokenizer, prompt))
+    missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
+    bare = isinstance(prompt, list) and not tokenizer.chat_template
+    return [Finding("first prompt", None, repr(text)), *[Finding("template", None, missing)] * bare]
 
 
 @torch.no_grad()

@@ -33,7 +33,8 @@ def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
         found = next((suffix for suffix in suffixes if suffix in table), None)
         near = difflib.get_close_matches(suffixes[-1], [*known, *table], n=1)
         if found is None and near and near[0] not in known:
-            found = near[0]                               # a misspelt name of another system
+            misspelt = difflib.get_close_matches(suffixes[-1], table, n=1, cutoff=0.85)
+            found = next(iter(misspelt), None)            # a misspelt name of another system
         here = table.get(found, "")
         if here and (not (named := re.findall(r"--(\w+)", here)) or known & set(named)):
             answers, foreign = [*answers, f"{word}: unknown flag; here {here}"], True

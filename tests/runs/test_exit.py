@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from forked import Program
 
 import train
 from runs.checkpoint import find_damage, latest_checkpoint
-from runs.exit import StopOnSignal
+from runs.exit import StopOnSignal, exit_on_run_errors
 from runs.records import read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -107,6 +108,15 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     assert process.returncode == 130
     assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; continue from the last checkpoint")
     assert find_damage(latest_checkpoint(tmp_path / "run")) == ""
+
+
+def test_a_run_that_is_stopped_before_its_first_checkpoint_says_that_it_begins_again(tmp_path, capsys):
+    for made, said in (False, "there is no checkpoint yet; begin again with"), (True, "continue from the last checkpoint with"):
+        if made:
+            (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
+        with pytest.raises(SystemExit) as stop, exit_on_run_errors(SimpleNamespace(path=tmp_path)):
+            raise KeyboardInterrupt
+        assert stop.value.code == 130 and f"stopped at once; {said} --output_dir {tmp_path} --resume" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 import train
+from conftest import QUICK
 from runs.command_line import parse_config
 from runs.folder import RunFolder
 from runs.records import read_jsonl
@@ -96,6 +97,18 @@ def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(b
     assert capsys.readouterr().out == "grpo  136/345  reward -0.25  correct 35%  unscored 25%  tied 41%  left 0:34:50\n"
     base.folder.console.print_step("grpo", 17, 225, 137, {"mean_reward": 0.5, "truncated": 0.0, "completion_tokens": 25.2})
     assert capsys.readouterr().out == "grpo  137/345  reward 0.50  len 25  left 0:34:40\n"
+
+
+def test_the_start_says_which_rewards_count_what_precedes_prompts_and_that_epochs_end_first(tmp_path, capsys):
+    flags = [*QUICK, "--use_grpo", "--check", "--output_dir", str(tmp_path / "run"), "--reward_functions", "correctness", "reasoning_coherence",
+             "--reward_weights", "1", "0.5"]
+    train.main([*flags, "--max_steps", "5000", "--instruction", "Add."])
+    printed = capsys.readouterr().out
+    assert "\nrewards correctness x 1, reasoning_coherence x 0.5\n" in printed
+    assert "\ninstruction, before every prompt: 'Add.'\n" in printed and "max_steps is 5000, but num_epochs ends the run before" in printed
+    train.main([*flags, "--max_steps", "5"])
+    printed = capsys.readouterr().out
+    assert "instruction" not in printed and "ends the run before" not in printed
 
 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):

@@ -8,7 +8,7 @@ import torch
 from runs import startup_check
 import logprobs
 from engine import logits
-from runs.startup_check import check_setup, draw_row
+from runs.startup_check import check_setup, check_template, draw_row
 from conftest import start_run
 from tokenizers import processors
 from config import Config, GRPOConfig
@@ -106,6 +106,13 @@ def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, t
 def test_agreement_reads_as_a_sentence(model, tokenizer, settings):
     found = findings_of(model, tokenizer, settings)["padding"].found
     assert found.startswith("log-probabilities with and without padding differ by at most")
+
+
+def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(model, tokenizer, settings):
+    for prompt, names in ("1+1=?", ["first prompt"]), ([{"role": "user", "content": "1+1=?"}], ["first prompt", "template"]):
+        findings = check_template(tokenizer, prompt)
+        assert [finding.name for finding in findings] == names and "1+1=?" in findings[0].found
+    assert "user: 1+1=?" in findings[0].found and "no chat template" in findings[1].found
 
 
 def test_the_mask_is_drawn(model, tokenizer):

@@ -136,6 +136,11 @@ def test_a_name_with_several_meanings_gets_all_of_them_and_an_unknown_one_the_ne
     assert explain_unknown(["--xyzzy"], FLAGS) == "--xyzzy: unknown flag; see --help"
 
 
+def test_a_name_that_is_only_somewhat_like_one_of_another_system_is_not_answered_as_that():
+    assert explain_unknown(["--num_generation"], FLAGS).startswith("--num_generation: unknown flag; here --num_completions_per_prompt")
+    assert explain_unknown(["--dataset_configuration_x"], FLAGS) == "--dataset_configuration_x: unknown flag; see --help"
+
+
 def test_infer_answers_with_its_own_flags_alone():
     with pytest.raises(ValueError, match="--max_new_tokens: unknown flag; here --generation_max_length"):
         parse_arguments(["--question", "1+1", "--max_new_tokens", "5"])
