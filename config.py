@@ -228,7 +228,7 @@ class GRPOConfig(Section):
 
     normalize_advantages: bool = flag(True, "divide advantages by a standard deviation; without it, Dr. GRPO")
     advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
-        "group", "divide by the standard deviation of each group, or of the batch")
+        "group", "divide by the standard deviation of each group, or of the batch; see grpo.py")
     advantage_epsilon: float = flag(
         1e-8, "added to that standard deviation, against division by 0", at_least=0)
     baseline: Literal[table_keys("baselines")] = flag(
@@ -437,7 +437,8 @@ class TrainingConfig(Section):
         3, "passes over the training examples; max_policy_kl and dynamic_sampling may add some", above=0,
         at_most=10**6)
     max_steps: int = flag(
-        0, "end a phase after this many optimiser steps; 0: when its epochs are over", at_least=0)
+        0, "end each phase, the cold start too, after this many optimiser steps; 0: when its epochs are over",
+        at_least=0)
     batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", above=0)
     cold_start_steps: int = flag(
         0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0)

@@ -40,6 +40,7 @@ def advantages_by_hand(rewards, baseline, scale, epsilon):
     """The docstring's formulas over lists, so a misunderstanding of torch cannot hide in both."""
     (_, formula), *table = formulas(compute_group_advantages)
     table = dict(table)
+    assert {baseline, scale} <= table.keys(), f"{baseline=} {scale=}: the docstring of compute_group_advantages lacks a formula"
     everything = [r for row in rewards for r in row if r is not None]
     result = []
     for row in rewards:

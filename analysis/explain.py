@@ -167,7 +167,8 @@ def show_completions(
         return
     b, s = baseline_and_scale(config, points, mean_reward)
     b = " ".join(f"{value:.4f}" for value in b.tolist())
-    scale = "not scaled" if config.scale == "none" else "standard deviation"
+    names = {"none": "not scaled", "group": "standard deviation", "batch": "standard deviation"}
+    scale = names.get(config.scale, config.scale)
     penalty = ", less the KL penalty, centred" if config.kl_coef and config.kl_in == "reward" else ""
     console.print(f"   b = {b} ({config.baseline}), s = {s:.4f} ({scale}): A = (r - b) / s{penalty}")
 

@@ -88,7 +88,7 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
     stops, bos_id, pad_id = stop_token_ids(model, tokenizer), tokenizer.bos_token_id, tokenizer.pad_token_id
     bos = max(prompt.count(bos_id) for prompt in prompts) if bos_id is not None else 0
     pad = f"pad is {pad_id} {tokenizer.pad_token!r}"
-    pad += ", also a stop id; masks depend on positions alone" * (pad_id in stops)
+    pad += ", also a stop id; masks depend on positions alone" if pad_id in stops else ", not a stop id"
     stop_tokens = ", ".join(f"{i} {tokenizer.convert_ids_to_tokens(i)!r}" for i in stops)
     is_open = all(prompt[-1] not in stops for prompt in prompts)
     end = "does not end with a stop id" if is_open else "ends with a stop id, so there is nothing to continue"

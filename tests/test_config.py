@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 import train
-from config import Config, GRPOConfig, ModelConfig, TrainingConfig
+from config import Config, GRPOConfig, ModelConfig, TrainingConfig, table_keys
 from grpo import CENTERED_BASELINES, LOSSES
 from runs import phases
 from runs.flag_notes import flag_notes
@@ -31,8 +31,8 @@ def test_the_defaults_that_others_rely_on():
 def test_the_choices_are_the_keys_of_the_tables_of_the_formulas():
     types = GRPOConfig.__annotations__
     assert get_args(types["loss_type"]) == tuple(LOSSES) and set(CENTERED_BASELINES) < set(get_args(types["baseline"]))
-    assert get_args(types["loss_aggregation"]) == ("", "token_mean", "sequence_mean", "constant")
-    assert get_args(types["advantage_scale"]) == ("group", "batch")
+    assert get_args(types["loss_aggregation"]) == ("", *table_keys("aggregations")) and "token_mean" in table_keys("aggregations")
+    assert get_args(types["advantage_scale"])[:2] == ("group", "batch") and "none" not in get_args(types["advantage_scale"])
 
 
 def test_the_help_of_profile_names_every_profile():

@@ -69,7 +69,7 @@ def test_every_flag_exists(page):
     names |= {"seeds", "kills", "lint", "figure"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"folder", "batch_sizes", "jobs", "tiny"}                           # of bench/
-    names |= {"requirement"}                                                     # of pip
+    names |= {"requirement", "tb"}                                               # of pip and pytest
     names |= {"train", "keep", "only"}                                           # of docs/figures.py and docs/left_out.py
     names |= {"no_use_kl_penalty"}                                               # of a flag that is true by default
     text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)     # what other systems type
@@ -246,7 +246,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")]
     first_cells = {row[0].strip("| `") for row in rows}
     variants = {*LOSSES, *(key for table in ("aggregations", "baselines", "scales") for key in table_keys(table)), *get_args(GRPOConfig.__annotations__["kl_estimator"])} - {""}
-    assert variants <= first_cells, variants - first_cells
+    assert variants <= first_cells, f"docs/algorithm.md has no row for {variants - first_cells}"
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
     functions = [
         grpo.compute_group_advantages, grpo.aggregate, grpo.kl_penalty, grpo.value_loss, grpo.generalized_advantage_estimation,

@@ -118,12 +118,13 @@ def test_the_table_has_the_numbers_as_trained_beside_those_of_now_and_names_the_
     table = [line for line in printed.err.splitlines() if "warning" not in line.lower()]
     title = next(i for i, line in enumerate(table) if line.startswith("as trained | now"))
     assert table[title].endswith(f"with the weights of {max((finished / 'checkpoints').iterdir())}")
-    assert table[title + 1].split() == ["step", "total_loss", "grad_norm", "entropy"]
-    rows = table[title + 2 :]
+    assert table[title + 1].split() == ["step", "total_loss", "grad_norm", "policy_kl"]
+    end = next(i for i, line in enumerate(table) if line.startswith("policy_kl is that of these weights"))
+    rows = table[title + 2 : end]
     assert len(rows) == len(now) > 2 and max(map(len, rows)) <= 80
     for row in rows:
         step, *cells = row.replace("|", " ").split()
         step = int(step)
-        expected = [line[name] for name in ("total_loss", "grad_norm", "entropy") for line in (logged[step], now[step]) if name in line]
+        expected = [line[name] for name in ("total_loss", "grad_norm", "policy_kl") for line in (logged[step], now[step]) if name in line]
         assert [float(cell) for cell in cells if cell != "-"] == pytest.approx(expected, rel=1e-3)
         assert step not in now or logged[step]["phase"] != "grpo" or logged[step]["grad_norm"] != now[step]["grad_norm"]

@@ -1,8 +1,8 @@
 """
 The exercises of docs/lecture.md. Write the functions; the tests say what is wrong until they are right:
 
-    python -m pytest docs/exercises                   all of them
-    python -m pytest docs/exercises -k test_1         the first one
+    python -m pytest -q --tb=short docs/exercises              all of them
+    python -m pytest -q --tb=short docs/exercises -k test_1    the first one
 
 Solutions are in solutions.py. Shapes: P prompts, G completions of each, B = P*G rows, T tokens of a completion.
 """
@@ -16,7 +16,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     rewards (P, G) float32 points -> (P, G). A group of equal points must come back as exact zeros, whatever the points are.
     Hint: mean and std take dim=1, keepdim=True. Compare the largest with the smallest point of a row, and use torch.where.
     """
-    raise NotImplementedError
+    raise NotImplementedError("exercise 1 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
     Hint: the sum of the siblings is the sum of the row minus the completion's own points.
     """
-    raise NotImplementedError
+    raise NotImplementedError("exercise 2 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float) -> Tensor:
@@ -33,7 +33,7 @@ def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float
     logp (with gradient), old_logp, advantages (B, T) -> (B, T)
     Hint: torch.minimum of two tensors, and Tensor.clamp. There is a minus in front.
     """
-    raise NotImplementedError
+    raise NotImplementedError("exercise 3 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def loss_of_a_piece(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
@@ -44,7 +44,7 @@ def loss_of_a_piece(loss: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
     returns a scalar; those of all micro-batches of a step add up to its loss
     Hint: torch.where replaces what is not counted before the sum.
     """
-    raise NotImplementedError
+    raise NotImplementedError("exercise 4 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def kl_term(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
     tokens drawn from the policy, its gradient with respect to logp must be that of KL(policy || reference).
     Hint: the ratio is 1 here, and its gradient is not 0. Do not detach it.
     """
-    raise NotImplementedError
+    raise NotImplementedError("exercise 5 is empty: replace this line, in docs/exercises/exercises.py")
 
 
 def right_number(completions: list[str], answer: list[str], **columns) -> list[float]:
@@ -63,4 +63,4 @@ def right_number(completions: list[str], answer: list[str], **columns) -> list[f
     72, 72.0 and " 72 " are the same number, 1,000 is 1000. Two answers are none. Never raises, whatever a model writes.
     Hint: re.findall finds the tags; float() reads "nan" and "inf" too; math.isfinite.
     """
-    raise NotImplementedError
+    raise NotImplementedError("exercise 6 is empty: replace this line, in docs/exercises/exercises.py")

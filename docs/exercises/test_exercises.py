@@ -16,14 +16,15 @@ def numbers(*shape):
 
 
 def compare(what, found, expected, **mistakes):
-    """Raise AssertionError that says what is wrong. mistakes: sentence, with _ for spaces -> the result of that mistake."""
+    """Fail with a sentence that says what is wrong. mistakes: sentence, with _ for spaces -> the result of that mistake."""
+    __tracebackhide__ = True                              # the sentence alone is shown
     assert isinstance(found, torch.Tensor), f"{what}: return a tensor, not {found!r:.40}"
     assert found.shape == expected.shape, f"{what}: has shape {tuple(found.shape)}, and should have {tuple(expected.shape)}"
     if torch.allclose(found, expected.to(found.dtype), atol=1e-6, rtol=1e-4):
         return
     for sentence, wrong in mistakes.items():
-        known = torch.allclose(found, wrong.to(found.dtype), atol=1e-6, rtol=1e-4, equal_nan=True)
-        assert not known, f"{what}: {sentence.replace('_', ' ')}"
+        if torch.allclose(found, wrong.to(found.dtype), atol=1e-6, rtol=1e-4, equal_nan=True):
+            raise AssertionError(f"{what}: {sentence.replace('_', ' ')}")
     place = (~torch.isclose(found, expected.to(found.dtype), atol=1e-6, rtol=1e-4)).nonzero()[0].tolist()
     where = f" at {place}" if place else ""
     raise AssertionError(f"{what}: is {found[tuple(place)]:.4f}{where}, and should be {expected[tuple(place)]:.4f}")
@@ -37,6 +38,8 @@ def test_1_group_advantages():
         the_standard_deviation_divides_by_G_and_not_by_G_minus_1=centred / rewards.std(1, correction=0, keepdim=True),
         the_points_are_not_divided_by_the_standard_deviation=centred,
         mean_and_standard_deviation_are_those_of_the_batch_and_not_of_each_row=(rewards - rewards.mean()) / rewards.std(),
+        the_standard_deviation_is_that_of_the_batch_and_not_of_each_row=centred / rewards.std(),
+        the_sign_is_reversed=-centred / rewards.std(1, keepdim=True),
     )
     for points in 0.7, 0.1, 1.3, 0.0:
         for size in range(2, 17):
@@ -44,6 +47,9 @@ def test_1_group_advantages():
             assert largest == 0, (
                 f"{size} times {points} is a tie, and an advantage is {largest:.3g}: the float32 mean is not exactly {points}, and "
                 "the rest is divided by nearly 0. Find ties in the points, before the division")
+    beside = task.group_advantages(torch.tensor([[0.7] * 7, [0.0] * 6 + [1.0]]))
+    assert float(beside[0].abs().max()) == 0, "a tied row beside another row is not 0: look for ties in each row (dim=1)"
+    assert float(beside[1].abs().max()) > 0, "a row beside a tied one is 0: look for ties in each row (dim=1)"
 
 
 def test_2_leave_one_out():
@@ -54,6 +60,8 @@ def test_2_leave_one_out():
         "advantages of two groups", task.leave_one_out(rewards), expected,
         the_mean_contains_the_completion_itself=rewards - rewards.mean(1, True),
         the_sum_of_the_siblings_is_divided_by_G_and_not_by_G_minus_1=rewards - (rewards.sum(1, True) - rewards) / 4,
+        the_sum_of_the_siblings_is_divided_by_P_minus_1_as_len_counts_prompts=rewards - (rewards.sum(1, True) - rewards) / 1,
+        this_is_the_mean_of_the_siblings_and_not_yet_subtracted=(rewards.sum(1, True) - rewards) / 3,
     )
 
 
@@ -68,6 +76,9 @@ def test_3_clipped_loss():
         the_minimum_is_missing_so_that_a_token_outside_the_clip_cannot_come_back=-clipped,
         the_clip_is_missing=-plain,
         the_minus_is_missing_and_a_loss_is_minimised=torch.minimum(plain, clipped),
+        the_minimum_is_taken_before_the_multiplication_by_A_which_reverses_the_order_where_A_is_negative=-torch.minimum(
+            ratio, ratio.clamp(0.8, 1.2)) * advantages,
+        the_ratio_is_that_of_old_to_new=-torch.minimum(advantages / ratio, (1 / ratio).clamp(0.8, 1.2) * advantages),
     )
     expected, _ = grpo.policy_loss(logp, old_logp, advantages, torch.ones(4, 6, dtype=torch.bool), num_tokens=1)
     assert loss.requires_grad, "the loss has no gradient: something is detached"
