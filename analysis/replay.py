@@ -77,9 +77,8 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
         texts = [" | ".join("-" if value is None else f"{value:.4g}" for value in pair) for pair in columns]
         table.append(f"{step:>5}" + "".join(f"{text:>24}" for text in texts))
     print(*table, sep="\n", file=sys.stderr)
-    print(
-        "policy_kl is that of these weights to those that sampled: if it is far from 0, compare two replays, or\n"
-        "take the weights of a checkpoint just before a step, --model_path RUN/checkpoints/step-N", file=sys.stderr)
+    far = "if it is far from 0, compare two replays, or pass --model_path RUN/checkpoints/step-N"
+    print(f"policy_kl is that of these weights to those that sampled:\n{far}", file=sys.stderr)
 
 
 def load_run(config: Config, weights: Path) -> Run:
