@@ -275,7 +275,8 @@ def test_the_normalisation_of_the_contributing_page_is_one_line_of_one_file(tmp_
     changed = re.sub(r"(    scales = \{.*\n)", lambda found: f"{found[1]}    {entry}\n", source)
     (tmp_path / "grpo.py").write_text(changed)
     (tmp_path / "config.py").write_text((ROOT / "config.py").read_text())
-    shutil.copytree(ROOT / "sources", tmp_path / "sources")
+    for package in "sources", "engine":
+        shutil.copytree(ROOT / package, tmp_path / package)
     program = (
         "import torch; from config import GRPOConfig; from grpo import compute_group_advantages\n"
         "rewards = torch.tensor([[0.0, 0.0, 4.0, 4.0], [7.0, 8.0, float('nan'), 9.0]])\n"
