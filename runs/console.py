@@ -73,6 +73,8 @@ class RunConsole:
             rows = training.batch_size * group_size
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
+        if len(phases) == 2 and phases[0].steps < training.cold_start_steps:
+            self.print(f"  note   max_steps shortens the cold start of {training.cold_start_steps} steps")
         if phases[-1].steps < training.max_steps:
             self.print(f"  note   max_steps is {training.max_steps}, but num_epochs ends the run before")
         if training.use_grpo:

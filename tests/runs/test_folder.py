@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,11 @@ def test_the_start_says_which_rewards_count_what_precedes_prompts_and_that_epoch
     printed = capsys.readouterr().out
     assert "\nrewards correctness x 1, reasoning_coherence x 0.5\n" in printed
     assert "\ninstruction, before every prompt: 'Add.'\n" in printed and "max_steps is 5000, but num_epochs ends the run before" in printed
+    assert "shortens the cold start" not in printed
     train.main([*flags, "--max_steps", "5"])
     printed = capsys.readouterr().out
     assert "instruction" not in printed and "ends the run before" not in printed
+    assert re.search(r"\n  note   max_steps shortens the cold start of \d+ steps\n", printed)
 
 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
