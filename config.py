@@ -228,7 +228,7 @@ class GRPOConfig(Section):
 
     normalize_advantages: bool = flag(True, "divide advantages by a standard deviation; without it, Dr. GRPO")
     advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
-        "group", "divide by the standard deviation of each group, or of the batch; see grpo.py")
+        "group", "divide by the standard deviation of each group, or of the batch")
     advantage_epsilon: float = flag(
         1e-8, "added to that standard deviation, against division by 0", at_least=0)
     baseline: Literal[table_keys("baselines")] = flag(

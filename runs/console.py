@@ -36,7 +36,7 @@ PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervise
 
 
 class RunConsole:
-    """What a run prints, above a progress bar for each phase. quiet: on ranks that print nothing."""
+    """Print the lines of a run above a progress bar for each phase. quiet: on ranks that print nothing."""
 
     def __init__(self, config: Config, quiet: bool):
         self.config = config
@@ -49,11 +49,11 @@ class RunConsole:
 
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
-        wraps = self.rich.is_terminal                  # lines in a file stay whole
+        wraps = self.rich.is_terminal                     # lines in a file stay whole
         self.rich.print(printable(text), markup=False, emoji=False, soft_wrap=not wraps)
 
-    def describe(self, model, device, phases: list, num_train: int, num_eval: int) -> None:
-        """Print the settings, the model and the amount of work."""
+    def describe(self, model, device, num_train: int, num_eval: int) -> None:
+        """Print the settings, the model, the data and the rewards."""
         training, config = self.config.training, self.config
         values = {name: value for part in config.as_dict().values() for name, value in part.items()}
         settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
@@ -68,15 +68,6 @@ class RunConsole:
         name = config.model.model_path or "built-in tiny Gemma 3"
         self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{trained}")
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
-        for phase in phases:
-            group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
-            rows = training.batch_size * group_size
-            amount = f"{training.batch_size} prompts, {rows} completions"
-            self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
-        if len(phases) == 2 and phases[0].steps < training.cold_start_steps:
-            self.print(f"  note   max_steps shortens the cold start of {training.cold_start_steps} steps")
-        if phases[-1].steps < training.max_steps:
-            self.print(f"  note   max_steps is {training.max_steps}, but num_epochs ends the run before")
         if training.use_grpo:
             weighted = zip(config.grpo.reward_functions, config.grpo.weights, strict=True)
             self.print("rewards " + ", ".join(f"{name} x {weight:g}" for name, weight in weighted))
@@ -86,6 +77,19 @@ class RunConsole:
         left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
         for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
             self.print(f"  note   {line}")
+
+    def describe_phases(self, phases: list) -> None:
+        """Print the length of each phase, and which limit ends it early."""
+        training, config = self.config.training, self.config
+        for phase in phases:
+            group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
+            rows = training.batch_size * group_size
+            amount = f"{training.batch_size} prompts, {rows} completions"
+            self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
+        if len(phases) == 2 and phases[0].steps < training.cold_start_steps:
+            self.print(f"  note   max_steps shortens the cold start of {training.cold_start_steps} steps")
+        if phases[-1].steps < training.max_steps:
+            self.print(f"  note   max_steps is {training.max_steps}, but num_epochs ends the run before")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """Print a line for a step, with the time that its phase has left. step, total: of the phase."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, GRPOConfig
+from config import Config, GRPOConfig, ModelConfig, TrainingConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.devices import (
     available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory, num_processes, peak_memory_gb,
@@ -123,8 +123,8 @@ def start_up_check(
     if engine:
         findings.append(check_engine(engine, model, tokenizer, examples, config.grpo, packing.ok is True))
     for finding in findings:
-        brief = finding.ok is not True and finding.name not in ("row 0", "first prompt")
-        if config.training.check or brief:
+        is_note = finding.ok is not True and finding.name not in ("row 0", "first prompt")
+        if config.training.check or is_note:
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
             notify(f"  {mark:<6} {finding.name:<12} {finding.found}")
     broken = [finding for finding in findings if finding.ok is False]
@@ -197,17 +197,12 @@ def set_up(
         console.print("  note   --gradient_checkpointing is on: by the estimate, memory runs out without it")
     training = config.training
 
-    torch.manual_seed(training.seed)
-    policy, _ = load_policy(model_config)
-    move(policy, device)
-    if training.gradient_checkpointing:
-        recompute_activations(policy)
-    shard(policy, layers_of(policy), mesh)
-    keep_freed_memory()                                   # after loading, which frees whole weights
+    policy = load_trained_policy(model_config, training, device, mesh)
     longest = max(longest_prompt, longest_held_out)
     check_context_length(policy, longest, config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
-    console.describe(policy, device, phases, len(train_set), len(eval_set))
+    console.describe(policy, device, len(train_set), len(eval_set))
+    console.describe_phases(phases)
     for line in describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer)):
         console.print(f"  note   {line}")
     engine = start_engine(policy, config.grpo, longest)
@@ -227,6 +222,20 @@ def set_up(
         run.restore(checkpoint)
         run.reference = load_reference(policy, config, checkpoint, run.saved_state)
     return run
+
+
+def load_trained_policy(
+    model_config: ModelConfig, training: TrainingConfig, device: torch.device, mesh: dict[str, int]
+) -> torch.nn.Module:
+    """Load the policy and shard it over the device mesh. The seed decides weights that are not in a file."""
+    torch.manual_seed(training.seed)
+    policy, _ = load_policy(model_config)
+    move(policy, device)
+    if training.gradient_checkpointing:
+        recompute_activations(policy)
+    shard(policy, layers_of(policy), mesh)
+    keep_freed_memory()                                   # after loading, which frees whole weights
+    return policy
 
 
 def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
