@@ -443,8 +443,8 @@ class TrainingConfig(Section):
     cold_start_steps: int = flag(
         0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0)
     cold_start_accuracy: float = flag(
-        1.0, "end the cold start early, at the first evaluation with this held-out accuracy; below 1 the "
-        "cold start is evaluated three times as often as eval_steps says")
+        1.0, "end the cold start early, at the first evaluation with this held-out accuracy; below 1 it is "
+        "evaluated every eval_steps / 3 steps")
     cold_start_learning_rate: float = flag(
         5e-5, "peak learning rate of the cold start", at_least=0, at_most=0.1)
     learning_rate: float = flag(5e-6, "peak learning rate", at_least=0, at_most=0.1)

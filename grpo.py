@@ -79,9 +79,9 @@ def compute_group_advantages(
         "batch": lambda: (squares(rewards.nanmean()).nansum() / (count.sum() - 1)).sqrt() + epsilon,
         "none": lambda: 1.0,
     }
-    if baseline not in baselines or scale not in scales:
-        names = f"{baseline=} must be one of {', '.join(baselines)}; {scale=} one of {', '.join(scales)}"
-        raise ValueError(names)
+    for name, value, choices in ("baseline", baseline, baselines), ("scale", scale, scales):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices)}")
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 0.8.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)

@@ -31,7 +31,7 @@ from engine.devices import keep_freed_memory
 from engine.errors import RunError
 from environments.loading import load_environment, refuse_missing_columns
 from model import load_policy, save_policy
-from reward_functions.loading import name_of, require_columns
+from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
 
 
@@ -80,7 +80,7 @@ def answer_questions(args, source: ModelConfig) -> None:
     """Write the answers to the prompts of --questions into the file --answers."""
     examples = load_dataset(args, args.questions, args.limit)
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
-    write_answers(chat_model, examples, args.samples, Path(args.answers))
+    write_answers(chat_model, examples, args.samples, args.generation_batch_size, Path(args.answers))
     print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
 
 
@@ -88,8 +88,7 @@ def run_evaluation(args, source: ModelConfig) -> None:
     """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
     config, environment = sampling_config(args), load_environment(args.environment)
     functions = [load_reward_function(name) for name in args.reward_functions]
-    if len(set(map(name_of, functions))) < len(functions):
-        raise ValueError("--reward_functions: two have the same name; rename one")
+    refuse_equal_names(functions)
     examples = load_dataset(args, args.evaluate, args.limit or 256)
     refuse_missing_columns(args.environment, environment, examples)
     require_columns(functions, examples, args.evaluate)
@@ -107,6 +106,7 @@ def run_evaluation(args, source: ModelConfig) -> None:
             results.append({"model_path": evaluated.model_path} | measure(
                 loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
                 reward_functions=functions, shared_prompt=loaded.shared_prompt, environment=environment,
+                batch_size=args.generation_batch_size,
             ))
         except (ValueError, RunError) as error:
             raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None

@@ -31,7 +31,6 @@ from runs.command_line import printable
 from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
-PROMPTS_PER_BATCH = 64          # prompts of a file that are sampled before their answers are written
 TAG_LABELS = {                  # printed instead of a tag
     "<reasoning>": "reasoning: ", "</reasoning>": "\n", "<think>": "reasoning: ", "</think>": "\n",
     "<answer>": "answer: ", "</answer>": "",
@@ -147,13 +146,18 @@ def encode_conversation(
     raise too_long
 
 
-def write_answers(chat_model: ChatModel, examples: list[dict], num_completions: int, target: Path) -> None:
-    """Write a line of JSON for each answer: the example's columns, completion and finished."""
+def write_answers(
+    chat_model: ChatModel, examples: list[dict], num_completions: int, batch_size: int, target: Path
+) -> None:
+    """Write a line of JSON for each answer: the example's columns, completion and finished.
+
+    batch_size  completions that are sampled before they are written; those of a prompt always are
+    """
     earlier = occurrences([example["prompt"] for example in examples])
+    prompts = max(1, batch_size // num_completions)
     with target.open("w", encoding="utf-8") as file:
-        for start in range(0, len(examples), PROMPTS_PER_BATCH):
-            batch = examples[start : start + PROMPTS_PER_BATCH]
-            repeats = earlier[start : start + PROMPTS_PER_BATCH]
+        for start in range(0, len(examples), prompts):
+            batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
             rollout = chat_model.sample(batch, num_completions, prompt_occurrences=repeats)
             answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
             for row, (completion, finished) in enumerate(answers):

@@ -61,6 +61,8 @@ def build_parser() -> OneLineParser:
         help="sample from the likeliest tokens up to this probability; 1: all [%(default)s]")
     add("--generation_top_k", type=int, default=0,
         help="sample from the k likeliest tokens; 0: all [%(default)s]")
+    add("--generation_batch_size", type=int, default=64, help="completions sampled at once, fewer to save "
+        "memory; those of a problem always are [%(default)s]")
     add("--attn_implementation", default="auto", choices=["auto", "sdpa", "eager"],
         help="attention of transformers, where prompts are not shared; auto: as in training [%(default)s]")
     add("--precision", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
@@ -90,6 +92,7 @@ def sampling_config(args: argparse.Namespace) -> GRPOConfig:
     """Return the settings of sampling and scoring."""
     chosen = "generation_", "reward_", "environment", "max_turns"
     settings = {name: value for name, value in vars(args).items() if name.startswith(chosen)}
+    del settings["generation_batch_size"]                 # a group of --samples may be larger
     return GRPOConfig(**settings | {"reward_functions": args.reward_functions or ["correctness"]})
 
 
@@ -106,6 +109,8 @@ def reject_incompatible(args: argparse.Namespace) -> None:
         raise ValueError(f"--limit={args.limit}: needs at least one problem")
     if args.samples < 1:
         raise ValueError(f"--samples={args.samples}: needs at least one completion per problem")
+    if args.generation_batch_size < 1:
+        raise ValueError(f"--generation_batch_size={args.generation_batch_size}: needs at least 1")
     if args.samples > 1 and args.generation_temperature == 0:
         raise ValueError(f"--samples={args.samples}: all equal with --generation_temperature=0; try 1")
     if args.samples > 1 and not args.evaluate and not args.questions:

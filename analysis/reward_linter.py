@@ -216,6 +216,7 @@ def main(argv: list[str]) -> int:
     table, flags = lint(functions, weights, examples)
     print("\n".join(table))
     print("".join(f"\n- {flag}" for flag in flags))
+    print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions")
     return int(bool(flags))
 
 

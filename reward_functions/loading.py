@@ -117,6 +117,13 @@ def require_columns(functions: Iterable[Callable], examples: Iterable[dict], sou
             )
 
 
+def refuse_equal_names(functions: list[Callable]) -> None:
+    """Raise ValueError if two functions have the same name: their points would be one column."""
+    names = [name_of(function) for function in functions]
+    if repeated := next((name for name in names if names.count(name) > 1), ""):
+        raise ValueError(f"--reward_functions: two have the same name, {repeated}; rename one")
+
+
 def data_example(function: Callable) -> str:
     """Return the end of a message: the line of data, beginning with {, in a function's docstring; or ""."""
     lines = map(str.strip, (function.__doc__ or "").splitlines())

@@ -97,9 +97,21 @@ class Console(io.TextIOWrapper):
             super().close()
 
 
+def report_exception(kind: type, error: BaseException, traceback) -> None:
+    """Print a traceback, but for Ctrl-C one line. For sys.excepthook."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("\nstopped", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
 @contextmanager
 def exit_on_mistake(program: str):
-    """Turn a ValueError into one line on stderr and exit code 2; make what is printed go to a Console."""
+    """Turn a ValueError into one line on stderr and exit code 2; make what is printed go to a Console.
+
+    Ctrl-C outside a run ends the program, also after this context, without a traceback.
+    """
+    sys.excepthook = report_exception
     for name in "stdout", "stderr":
         stream = getattr(sys, name)
         if stream and stream is getattr(sys, f"__{name}__"):                     # None: closed

@@ -75,6 +75,8 @@ class RunConsole:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
+        if config.model.model_path and not training.profile:
+            self.print("  note   no profile: with --model_path, defaults are those of --help")
         for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
             self.print(f"  note   {line}")
 

@@ -24,7 +24,7 @@ def print_estimate(config: Config) -> None:
     # auto: an accelerator of which only the memory is known is taken to have bfloat16.
     auto = "bfloat16" if config.training.memory_gb else resolve_precision("auto", device)
     print(f"estimate from the model's configuration, prompts of {longest} tokens; not confirmed on a GPU")
-    for number, flags in enumerate(candidates(config)):
+    for number, flags in enumerate(candidates(config, auto)):
         changed = with_flags(config, flags)
         if changed.model.precision == "auto":
             changed = replace(changed, model=replace(changed.model, precision=auto))
@@ -51,15 +51,23 @@ def print_estimate(config: Config) -> None:
             return
 
 
-def candidates(config: Config) -> Iterator[dict]:
-    """Yield flags that save memory, those first that change least; without flags that were given."""
+def candidates(config: Config, auto: str) -> Iterator[dict]:
+    """Yield flags that save memory, those first that change least; without flags that were given.
+
+    auto  the precision that is used if none was given
+    """
     half, small = {"precision": "bfloat16"}, {"generation_batch_size": config.grpo.num_completions_per_prompt}
+    half = {} if auto == "bfloat16" else half
+    yielded: list[dict] = []
     several = [half | {"mesh": f"fsdp={2**n}"} for n in range(1, 8)]
     given = {name for f in fields(config) for name in getattr(config, f.name).given}
     for flags in {}, half, half | {"adam_8bit": True}, half | {"lora_rank": 16}, *several:
         if not given & {"mesh", "lora_rank", "adam_8bit"} & set(flags):
             for more in flags, flags | small:
-                yield {name: value for name, value in more.items() if name not in given}
+                more = {name: value for name, value in more.items() if name not in given}
+                if more not in yielded:
+                    yielded.append(more)
+                    yield more
 
 
 def with_flags(config: Config, flags: dict) -> Config:

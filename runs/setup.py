@@ -26,7 +26,7 @@ from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from model import check_context_length, load_policy, load_tokenizer, move
 from reward_functions.calling import RewardError
-from reward_functions.loading import as_name, name_of, require_columns
+from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
 from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.folder import RunFolder
@@ -72,10 +72,7 @@ def load_reward_functions(config: Config, given: Sequence[str | Callable]) -> li
     if not config.training.use_grpo:
         return []
     functions = [load_reward_function(name) for name in given]
-    names = [name_of(function) for function in functions]
-    if len(set(names)) < len(names):
-        flag = f"--reward_functions {' '.join(config.grpo.reward_functions)}"
-        raise ValueError(f"{flag}: two have the same name; rename one, by its __name__")
+    refuse_equal_names(functions)
     return functions
 
 

@@ -24,11 +24,10 @@ from grpo import LOSSES
 from model import load_policy
 from runs.records import read_jsonl
 from formula_language import formulas
+from project_files import modules_of_the_program
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = "engine", "reward_functions", "environments", "sources", "runs", "analysis"
-PROGRAM = [*(path for path in ROOT.glob("*.py") if path.name != "test_grpo.py"),
-           *(path for name in PACKAGES for path in ROOT.glob(f"{name}/[a-z]*.py"))]
+PROGRAM = modules_of_the_program()
 PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "dev/five-systems.md")),
          *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from project_files import PACKAGES, files_of_the_project, modules_of_the_program
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [                      # modules and packages, the lowest layer first
@@ -26,10 +27,7 @@ FILES_OF_A_PROJECT = {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md
 
 def modules():
     """Name -> path of every module of the program."""
-    packages = [name for layer in LAYERS for name in layer if (ROOT / name).is_dir()]
-    paths = [*ROOT.glob("*.py"), *(path for name in packages for path in (ROOT / name).glob("*.py"))]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
-    return {name: path for name, path in names.items() if not name.endswith("__init__") and name != "test_grpo"}
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules_of_the_program()}
 
 
 def imports(source, known):
@@ -68,12 +66,12 @@ def test_an_import_upwards_and_a_circle_would_be_noticed():
 
 
 def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
-    top = {path.stem for path in ROOT.glob("*.py")}
+    files = files_of_the_project()
+    top = {path.stem for path in files if path.parent == ROOT and path.suffix == ".py"}
     assert top == {"train", "data", "sample", "rewards", "experience", "grpo", "logprobs", "model", "config", "infer", "test_grpo"}
-    others = {path.name for path in ROOT.iterdir() if path.is_file() and path.suffix != ".py" and path.name[0] != "."}
+    others = {path.name for path in files if path.parent == ROOT and path.suffix != ".py" and path.name[0] != "."}
     assert others == FILES_OF_A_PROJECT
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages == {"engine", "reward_functions", "environments", "sources", "runs", "analysis"}
+    assert {path.parent.name for path in files if path.name == "__init__.py"} == set(PACKAGES)
 
 
 STEP = ["sample_completions_for_prompts", "compute_rewards_for_completions", "compute_group_advantages",

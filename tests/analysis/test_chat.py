@@ -166,12 +166,11 @@ def test_a_chat_with_tools_shows_their_results(folder, tokenizer, capsys, monkey
     assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
 
 
-def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(chat, "PROMPTS_PER_BATCH", 2)
+def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder, tmp_path, capsys):
     rows = [{"prompt": f"{n}+1=?", "answer": str(n + 1), "level": n} for n in range(3)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["--questions", str(tmp_path / "in.jsonl"), "--answers", str(tmp_path / "out.jsonl")]
-    infer.main(["--model_path", folder, *files, "--generation_max_length", "6", "--samples", "2"])
+    infer.main(["--model_path", folder, *files, "--generation_max_length", "6", "--samples", "2", "--generation_batch_size", "4"])
     assert capsys.readouterr().out == f"{tmp_path}/out.jsonl: 6 answers to 3 prompts\n"
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [{name: line[name] for name in rows[0]} for line in written] == [row for row in rows for _ in range(2)]
@@ -181,11 +180,10 @@ def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder
     assert [line["finished"] for line in written[4:]] == alone.finished.tolist()
 
 
-def test_equal_prompts_of_a_file_get_different_answers_in_every_batch(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "PROMPTS_PER_BATCH", 2)
+def test_equal_prompts_of_a_file_get_different_answers_in_every_batch(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "1+1=?"}\n' * 6)
     infer.main(["--model_path", folder, "--questions", str(tmp_path / "in.jsonl"), "--answers", str(tmp_path / "out.jsonl"),
-                "--generation_max_length", "12"])
+                "--generation_max_length", "12", "--generation_batch_size", "2"])
     answers = [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(set(answers)) == 6, answers
 

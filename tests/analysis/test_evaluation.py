@@ -316,7 +316,26 @@ def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
     assert "accuracy 0.000 [0.000, 0.602] of 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, size):
+    real, batches = evaluation.sample_completions_for_prompts, []
+
+    def counting(*args, **options):
+        batches.append(options["batch_size"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(evaluation, "sample_completions_for_prompts", counting)
+    (tmp_path / "q.jsonl").write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}"}}\n' for n in range(3)))
+    flags = ["--model_path", folder, "--evaluate", f"{tmp_path}/q.jsonl", "--generation_max_length", "6", "--samples", "2",
+             "--reward_functions", "diversity"]
+    for name, more in ("all", []), ("few", ["--generation_batch_size", f"{size}"]):
+        infer.main([*flags, *more, "--json", f"{tmp_path}/{name}.json"])
+    every, few = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in ("all", "few"))
+    assert batches == [64, size] and every == few
+
+
 @pytest.mark.parametrize("flags,message", [
+    ("--evaluate arithmetic --generation_batch_size 0", "--generation_batch_size=0: needs at least 1"),
     ("--evaluate arithmetic --samples 0", "--samples=0: needs at least one"),
     ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
     ("--question q --samples 4", "--samples=4: needs --evaluate"),

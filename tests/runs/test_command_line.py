@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,14 @@ def test_help_and_a_mistyped_flag_are_answered_without_importing_torch_or_transf
     answer = call(*PROGRAMS[program])
     assert answer.returncode == 2 and "unknown flag; did you mean --" in answer.stderr
     assert answer.stderr.startswith(f"{program}: error: ") and len(answer.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("program", [["train.py", "--use_grpo"], ["infer.py", "--question", "q"], ["rewards.py", "--lint"]])
+def test_ctrl_c_while_libraries_are_imported_is_one_line(program, tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run([sys.executable, ROOT / program[0], *program[1:]], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode in (130, -signal.SIGINT) and done.stderr == "\nstopped\n"
 
 
 @pytest.mark.parametrize("program", ["train.py", "infer.py"])
