@@ -66,7 +66,6 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch):
 
     monkeypatch.setattr(train, "train", small_train)
     for block in blocks(ROOT / "README.md"):
-        exec("from train import *" if "train(" in block else "", names)
         exec(compile(block, "README.md", "exec"), names)
     texts = ["<answer>7</answer>", "a" * 50, "a" * 400 + "<answer>7</answer>"]
     assert names["short"](texts, answer=["7"] * 3) == [1.0, 0.0, 0.0]
