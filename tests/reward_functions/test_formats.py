@@ -46,6 +46,8 @@ def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonschema", fake)
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: fake)
     assert rewards.json_format(['{"x": 1}'], schema=[{"required": ["x"]}]) == [0.0] and asked == [{"x": 1}]
+    validator.is_valid = lambda value: int(value["x"] / 0.01) > 0                # multipleOf, as jsonschema computes it
+    assert rewards.json_format(['{"x": 1e999}', '{"x": 1}'], schema=[{}, {}]) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
