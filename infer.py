@@ -8,7 +8,6 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
     python infer.py --report outputs/demo --against outputs/other
 """
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,14 @@ if __name__ == "__main__":
     with exit_on_mistake("infer.py"):                     # --help and mistakes: before the slow imports below
         parse_arguments(sys.argv[1:])
 
-from analysis.chat import ChatModel, chat, write_answers
+from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_answers
 from analysis.engine_comparison import compare_server
-from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.report import write_report
-from data import load_examples, with_instruction
+from data import with_instruction
 from engine.adapters import has_adapter, merged_copy
 from engine.devices import keep_freed_memory
-from engine.errors import RunError
-from environments.loading import load_environment, refuse_missing_columns
+from environments.loading import load_environment
 from model import load_policy, save_policy
-from reward_functions.loading import refuse_equal_names, require_columns
-from rewards import load_reward_function
 
 
 def main(argv: list[str]) -> None:
@@ -82,57 +77,6 @@ def answer_questions(args, source: ModelConfig) -> None:
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
     write_answers(chat_model, examples, args.samples, args.generation_batch_size, Path(args.answers))
     print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
-
-
-def run_evaluation(args, source: ModelConfig) -> None:
-    """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
-    config, environment = sampling_config(args), load_environment(args.environment)
-    functions = [load_reward_function(name) for name in args.reward_functions]
-    refuse_equal_names(functions)
-    examples = load_dataset(args, args.evaluate, args.limit or 256)
-    refuse_missing_columns(args.environment, environment, examples)
-    require_columns(functions, examples, args.evaluate)
-    if not functions:
-        examples = [example for example in examples if example.get("answer") is not None]
-        if not examples:
-            fix = "name --reward_functions that need none, or the column with --answer_column"
-            raise ValueError(f"--evaluate={args.evaluate}: no example has an answer; {fix}")
-    results = []
-    for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
-        evaluated = replace(source, model_path=getattr(args, flag))
-        try:
-            loaded = ChatModel.load(evaluated, config, args.seed)
-            loaded.check_length([example["prompt"] for example in examples])
-            results.append({"model_path": evaluated.model_path} | measure(
-                loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
-                reward_functions=functions, shared_prompt=loaded.shared_prompt, environment=environment,
-                batch_size=args.generation_batch_size,
-            ))
-        except (ValueError, RunError) as error:
-            raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
-        del loaded                                        # before the other model is loaded
-    for result in results:
-        if args.against_model:
-            print(result["model_path"] or "built-in model")
-        print(describe_estimates(result["estimates"], args.samples))
-        if result["note"]:
-            print(result["note"], file=sys.stderr)
-    chosen = "generation_", "reward_", "environment", "max_turns", "split", "samples", "seed"
-    written = {name: value for name, value in vars(args).items() if name.startswith(chosen)}
-    written |= {"dataset": args.evaluate, "results": results}
-    if args.against_model:
-        written["differences"] = summarise(*(result["problems"] for result in results))
-        print(f"{args.model_path or 'built-in model'} minus {args.against_model}")
-        print(describe_estimates(written["differences"], args.samples))
-    if args.json:
-        Path(args.json).write_text(json.dumps(written, indent=1) + "\n")
-
-
-def load_dataset(args, source: str, limit: int | None) -> list[dict]:
-    """Return the examples of a data set with --instruction before each prompt."""
-    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
-    examples = load_examples(source, args.split, limit=limit, columns=columns)
-    return [with_instruction(example, args.instruction) for example in examples]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-Answers of a model to one prompt, in a conversation, or to a file of prompts.
+Answers of a model to one prompt, in a conversation, or to a file of prompts, and the evaluation of models.
 
 Answers are printed word by word while they are sampled, with the reasoning on a line of its own and control
 characters as escapes. With an environment, such as one with tools, an answer is all messages of the model and
@@ -19,14 +19,19 @@ from pathlib import Path
 import torch
 from transformers import TextStreamer
 
+from analysis.evaluation import describe_estimates, measure, summarise
+from analysis.infer_flags import sampling_config
 from config import GRPOConfig, ModelConfig
-from data import encode_demonstration, encode_prompt, with_instruction
+from data import encode_demonstration, encode_prompt, load_examples, with_instruction
 from engine.chat_template import as_text, with_known_role
 from engine.devices import best_device
+from engine.errors import RunError
 from engine.precision import resolve_precision
 from engine.sampling_state import occurrences
 from environments.loading import load_environment, refuse_missing_columns, responders
 from model import check_context_length, load_policy, move
+from reward_functions.loading import refuse_equal_names, require_columns
+from rewards import load_reward_function
 from runs.command_line import printable
 from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
@@ -164,3 +169,54 @@ def write_answers(
                 record = batch[row // num_completions] | {"completion": completion, "finished": finished}
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
             file.flush()
+
+
+def run_evaluation(args, source: ModelConfig) -> None:
+    """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
+    config, environment = sampling_config(args), load_environment(args.environment)
+    functions = [load_reward_function(name) for name in args.reward_functions]
+    refuse_equal_names(functions)
+    examples = load_dataset(args, args.evaluate, args.limit or 256)
+    refuse_missing_columns(args.environment, environment, examples)
+    require_columns(functions, examples, args.evaluate)
+    if not functions:
+        examples = [example for example in examples if example.get("answer") is not None]
+        if not examples:
+            fix = "name --reward_functions that need none, or the column with --answer_column"
+            raise ValueError(f"--evaluate={args.evaluate}: no example has an answer; {fix}")
+    results = []
+    for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
+        evaluated = replace(source, model_path=getattr(args, flag))
+        try:
+            loaded = ChatModel.load(evaluated, config, args.seed)
+            loaded.check_length([example["prompt"] for example in examples])
+            results.append({"model_path": evaluated.model_path} | measure(
+                loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
+                reward_functions=functions, shared_prompt=loaded.shared_prompt, environment=environment,
+                batch_size=args.generation_batch_size,
+            ))
+        except (ValueError, RunError) as error:
+            raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
+        del loaded                                        # before the other model is loaded
+    for result in results:
+        if args.against_model:
+            print(result["model_path"] or "built-in model")
+        print(describe_estimates(result["estimates"], args.samples))
+        if result["note"]:
+            print(result["note"], file=sys.stderr)
+    chosen = "generation_", "reward_", "environment", "max_turns", "split", "samples", "seed"
+    written = {name: value for name, value in vars(args).items() if name.startswith(chosen)}
+    written |= {"dataset": args.evaluate, "results": results}
+    if args.against_model:
+        written["differences"] = summarise(*(result["problems"] for result in results))
+        print(f"{args.model_path or 'built-in model'} minus {args.against_model}")
+        print(describe_estimates(written["differences"], args.samples))
+    if args.json:
+        Path(args.json).write_text(json.dumps(written, indent=1) + "\n")
+
+
+def load_dataset(args, source: str, limit: int | None) -> list[dict]:
+    """Return the examples of a data set with --instruction before each prompt."""
+    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
+    examples = load_examples(source, args.split, limit=limit, columns=columns)
+    return [with_instruction(example, args.instruction) for example in examples]

@@ -61,7 +61,9 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     run = load_run(config, weights)
     lines = read_jsonl(path.parent / "metrics.jsonl")
     logged = {line["step"]: line for line in lines if line["phase"] != "eval"}
-    table = [f"as trained | now, with the weights of {weights}", " step" + "".join(f"{n:>24}" for n in SHOWN)]
+    variant = f"{config.grpo.loss_type}, advantages {config.grpo.baseline} and {config.grpo.scale}"
+    title = f"as trained | now ({variant}), with the weights of {weights}"
+    table = [title, " step" + "".join(f"{n:>24}" for n in SHOWN)]
     for records in read_steps(path):
         step, phase = records[0]["step"], records[0]["phase"]
         if phase == "grpo":

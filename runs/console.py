@@ -12,6 +12,7 @@ from config import Config
 from engine.adapters import has_adapter
 from engine.devices import num_processes
 from engine.text_model import has_experts
+from reward_functions.answers import text_of
 from runs.command_line import printable
 from runs.doctor import verdict
 from runs.flag_notes import flag_notes
@@ -32,6 +33,10 @@ UNITS = {                       # the console line: metric, label; in order of i
     "turns": "{:.1f} turns",
     "grad_norm": "grad {:.2f}",
 }
+MATTERS = [                     # settings of GRPO that are printed where there is no profile
+    "num_completions_per_prompt", "generation_max_length", "generation_temperature", "generation_top_p",
+    "generation_top_k", "use_kl_penalty", "kl_penalty_coef", "learning_rate",
+]
 PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervised": "after training"}
 
 
@@ -56,9 +61,10 @@ class RunConsole:
         """Print the settings, the model, the data and the rewards."""
         training, config = self.config.training, self.config
         values = {name: value for part in config.as_dict().values() for name, value in part.items()}
-        settings = ", ".join(f"{name} {values[name]}" for name in PROFILES.get(training.profile, {}))
+        names = PROFILES.get(training.profile) or (MATTERS if training.use_grpo else [])
+        settings = ", ".join(f"{name} {values[name]}" for name in names)
         if settings:
-            self.print(f"profile {training.profile}: {settings}")
+            self.print(f"{f'profile {training.profile}' if training.profile else 'no profile'}: {settings}")
         size = sum(p.numel() for p in model.parameters()) / 1e6
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
         count = num_processes()
@@ -75,8 +81,6 @@ class RunConsole:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
-        if config.model.model_path and not training.profile:
-            self.print("  note   no profile: with --model_path, defaults are those of --help")
         for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
             self.print(f"  note   {line}")
 
@@ -89,7 +93,8 @@ class RunConsole:
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
         if len(phases) == 2 and phases[0].steps < training.cold_start_steps:
-            self.print(f"  note   max_steps shortens the cold start of {training.cold_start_steps} steps")
+            self.print(f"  note   max_steps shortens the cold start of {training.cold_start_steps} steps: "
+                       "without right answers at its end, GRPO has nothing to reinforce")
         if phases[-1].steps < training.max_steps:
             self.print(f"  note   max_steps is {training.max_steps}, but num_epochs ends the run before")
 
@@ -121,13 +126,14 @@ class RunConsole:
         group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
         for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
             group = completions[start : start + group_size]
-            self.print(f"  {group[0]['prompt']!r}")
+            self.print(f"  {last_message(group[0]['prompt'])!r}")
             self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
             self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
         if logged:
             first = completions[0]
             points = points_text(first["reward"])
-            self.print(f"  {first['prompt']!r} -> {first['completion']!r}: {points} points")
+            prompt = last_message(first["prompt"])
+            self.print(f"  {prompt!r} -> {first['completion']!r}: {points} points")
 
     def print_summary(self, folder: Path) -> None:
         """Print what was learned, by held-out results around each phase, and where the files are."""
@@ -137,10 +143,18 @@ class RunConsole:
         ends = {m["step"]: PHASES[m["phase"]] for m in metrics if m["phase"] != "eval"}
         ends = {0: "before training" if self.config.model.model_path else "untrained"} | ends
         last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
-        lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in metrics
-                 if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]]
+        found = [m for m in metrics if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]]
+        lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in found]
         self.print("\n".join(["", "what was learned, on held-out problems:", *lines] if lines else [""]))
+        lowest = [m.get("eval_accuracy_low", 0) for m in found][-2:-1]           # before the last phase
+        if lowest and found[-1].get("eval_accuracy_high", 1) < lowest[0]:
+            self.print("  accuracy fell: try a lower --learning_rate, fewer steps, or --use_kl_penalty true")
         if history := [line for line in metrics if line["phase"] == "grpo"]:
             self.print(f"doctor: {verdict(history, self.config)}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
             self.print(f"{name + ':':<13}{folder}/{file}")
+
+
+def last_message(prompt: str | list):
+    """Return a prompt that is text, or the text of its last message."""
+    return prompt if isinstance(prompt, str) or not prompt else text_of(prompt)

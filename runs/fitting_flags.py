@@ -23,12 +23,16 @@ def print_estimate(config: Config) -> None:
     shared = config.training.shared_prompt == "auto"
     # auto: an accelerator of which only the memory is known is taken to have bfloat16.
     auto = "bfloat16" if config.training.memory_gb else resolve_precision("auto", device)
-    print(f"estimate from the model's configuration, prompts of {longest} tokens; not confirmed on a GPU")
-    for number, flags in enumerate(candidates(config, auto)):
-        changed = with_flags(config, flags)
-        if changed.model.precision == "auto":
-            changed = replace(changed, model=replace(changed.model, precision=auto))
+    text = f"estimate from the model's configuration, prompts of {longest} tokens; not confirmed on a GPU"
+    print(text, flush=True)
+    fitting: list = []                                    # items of flags with which it fits
+    for number, flags in enumerate(candidates(config, auto, kind)):
+        if any(shown <= flags.items() for shown in fitting):
+            continue
         try:
+            changed = with_flags(config, flags)
+            if changed.model.precision == "auto":
+                changed = replace(changed, model=replace(changed.model, precision=auto))
             mesh = parse_mesh(changed)
             chosen = resolve_memory_settings(changed, kind, longest, mesh, memory)
             total = memory_gb(chosen, longest, mesh, shared)["in all"]
@@ -44,24 +48,27 @@ def print_estimate(config: Config) -> None:
             lines = describe_step(
                 chosen, longest_prompt=longest, shared_prompt=shared, mesh=mesh, memory=memory)
             processes = " ".join(f"{name}={size}" for name, size in mesh.items() if size > 1) or "one"
-            print(*lines, f"{'fits' if fits else 'does not fit'}: {words}, processes: {processes}", sep="\n")
+            verdict = "fits" if fits else "does not fit, tried"
+            print(*lines, f"{verdict}: {words}, processes: {processes}", sep="\n")
         elif fits:
             print(f"would fit, about {total:.3g} GB: {words}")
+            fitting.append(flags.items())
         if fits and "lora_rank" not in flags:             # LoRA is another method: name processes as well
             return
 
 
-def candidates(config: Config, auto: str) -> Iterator[dict]:
+def candidates(config: Config, auto: str, device: str) -> Iterator[dict]:
     """Yield flags that save memory, those first that change least; without flags that were given.
 
-    auto  the precision that is used if none was given
+    auto  the precision that is used if none was given;  device  its type, as in torch
     """
     half, small = {"precision": "bfloat16"}, {"generation_batch_size": config.grpo.num_completions_per_prompt}
     half = {} if auto == "bfloat16" else half
     yielded: list[dict] = []
     several = [half | {"mesh": f"fsdp={2**n}"} for n in range(1, 8)]
     given = {name for f in fields(config) for name in getattr(config, f.name).given}
-    for flags in {}, half, half | {"adam_8bit": True}, half | {"lora_rank": 16}, *several:
+    offload = half | {"reference_offload": True} if config.grpo.kl_coef and device != "cpu" else half
+    for flags in {}, half, offload, half | {"adam_8bit": True}, half | {"lora_rank": 16}, *several:
         if not given & {"mesh", "lora_rank", "adam_8bit"} & set(flags):
             for more in flags, flags | small:
                 more = {name: value for name, value in more.items() if name not in given}

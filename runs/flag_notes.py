@@ -36,6 +36,18 @@ def flag_notes(settings: Config) -> list[str]:
     return lines + [line for line, holds in combinations.items() if holds]
 
 
+def template_notes(tokenizer) -> list[str]:
+    """Return a line for each variable that the chat template does not read, and for thoughts left on."""
+    template = str(tokenizer.chat_template or "")
+    variables = tokenizer.init_kwargs.get("chat_template_kwargs", {})
+    unread = [name for name in variables if name not in template]
+    lines = [f"--chat_template_kwargs: the chat template does not read {name}" for name in unread]
+    if "enable_thinking" in template and "enable_thinking" not in variables:
+        lines.append("thoughts of the model take thousands of tokens; without them: --chat_template_kwargs "
+                     """'{"enable_thinking": false}' (docs/recipes.md)""")
+    return lines
+
+
 def flags_without_effect(settings: Config) -> list[str]:
     """Return a line for each flag that has been set and has no effect, with the reason."""
     config, training = settings.grpo, settings.training

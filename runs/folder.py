@@ -56,7 +56,8 @@ class RunFolder:
         """Raise the error if the folder of a new run holds a run already."""
         if (self.path / "config.json").exists():
             raise error(
-                f"--output_dir={self.path}: holds another run; continue it with --resume, or name a new one"
+                f"--output_dir={self.path}: holds another run; continue it with --resume (from Python "
+                "resume=True), or name a new one"
             )
 
     def acquire_lock(self) -> None:

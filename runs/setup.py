@@ -29,6 +29,7 @@ from reward_functions.calling import RewardError
 from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
 from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
+from runs.flag_notes import template_notes
 from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
@@ -200,7 +201,8 @@ def set_up(
     phases = plan_phases(config, len(train_set))
     console.describe(policy, device, len(train_set), len(eval_set))
     console.describe_phases(phases)
-    for line in describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer)):
+    cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
+    for line in [*template_notes(tokenizer), *cut]:
         console.print(f"  note   {line}")
     engine = start_engine(policy, config.grpo, longest)
     shared_prompt = start_up_check(
@@ -260,6 +262,8 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
     fixed = [
         "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps"]
+    if (checkpoint.parents[1] / "final").exists():        # the run is complete
+        fixed += ["max_steps", "num_epochs"]
     if "optimizer" in state:                              # saved within a phase
         fixed += ["adam_8bit"]
         in_grpo = saved["use_grpo"] and state["progress"]["phase"] == (saved["cold_start_steps"] > 0)

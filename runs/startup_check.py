@@ -68,7 +68,7 @@ def check_setup(
         check_head(model, rollout),
         check_sampler(model, rollout, config),
         packing,
-        Finding("row 0", None, draw_row(rollout, 0)),
+        Finding("row 0", None, f"{draw_row(rollout, 0)} (- padding, p prompt, T trained, . not trained)"),
     ]
 
     def new_conversation():
@@ -273,6 +273,8 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     )
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
     flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True)]
+    if isinstance(example["prompt"], list) and len(set(totals.values())) == 1:
+        flags.append('completions are lists of messages here; the text is completion[-1]["content"]')
     return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]
 
 

@@ -7,6 +7,7 @@ all metrics.
 """
 
 import importlib.util
+import os
 import uuid
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class Service:
         options = {"name": name.read_text(), "resume": "allow", "config": settings}
         if report_to == "wandb":
             options |= {"id": name.read_text(), "dir": str(folder)}
-        self.service.init(project="plain-grpo", **options)
+        self.service.init(project=os.environ.get("WANDB_PROJECT", "plain-grpo"), **options)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.service.log(values, step=step)

@@ -52,7 +52,7 @@ def exp(x):
 
 LANGUAGE = dict(
     exp=exp, min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
-    mean=statistics.fmean, median=statistics.median, std=statistics.stdev,
+    abs=abs, mean=statistics.fmean, median=statistics.median, std=statistics.stdev,
 )
 
 
@@ -70,4 +70,4 @@ code = functools.cache(functools.partial(compile, filename="formula", mode="eval
 
 
 def evaluate(expression, **names):
-    return eval(code(expression), {"__builtins__": {}}, LANGUAGE | names)
+    return eval(code(expression), {"__builtins__": {}} | LANGUAGE | names)       # globals: a comprehension sees no locals

@@ -52,7 +52,7 @@ def test_all_python_of_a_page_compiles(page):
         compile(block.rstrip() + ": ...\n" if signature else block, page, "exec")
 
 
-def test_the_functions_of_the_readme_do_what_it_says(monkeypatch):
+def test_the_functions_of_the_readme_do_what_it_says(monkeypatch, tmp_path):
     import train
 
     started, names = [], {}
@@ -65,12 +65,13 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch):
         return run.model, run.tokenizer
 
     monkeypatch.setattr(train, "train", small_train)
+    monkeypatch.chdir(tmp_path)                           # outputs/mine may hold a run
     for block in blocks(ROOT / "README.md"):
         exec(compile(block, "README.md", "exec"), names)
     texts = ["<answer>7</answer>", "a" * 50, "a" * 400 + "<answer>7</answer>"]
     assert names["short"](texts, answer=["7"] * 3) == [1.0, 0.0, 0.0]
     (config,) = started
-    assert config.training.use_grpo and config.grpo.num_completions_per_prompt == 8
+    assert config.training.use_grpo and config.grpo.weights == [1, 0.2]
 
 
 def test_each_line_that_the_walkthrough_leaves_out_is_there_once_and_has_a_row():

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from rich.console import Console
 import train
 from conftest import QUICK
 from runs.command_line import parse_config
+from runs.console import RunConsole
+from runs.flag_notes import template_notes
 from runs.folder import RunFolder
 from runs.records import read_jsonl
 
@@ -111,7 +114,7 @@ def test_the_start_says_which_rewards_count_what_precedes_prompts_and_that_epoch
     train.main([*flags, "--max_steps", "5"])
     printed = capsys.readouterr().out
     assert "instruction" not in printed and "ends the run before" not in printed
-    assert re.search(r"\n  note   max_steps shortens the cold start of \d+ steps\n", printed)
+    assert re.search(r"\n  note   max_steps shortens the cold start of \d+ steps: without right answers at its end", printed)
 
 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
@@ -125,6 +128,38 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     for line, name, measured in zip(printed[start : start + 3], names, evaluations, strict=True):
         assert line.split("accuracy")[0].strip() == name and f"accuracy {measured['eval_accuracy']:.3f} [" in line and len(line) <= 80
     assert [line.split()[-1] for line in printed[-3:]] == [f"{finished}/{name}" for name in ("final", "curves.png", "report.html")]
+
+
+@pytest.mark.parametrize("last,fell", [((0.6, 0.7), True), ((0.75, 0.9), False)])
+def test_accuracy_below_the_interval_before_the_last_phase_is_said(tmp_path, capsys, last, fell):
+    folder = RunFolder(parse_config(["--use_grpo", "--output_dir", str(tmp_path / "run"), "--report_to", "none"]))
+    folder.open(last_step=0)
+    for step, phase, (low, high) in (0, "eval", (0.0, 0.1)), (1, "cold_start", (0, 0)), (1, "eval", (0.8, 0.9)), (2, "grpo", (0, 0)), (2, "eval", last):
+        numbers = dict(eval_accuracy=(low + high) / 2, eval_accuracy_low=low, eval_accuracy_high=high, eval_problems=9)
+        folder.log(step, phase, numbers if phase == "eval" else {"mean_reward": 0.5})
+    folder.console.print_summary(folder.path)
+    assert ("accuracy fell: try a lower --learning_rate" in capsys.readouterr().out) == fell
+
+
+def test_of_a_prompt_of_messages_the_console_shows_the_last_one(base, capsys):
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
+    base.folder.console.print_completions([dict(prompt=prompt, completion="2", reward=1.0, advantage=0.5)], logged=True)
+    assert "  '1+1=?' -> '2': +1.00 points\n" in capsys.readouterr().out
+
+
+def test_without_a_profile_the_settings_that_matter_are_printed(base, capsys):
+    console = RunConsole(parse_config(["--use_grpo", "--model_path", "MODEL"]), quiet=False)
+    console.describe(base.model, torch.device("cpu"), 1, 1)
+    assert re.match(r"no profile: num_completions_per_prompt \d+, generation_max_length", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("template,variables,notes", [
+    ("{{ messages }}", {}, []), ("{% if enable_thinking %}", {}, ["thoughts"]), ("{% if enable_thinking %}", {"enable_thinking": False}, []),
+    ("{{ messages }}", {"enable_thinkin": False}, ["does not read enable_thinkin"]), (None, {}, []),
+])
+def test_variables_of_the_chat_template_that_are_unread_or_leave_thoughts_on_are_noted(template, variables, notes):
+    lines = template_notes(SimpleNamespace(chat_template=template, init_kwargs={"chat_template_kwargs": variables}))
+    assert len(lines) == len(notes) and all(note in line for note, line in zip(notes, lines, strict=True))
 
 
 def test_lines_wrap_between_words_in_a_terminal_and_stay_whole_in_a_file(base):

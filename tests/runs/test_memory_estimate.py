@@ -221,7 +221,7 @@ def test_estimate_needs_a_configuration_alone_and_names_flags_that_fit(configure
     assert "fits: --max_tokens_per_forward 8192 --gradient_checkpointing false" in said
     train.main(["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "0.02", "--use_kl_penalty", "false"])
     said = capsys.readouterr().out
-    assert "does not fit: --max_tokens_per_forward" in said
+    assert "does not fit, tried: --max_tokens_per_forward" in said
     found = re.search(r"would fit, about ([\d.]+) GB: (.*)", said)
     lines = [line for line in said.splitlines() if "would fit" in line]
     assert float(found[1]) <= 0.018 and len(set(lines)) == len(lines) and "--precision" not in said      # auto chooses it
@@ -251,7 +251,7 @@ def test_mistakes_of_an_estimate_are_one_line(flags, error, tmp_path, monkeypatc
 
 def test_candidates_leave_out_what_was_given(configured):
     config = Config.of(use_grpo=True, model_path=configured, precision="float32", mesh="fsdp=2")
-    assert all("precision" not in flags and "mesh" not in flags for flags in candidates(config, "bfloat16"))
+    assert all("precision" not in flags and "mesh" not in flags for flags in candidates(config, "bfloat16", "cuda"))
     assert with_flags(config, {"lora_rank": 8}).model.lora_rank == 8
     assert with_flags(config, {"lora_rank": 8}).training.given == {"use_grpo", "mesh"}
 

@@ -48,7 +48,7 @@ def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, caps
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     again = ["--output_dir", str(folder), "--resume"]
     for flags, flag in (["--lora_rank", "8"], "lora_rank=8"), (["--model_path", str(begun)], f"model_path={begun}"), (
-            ["--use_grpo", "false"], "use_grpo=False"):
+            ["--use_grpo", "false"], "use_grpo=False"), (["--max_steps", "9"], "max_steps=9"):
         with pytest.raises(SystemExit) as stop:
             train.main([*again, *flags])
         error = capsys.readouterr().err

@@ -93,6 +93,17 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     assert found.fix == "nothing could be scored: the data may lack columns that it needs, such as answers"
 
 
+@pytest.mark.parametrize("prompt,shown", [([{"role": "user", "content": "1+1=?"}], True), ("1+1=?", False)])
+def test_a_function_of_texts_that_gives_equal_points_to_messages_gets_a_hint(prompt, shown, model, tokenizer):
+    config = GRPOConfig(reward_functions=["textual"], reward_weights=[1.0])
+
+    def textual(completions, **columns):
+        return [float("132 exactly" in completion) for completion in completions]
+
+    findings = check_setup(model, tokenizer, [{"prompt": prompt, "answer": "132"}] * 2, config, [textual])
+    assert any("lists of messages here; the text is completion[-1]" in f.found for f in findings if f.name == "rewards") == shown
+
+
 def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):
     def fussy(completions, **columns):
         raise KeyError("level")

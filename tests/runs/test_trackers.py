@@ -63,7 +63,10 @@ def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch
     for last_step in 0, 3, 0:
         open_tracker("wandb", tmp_path, {}, last_step)
     first, resumed, again = [options["id"] for options in calls.inits]
-    assert resumed == first != again
+    assert resumed == first != again and calls.inits[0]["project"] == "plain-grpo"
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    open_tracker("wandb", tmp_path, {}, 0)
+    assert calls.inits[-1]["project"] == "mine"
 
 
 def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
