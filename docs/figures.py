@@ -260,7 +260,7 @@ def main() -> None:
         folder = FOLDER if args.keep else ROOT / "outputs/figures"
         train_small(folder)
         draw_curve(folder)
-        print(f"{folder.relative_to(ROOT)}/curve.svg")
+        print(f"{folder.relative_to(ROOT)}/curve.svg (the run's own folder was temporary, and is removed)")
         return
     model, examples, rollout = random_groups()
     draw_flow(model, examples, rollout)

@@ -301,5 +301,5 @@ def test_the_class_draws_its_curve_without_changing_a_file_of_the_project(monkey
     monkeypatch.setitem(names, "train_small", train_small)
     monkeypatch.setattr("sys.argv", ["figures.py", "--train"])
     names["main"]()
-    assert (tmp_path / "outputs/figures/curve.svg").exists() and capsys.readouterr().out == "outputs/figures/curve.svg\n"
+    assert (tmp_path / "outputs/figures/curve.svg").exists() and capsys.readouterr().out.startswith("outputs/figures/curve.svg (")
     assert {path: path.read_bytes() for path in (ROOT / "docs/figures").iterdir()} == before

@@ -96,6 +96,10 @@ MISTAKES = {
     "the first answer": ("6", "right_number", lambda completions, answer, **_: [
         float(f"<answer>{a}<" in text.replace(",", "").replace(" ", "").replace(".0<", "<"))
         for text, a in zip(completions, answer)]),
+    "leave one out reversed": ("2", "leave_one_out", lambda r: -SOLVED["leave_one_out"](r)),
+    "one number": ("6", "right_number", lambda completions, answer, **_: 1.0),
+    "nothing": ("6", "right_number", lambda completions, answer, **_: None),
+    "float of the list": ("6", "right_number", lambda completions, answer, **_: [float(answer)]),
     "raises": ("6", "right_number", lambda completions, answer, **_: [
         float(math.isclose(float(text.split("<answer>")[1].split("<")[0].replace(",", "")), float(a)))
         for text, a in zip(completions, answer)]),
@@ -107,6 +111,8 @@ SAID = {                        # of each mistake, in the message
     "itself among the siblings": "contains the completion itself", "maximum": "larger of the two", "clip alone": "the minimum is missing",
     "mean of means": "divides by its own tokens", "product": "NaN times 0", "no ratio": "the ratio is missing",
     "ratio without gradient": "has no gradient", "k1": "this is k1", "in the text": "is right where the answer is 1000, and earns 0.0",
+    "leave one out reversed": "sign is reversed", "one number": "a number for each completion, not 1.0",
+    "nothing": "a number for each completion, not None", "float of the list": "answer is a list",
     "the first answer": "two answers", "raises": "raises IndexError",
 }
 

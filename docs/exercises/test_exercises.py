@@ -61,6 +61,7 @@ def test_2_leave_one_out():
         the_mean_contains_the_completion_itself=rewards - rewards.mean(1, True),
         the_sum_of_the_siblings_is_divided_by_G_and_not_by_G_minus_1=rewards - (rewards.sum(1, True) - rewards) / 4,
         the_sum_of_the_siblings_is_divided_by_P_minus_1_as_len_counts_prompts=rewards - (rewards.sum(1, True) - rewards) / 1,
+        the_sign_is_reversed=-expected,
         this_is_the_mean_of_the_siblings_and_not_yet_subtracted=(rewards.sum(1, True) - rewards) / 3,
     )
 
@@ -121,12 +122,13 @@ def test_5_kl_term():
 def test_6_right_number():
     def points(text, answer="72"):
         try:
-            (value,) = task.right_number([text], answer=[answer], prompts=["7+65=?"])
+            values = task.right_number([text], answer=[answer], prompts=["7+65=?"])
         except NotImplementedError:
             raise
         except Exception as error:
-            raise AssertionError(f"{text[:60]!r} raises {type(error).__name__}: a model may write anything") from error
-        return value
+            raise AssertionError(f"{text[:60]!r} raises {type(error).__name__}: {error}. A model may write anything; answer is a list") from error
+        assert isinstance(values, list) and len(values) == 1, f"return a list with a number for each completion, not {values!r:.40}"
+        return values[0]
 
     for text, answer in (
         ("<answer>72</answer>", "72"), ("so <answer> 72 </answer>", "72"), ("<answer>72.0</answer>", "72"),
