@@ -16,6 +16,7 @@ from itertools import product
 
 from config import Config, TrainingConfig
 from engine.adapters import has_adapter, trainable_parameters
+from engine.devices import available_gb, best_device
 from engine.errors import first_line
 from engine.recomputation import layers_of
 from engine.precision import matrices_of_layers, precision_of
@@ -92,13 +93,21 @@ def memory_of_process(
         "reference": reference_bytes(config, model) / shards,
         "gradients": trained / shards + value_head,
         "training pass": pass_bytes(*shapes, tokens, shared_prompt, distribution) + gathered,
-        "sampling": weights * (shards > 1) + sampling_bytes(
+        "sampling": weights * (shards > 1) + (engine_bytes(config) or sampling_bytes(
             *shapes, prompts, grpo.num_completions_per_prompt, longest_prompt, limit, shared_prompt,
-            tuple(grpo.policy.items())),
+            tuple(grpo.policy.items()))),
     }
     always = sizes["weights"] + sizes["AdamW"] + sizes["reference"]
     sizes["in all"] = always + max(sizes["gradients"] + sizes["training pass"], sizes["sampling"])
     return {name: size / 1e9 for name, size in sizes.items()}
+
+
+def engine_bytes(config: Config) -> float:
+    """Return the bytes of a GPU that vLLM takes while it samples; 0 if it does not, or without a GPU."""
+    device, given = best_device(config.model.device), config.training.memory_gb
+    if config.grpo.engine != "vllm" or not (given or device.type == "cuda"):
+        return 0
+    return config.grpo.engine_memory * (given or available_gb(device)) * 1e9
 
 
 def reference_bytes(config: Config, model) -> int:

@@ -231,6 +231,13 @@ def test_estimate_needs_a_configuration_alone_and_names_flags_that_fit(configure
     assert set(tmp_path.rglob("*")) == before
 
 
+def test_with_vllm_sampling_takes_its_share_of_the_gpu(configured, capsys):
+    flags = ["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "24", "--engine", "vllm"]
+    for memory, shown in ("0.3", "sampling 7.2;"), ("0.5", "sampling 12;"):
+        train.main([*flags, "--engine_memory", memory])
+        assert shown in capsys.readouterr().out
+
+
 def test_estimate_for_processes_that_are_elsewhere(configured, capsys):
     train.main(["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "24", "--mesh", "fsdp=4,tp=2"])
     assert "processes: fsdp=4 tp=2" in capsys.readouterr().out
