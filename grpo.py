@@ -74,7 +74,7 @@ def compute_group_advantages(
         "global_mean": lambda: rewards.nanmean() if global_mean is None else global_mean,
         "leave_one_out": lambda: (mean * count - rewards) / (count - 1),         # (P, G)
     }
-    scales = {                  # the keys but none are the choices of --advantage_scale
+    scales = {                  # the keys, except "none", are the choices of --advantage_scale
         "group": lambda: (squares(mean).nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
         "batch": lambda: (squares(rewards.nanmean()).nansum() / (count.sum() - 1)).sqrt() + epsilon,
         "none": lambda: 1.0,

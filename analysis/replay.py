@@ -61,7 +61,9 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     run = load_run(config, weights)
     lines = read_jsonl(path.parent / "metrics.jsonl")
     logged = {line["step"]: line for line in lines if line["phase"] != "eval"}
-    variant = f"{config.grpo.loss_type}, advantages {config.grpo.baseline} and {config.grpo.scale}"
+    grpo = config.grpo
+    how = "of the value head" if grpo.use_value_head else f"{grpo.baseline}, {grpo.scale}"
+    variant = f"{grpo.loss_type} {grpo.loss_aggregation}".strip() + f", advantages {how}"
     title = f"as trained | now ({variant}), with the weights of {weights}"
     table = [title, " step" + "".join(f"{n:>24}" for n in SHOWN)]
     for records in read_steps(path):

@@ -73,7 +73,7 @@ def json_format(completions, schema=None, **columns) -> list[float]:
             value = json.loads(extract_block(text, "json"), parse_constant=int)       # rejects NaN, Infinity
             schema = json.loads(schema) if isinstance(schema, str) else schema
             return float(schema is None or matches_schema(value, schema))
-        except (ValueError, RecursionError, OverflowError):     # 1e999 and multipleOf overflow
+        except (ValueError, RecursionError, OverflowError):     # multipleOf of 1e999 overflows
             return 0.0
 
     return list(map(points, map(text_of, completions), schema or [None] * len(completions)))

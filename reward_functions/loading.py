@@ -121,7 +121,9 @@ def refuse_equal_names(functions: list[Callable]) -> None:
     """Raise ValueError if two functions have the same name: their points would be one column."""
     names = [name_of(function) for function in functions]
     if repeated := next((name for name in names if names.count(name) > 1), ""):
-        raise ValueError(f"--reward_functions: two have the same name, {repeated}; rename one")
+        raise ValueError(
+            f"--reward_functions: two have the same name, {repeated}; rename one, by its __name__"
+        )
 
 
 def data_example(function: Callable) -> str:

@@ -12,7 +12,6 @@ from config import Config
 from engine.adapters import has_adapter
 from engine.devices import num_processes
 from engine.text_model import has_experts
-from reward_functions.answers import text_of
 from runs.command_line import printable
 from runs.doctor import verdict
 from runs.flag_notes import flag_notes
@@ -147,8 +146,8 @@ class RunConsole:
         lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in found]
         self.print("\n".join(["", "what was learned, on held-out problems:", *lines] if lines else [""]))
         lowest = [m.get("eval_accuracy_low", 0) for m in found][-2:-1]           # before the last phase
-        if lowest and found[-1].get("eval_accuracy_high", 1) < lowest[0]:
-            self.print("  accuracy fell: try a lower --learning_rate, fewer steps, or --use_kl_penalty true")
+        if lowest and found[-1].get("eval_accuracy_high", 1) < lowest[0] and "accuracy" in lines[-1]:
+            self.print("  accuracy fell: try a lower --learning_rate, or fewer steps")
         if history := [line for line in metrics if line["phase"] == "grpo"]:
             self.print(f"doctor: {verdict(history, self.config)}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
@@ -156,5 +155,5 @@ class RunConsole:
 
 
 def last_message(prompt: str | list):
-    """Return a prompt that is text, or the text of its last message."""
-    return prompt if isinstance(prompt, str) or not prompt else text_of(prompt)
+    """Return the text of the last message; a prompt that is text or token ids as it is."""
+    return prompt[-1]["content"] if prompt and isinstance(prompt[-1], dict) else prompt

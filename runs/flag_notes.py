@@ -1,10 +1,14 @@
 """
-Notes on the flags of a run, printed at its start: flags without effect, combinations seldom intended.
+Notes on the flags of a run, printed at its start: flags without effect, combinations seldom intended, and
+what the chat template does with its variables.
 """
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from config import Config
 from sources.readers import READERS
@@ -42,9 +46,16 @@ def template_notes(tokenizer) -> list[str]:
     variables = tokenizer.init_kwargs.get("chat_template_kwargs", {})
     unread = [name for name in variables if name not in template]
     lines = [f"--chat_template_kwargs: the chat template does not read {name}" for name in unread]
-    if "enable_thinking" in template and "enable_thinking" not in variables:
-        lines.append("thoughts of the model take thousands of tokens; without them: --chat_template_kwargs "
-                     """'{"enable_thinking": false}' (docs/recipes.md)""")
+    if "enable_thinking" not in template or "enable_thinking" in variables:
+        return lines
+    question = [{"role": "user", "content": "?"}]
+    with suppress(TemplateError):                         # it may reject such a conversation
+        prompts = [tokenizer.apply_chat_template(
+            question, tokenize=False, add_generation_prompt=True, **variables, **more)
+            for more in ({}, {"enable_thinking": False})]
+        if prompts[0] != prompts[1]:
+            lines.append("thoughts take thousands of tokens; without them: --chat_template_kwargs "
+                         """'{"enable_thinking": false}' (docs/recipes.md)""")
     return lines
 
 

@@ -104,10 +104,11 @@ def memory_of_process(
 
 def engine_bytes(config: Config) -> float:
     """Return the bytes of a GPU that vLLM takes while it samples; 0 if it does not, or without a GPU."""
-    device, given = best_device(config.model.device), config.training.memory_gb
-    if config.grpo.engine != "vllm" or not (given or device.type == "cuda"):
+    if config.grpo.engine != "vllm":
         return 0
-    return config.grpo.engine_memory * (given or available_gb(device)) * 1e9
+    device, memory = best_device(config.model.device), config.training.memory_gb
+    memory = memory or available_gb(device) * (device.type == "cuda")
+    return config.grpo.engine_memory * memory * 1e9
 
 
 def reference_bytes(config: Config, model) -> int:

@@ -202,7 +202,7 @@ def set_up(
     console.describe(policy, device, len(train_set), len(eval_set))
     console.describe_phases(phases)
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
-    for line in [*template_notes(tokenizer), *cut]:
+    for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
     engine = start_engine(policy, config.grpo, longest)
     shared_prompt = start_up_check(

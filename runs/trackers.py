@@ -67,10 +67,11 @@ class Service:
         self.service, name = importlib.import_module(report_to), folder / "tracker_name"
         if last_step == 0 or not name.exists():
             name.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
-        options = {"name": name.read_text(), "resume": "allow", "config": settings}
+        options = {"project": "plain-grpo", "name": name.read_text(), "resume": "allow", "config": settings}
         if report_to == "wandb":
-            options |= {"id": name.read_text(), "dir": str(folder)}
-        self.service.init(project=os.environ.get("WANDB_PROJECT", "plain-grpo"), **options)
+            project = os.environ.get("WANDB_PROJECT") or options["project"]
+            options |= {"id": name.read_text(), "dir": str(folder), "project": project}
+        self.service.init(**options)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.service.log(values, step=step)

@@ -166,12 +166,19 @@ def test_a_chat_with_tools_shows_their_results(folder, tokenizer, capsys, monkey
     assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
 
 
-def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder, tmp_path, capsys):
+def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder, tmp_path, monkeypatch, capsys):
     rows = [{"prompt": f"{n}+1=?", "answer": str(n + 1), "level": n} for n in range(3)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["--questions", str(tmp_path / "in.jsonl"), "--answers", str(tmp_path / "out.jsonl")]
+    real, batches = chat.ChatModel.sample, []
+
+    def sample(self, examples, *args, **options):
+        batches.append(len(examples))
+        return real(self, examples, *args, **options)
+
+    monkeypatch.setattr(chat.ChatModel, "sample", sample)
     infer.main(["--model_path", folder, *files, "--generation_max_length", "6", "--samples", "2", "--generation_batch_size", "4"])
-    assert capsys.readouterr().out == f"{tmp_path}/out.jsonl: 6 answers to 3 prompts\n"
+    assert capsys.readouterr().out == f"{tmp_path}/out.jsonl: 6 answers to 3 prompts\n" and batches == [2, 1], "4 completions at once"
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [{name: line[name] for name in rows[0]} for line in written] == [row for row in rows for _ in range(2)]
     config = GRPOConfig(generation_max_length=6, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)

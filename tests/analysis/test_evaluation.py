@@ -11,6 +11,7 @@ import pytest
 from analysis import chat, evaluation
 import infer
 from config import Config, ModelConfig
+from data import load_examples
 from analysis.evaluation import (
     estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, powers_of_two, summarise,
     share_interval, values_by_problem,
@@ -291,7 +292,7 @@ def test_several_samples_are_measured_written_down_and_compared(folder, scripted
 def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
     model, tokenizer = load_policy(ModelConfig(model_path=folder))
     infer.main(["--model_path", folder, *ASK])
-    examples = infer.load_examples("arithmetic", "test", limit=40)
+    examples = load_examples("arithmetic", "test", limit=40)
     result = evaluate(model, tokenizer, examples, settings, seed=0)
     assert 0 < result["eval_accuracy"] < 1
     assert capsys.readouterr().out == held_out_text(result, Config()) + "\n"

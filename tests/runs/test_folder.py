@@ -1,12 +1,12 @@
 """The run folder: its files, the names in them, and what a kill leaves of them."""
 
+import copy
 import io
 import json
 import math
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +143,9 @@ def test_accuracy_below_the_interval_before_the_last_phase_is_said(tmp_path, cap
 
 def test_of_a_prompt_of_messages_the_console_shows_the_last_one(base, capsys):
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
+    ids = [2, 5, 6]                                       # of a prompt that was cut
+    base.folder.console.print_completions([dict(prompt=ids, completion="2", reward=1.0, advantage=0.5)], logged=True)
+    assert "  [2, 5, 6] -> '2': +1.00 points\n" in capsys.readouterr().out
     base.folder.console.print_completions([dict(prompt=prompt, completion="2", reward=1.0, advantage=0.5)], logged=True)
     assert "  '1+1=?' -> '2': +1.00 points\n" in capsys.readouterr().out
 
@@ -153,12 +156,19 @@ def test_without_a_profile_the_settings_that_matter_are_printed(base, capsys):
     assert re.match(r"no profile: num_completions_per_prompt \d+, generation_max_length", capsys.readouterr().out)
 
 
+ON = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+OFF = "{{ messages[0].content }}{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}"
+
+
 @pytest.mark.parametrize("template,variables,notes", [
-    ("{{ messages }}", {}, []), ("{% if enable_thinking %}", {}, ["thoughts"]), ("{% if enable_thinking %}", {"enable_thinking": False}, []),
-    ("{{ messages }}", {"enable_thinkin": False}, ["does not read enable_thinkin"]), (None, {}, []),
+    ("{{ messages }}", {}, []), (ON, {}, ["thoughts"]), (ON, {"enable_thinking": False}, []), (OFF, {}, []), (None, {}, []),
+    ("{{ messages }}", {"enable_thinkin": False}, ["does not read enable_thinkin"]),
+    (ON + "{{ raise_exception('no system') }}", {}, []),
 ])
-def test_variables_of_the_chat_template_that_are_unread_or_leave_thoughts_on_are_noted(template, variables, notes):
-    lines = template_notes(SimpleNamespace(chat_template=template, init_kwargs={"chat_template_kwargs": variables}))
+def test_variables_of_the_chat_template_that_are_unread_or_leave_thoughts_on_are_noted(template, variables, notes, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template, tokenizer.init_kwargs["chat_template_kwargs"] = template, variables
+    lines = template_notes(tokenizer)
     assert len(lines) == len(notes) and all(note in line for note, line in zip(notes, lines, strict=True))
 
 

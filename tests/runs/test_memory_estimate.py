@@ -17,6 +17,7 @@ from engine.adapters import trainable_parameters
 from engine.recomputation import recompute_activations
 from model import load_policy
 from runs import memory_estimate
+from runs import fitting_flags
 from runs.fitting_flags import candidates, with_flags
 from runs.memory_estimate import (
     choose_memory_settings, describe_step, memory_gb, resolve_memory_settings, step_tokens,
@@ -236,6 +237,13 @@ def test_with_vllm_sampling_takes_its_share_of_the_gpu(configured, capsys):
     for memory, shown in ("0.3", "sampling 7.2;"), ("0.5", "sampling 12;"):
         train.main([*flags, "--engine_memory", memory])
         assert shown in capsys.readouterr().out
+
+
+def test_flags_that_fit_are_not_named_again_with_more_beside_them(configured, monkeypatch, capsys):
+    monkeypatch.setattr(fitting_flags, "memory_gb", lambda config, *_: {"in all": 1.0 if config.model.lora_rank else 99.0})
+    train.main(["--use_grpo", "--estimate", "--model_path", configured, "--memory_gb", "24"])
+    (line,) = re.findall("would fit.*", capsys.readouterr().out)
+    assert "--lora_rank 16" in line and "--generation_batch_size" not in line
 
 
 def test_estimate_for_processes_that_are_elsewhere(configured, capsys):

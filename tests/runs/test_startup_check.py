@@ -12,7 +12,7 @@ from runs.startup_check import check_setup, check_template, draw_row
 from conftest import start_run
 from tokenizers import processors
 from config import Config, GRPOConfig
-from rewards import correctness
+from rewards import correctness, repetition_penalty
 from sample import sample_completions_for_prompts
 
 EXAMPLES = [{"prompt": "47+85=?", "answer": "132"}, {"prompt": "a longer one", "answer": "2"}]
@@ -93,14 +93,16 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     assert found.fix == "nothing could be scored: the data may lack columns that it needs, such as answers"
 
 
-@pytest.mark.parametrize("prompt,shown", [([{"role": "user", "content": "1+1=?"}], True), ("1+1=?", False)])
-def test_a_function_of_texts_that_gives_equal_points_to_messages_gets_a_hint(prompt, shown, model, tokenizer):
+@pytest.mark.parametrize("prompt,own,shown", [
+    ([{"role": "user", "content": "1+1=?"}], True, True), ([{"role": "user", "content": "1+1=?"}], False, False), ("1+1=?", True, False),
+    ([2, 5, 6], True, False)])
+def test_a_function_of_texts_that_gives_equal_points_to_messages_gets_a_hint(prompt, own, shown, model, tokenizer):
     config = GRPOConfig(reward_functions=["textual"], reward_weights=[1.0])
 
     def textual(completions, **columns):
         return [float("132 exactly" in completion) for completion in completions]
 
-    findings = check_setup(model, tokenizer, [{"prompt": prompt, "answer": "132"}] * 2, config, [textual])
+    findings = check_setup(model, tokenizer, [{"prompt": prompt, "answer": "132"}] * 2, config, [textual if own else repetition_penalty])
     assert any("lists of messages here; the text is completion[-1]" in f.found for f in findings if f.name == "rewards") == shown
 
 
