@@ -173,31 +173,9 @@ def write_answers(
 
 def run_evaluation(args, source: ModelConfig) -> None:
     """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
-    config, environment = sampling_config(args), load_environment(args.environment)
     functions = [load_reward_function(name) for name in args.reward_functions]
     refuse_equal_names(functions)
-    examples = load_dataset(args, args.evaluate, args.limit or 256)
-    refuse_missing_columns(args.environment, environment, examples)
-    require_columns(functions, examples, args.evaluate)
-    if not functions:
-        examples = [example for example in examples if example.get("answer") is not None]
-        if not examples:
-            fix = "name --reward_functions that need none, or the column with --answer_column"
-            raise ValueError(f"--evaluate={args.evaluate}: no example has an answer; {fix}")
-    results = []
-    for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
-        evaluated = replace(source, model_path=getattr(args, flag))
-        try:
-            loaded = ChatModel.load(evaluated, config, args.seed)
-            loaded.check_length([example["prompt"] for example in examples])
-            results.append({"model_path": evaluated.model_path} | measure(
-                loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
-                reward_functions=functions, shared_prompt=loaded.shared_prompt, environment=environment,
-                batch_size=args.generation_batch_size,
-            ))
-        except (ValueError, RunError) as error:
-            raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
-        del loaded                                        # before the other model is loaded
+    results = measure_models(args, source, examples_to_evaluate(args, functions), functions)
     for result in results:
         if args.against_model:
             print(result["model_path"] or "built-in model")
@@ -213,6 +191,42 @@ def run_evaluation(args, source: ModelConfig) -> None:
         print(describe_estimates(written["differences"], args.samples))
     if args.json:
         Path(args.json).write_text(json.dumps(written, indent=1) + "\n")
+
+
+def examples_to_evaluate(args, functions: list) -> list[dict]:
+    """Return the examples of --evaluate that can be scored. Raises ValueError if there are none."""
+    examples = load_dataset(args, args.evaluate, args.limit or 256)
+    refuse_missing_columns(args.environment, load_environment(args.environment), examples)
+    require_columns(functions, examples, args.evaluate)
+    if functions:
+        return examples
+    examples = [example for example in examples if example.get("answer") is not None]
+    if not examples:
+        fix = "name --reward_functions that need none, or the column with --answer_column"
+        raise ValueError(f"--evaluate={args.evaluate}: no example has an answer; {fix}")
+    return examples
+
+
+def measure_models(args, source: ModelConfig, examples: list[dict], functions: list) -> list[dict]:
+    """Return the result of evaluation.measure, and model_path, for --model_path and --against_model.
+
+    raises  ValueError that names the flag, if a model cannot be loaded or evaluated
+    """
+    config, results = sampling_config(args), []
+    for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
+        evaluated = replace(source, model_path=getattr(args, flag))
+        try:
+            loaded = ChatModel.load(evaluated, config, args.seed)
+            loaded.check_length([example["prompt"] for example in examples])
+            results.append({"model_path": evaluated.model_path} | measure(
+                loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
+                reward_functions=functions, shared_prompt=loaded.shared_prompt,
+                environment=load_environment(args.environment), batch_size=args.generation_batch_size,
+            ))
+        except (ValueError, RunError) as error:
+            raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
+        del loaded                                        # before the other model is loaded
+    return results
 
 
 def load_dataset(args, source: str, limit: int | None) -> list[dict]:

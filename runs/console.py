@@ -32,7 +32,7 @@ UNITS = {                       # the console line: metric, label; in order of i
     "turns": "{:.1f} turns",
     "grad_norm": "grad {:.2f}",
 }
-MATTERS = [                     # settings of GRPO that are printed where there is no profile
+MAIN_SETTINGS = [               # of GRPO; printed where there is no profile
     "num_completions_per_prompt", "generation_max_length", "generation_temperature", "generation_top_p",
     "generation_top_k", "use_kl_penalty", "kl_penalty_coef", "learning_rate",
 ]
@@ -60,10 +60,11 @@ class RunConsole:
         """Print the settings, the model, the data and the rewards."""
         training, config = self.config.training, self.config
         values = {name: value for part in config.as_dict().values() for name, value in part.items()}
-        names = PROFILES.get(training.profile) or (MATTERS if training.use_grpo else [])
+        names = PROFILES.get(training.profile) or (MAIN_SETTINGS if training.use_grpo else [])
         settings = ", ".join(f"{name} {values[name]}" for name in names)
         if settings:
-            self.print(f"{f'profile {training.profile}' if training.profile else 'no profile'}: {settings}")
+            profile = f"profile {training.profile}" if training.profile else "no profile"
+            self.print(f"{profile}: {settings}")
         size = sum(p.numel() for p in model.parameters()) / 1e6
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
         count = num_processes()

@@ -62,12 +62,12 @@ def candidates(config: Config, auto: str, device: str) -> Iterator[dict]:
 
     auto  the precision that is used if none was given;  device  its type, as in torch
     """
-    half, small = {"precision": "bfloat16"}, {"generation_batch_size": config.grpo.num_completions_per_prompt}
-    half = {} if auto == "bfloat16" else half
+    half = {} if auto == "bfloat16" else {"precision": "bfloat16"}
+    small = {"generation_batch_size": config.grpo.num_completions_per_prompt}
+    offload = {"reference_offload": True} if config.grpo.kl_coef and device != "cpu" else {}
     several = [half | {"mesh": f"fsdp={2**n}"} for n in range(1, 8)]
     given = {name for f in fields(config) for name in getattr(config, f.name).given}
-    offload = half | {"reference_offload": True} if config.grpo.kl_coef and device != "cpu" else half
-    for flags in {}, half, offload, half | {"adam_8bit": True}, half | {"lora_rank": 16}, *several:
+    for flags in {}, half, half | offload, half | {"adam_8bit": True}, half | {"lora_rank": 16}, *several:
         if not given & {"mesh", "lora_rank", "adam_8bit"} & set(flags):
             for more in flags, flags | small:
                 yield {name: value for name, value in more.items() if name not in given}

@@ -69,8 +69,8 @@ class Service:
             name.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
         options = {"project": "plain-grpo", "name": name.read_text(), "resume": "allow", "config": settings}
         if report_to == "wandb":
-            project = os.environ.get("WANDB_PROJECT") or options["project"]
-            options |= {"id": name.read_text(), "dir": str(folder), "project": project}
+            options |= {"id": name.read_text(), "dir": str(folder)}
+            options["project"] = os.environ.get("WANDB_PROJECT") or options["project"]
         self.service.init(**options)
 
     def log(self, step: int, values: dict[str, float]) -> None:

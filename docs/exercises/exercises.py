@@ -7,10 +7,10 @@ The exercises of docs/lecture.md. Write the functions; the tests say what is wro
 Solutions are in solutions.py. Shapes: P prompts, G completions of each, B = P*G rows, T tokens of a completion.
 """
 
-import math  # noqa: F401
-import re  # noqa: F401
+import math
+import re
 
-import torch  # noqa: F401
+import torch
 from torch import Tensor
 
 

@@ -37,6 +37,11 @@ def test_the_programs_end_before_their_imports(path, program):
     assert line.startswith("this is Python ") and "3.11 or newer" in line
 
 
+def test_windows_is_answered_in_one_line():
+    done = subprocess.run([sys.executable, "-c", "import os; os.name = 'nt'; import runs"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "this is Windows; run it in WSL2, as Linux\n"
+
+
 @pytest.mark.parametrize("target", ["demo", "test", "check", "test-tpu", "test-oldest"])
 def test_make_ends_before_it_installs(path, tmp_path, target):
     for name in "Makefile", "pyproject.toml", "requirements.txt", "requirements-tpu.txt", ".ci/oldest.txt", "runs/__init__.py":
