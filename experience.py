@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.devices import all_sum, data_parallel_size, gather_from_ranks, lockstep_batches, rank_slice
+from engine.errors import RunError
 from engine.packing import completion_lengths, micro_batches
+from engine.precision import is_exact
 from engine.sampling_state import occurrences
 from engine.vllm_engine import ready_to_sample
 from grpo import (
@@ -145,9 +147,10 @@ class Experience:
     rollout: Rollout
     mask: Tensor                        # bool, tokens that are trained on
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
-    sampling_logp: Tensor               # nats, under the distribution that was sampled from
-    old_logp: Tensor                    # nats, denominators of the ratios: sampling_logp, or recomputed
-    weights: Tensor | None = None       # importance weights; with them old_logp is recomputed
+    policy_logp: Tensor                 # nats before the first update: the trainer's own where it computed
+    #                                     them, else the sampler's
+    old_logp: Tensor                    # nats, denominators of the ratios: policy_logp or the sampler's
+    weights: Tensor | None = None       # importance weights; with them old_logp is policy_logp
     reference_logp: Tensor | None = None                  # nats
     old_values: Tensor | None = None    # points that the value head expected before each token
     returns: Tensor | None = None       # points, targets of the value head
@@ -169,12 +172,16 @@ class Experience:
         always = bool(kl_in_loss or config.entropy_coef or config.use_value_head)
         return self.mask[rows].any(dim=1) & (always | (self.advantages[rows] != 0).any(dim=1))
 
-    def sampled_kl(self, logp: Tensor, estimator: str) -> Tensor:
-        """Estimate KL(policy || reference) (b, T) in nats. ratio_k3 is k3 times the differentiable ratio."""
-        ratio = None
-        if estimator == "ratio_k3":
-            ratio = torch.where(self.mask, logp - self.sampling_logp, 0.0).clamp(-20, 20).exp()
-        return kl_penalty(logp, self.reference_logp, estimator=estimator.removeprefix("ratio_"), ratio=ratio)
+    def sampled_kl(self, logp: Tensor, config) -> Tensor:
+        """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
+
+        ratio_k3 is k3 times the differentiable ratio exp(logp - policy_logp), of at most importance_cap.
+        """
+        ratio, estimator = None, config.estimator.removeprefix("ratio_")
+        if config.estimator == "ratio_k3":
+            ratio = torch.where(self.mask, logp - self.policy_logp, 0.0).clamp(-20, 20).exp()
+            ratio = ratio.clamp(max=config.importance_cap or torch.inf)
+        return kl_penalty(logp, self.reference_logp, estimator=estimator, ratio=ratio)
 
     def select(self, rows: Tensor, device) -> "Experience":
         """Return the tensors of some rows, on a device. The rollout stays whole: rows are indices into it."""
@@ -197,40 +204,60 @@ def compute_experience(
     mask = rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()      # (B, T)
     if config.overlong == "mask":
         mask = mask & rollout.finished[:, None]
-    reference_logp = logp = values = weights = returns = None
+    reference_logp = values = weights = returns = None
+    policy_logp = rollout.sampling_logp
     if reference is not None and config.estimator != "exact":
         with moved_to(reference, next(model.parameters()).device):
             reference_logp = log_probs_of_rollout(reference, rollout, config.policy, **forwarding).logp
     if config.importance_cap or value_head is not None or config.engine == "vllm":
         before = log_probs_of_rollout(model, rollout, config.policy, value_head=value_head, **forwarding)
-        logp, values = before.logp, before.values
+        policy_logp, values = before.logp, before.values
+        differences = (policy_logp - rollout.sampling_logp)[rollout.completion_mask]
+        metrics["sampler_deviation"] = float((differences.clamp(-20, 20).exp() - 1).abs().mean())
     if config.engine == "vllm":
-        differences = (logp - rollout.sampling_logp)[rollout.completion_mask]
         metrics["engine_ratio"] = float(differences.exp().mean())
         metrics["engine_deviation"] = float(differences.abs().max())
     if config.importance_cap:
-        weights = importance_weights(logp, rollout.sampling_logp, mask, cap=config.importance_cap)
+        weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=config.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())
     penalty = torch.zeros(mask.shape)                                            # (B, T), in points
     if reference is not None and config.kl_in == "reward":
-        kl = torch.where(mask, kl_penalty(rollout.sampling_logp, reference_logp, estimator="k1"), 0.0)
+        kl = torch.where(mask, kl_penalty(policy_logp, reference_logp, estimator="k1"), 0.0)
         metrics["kl"] = float(kl.sum() / mask.sum())      # NaN if no token is trained on
         penalty = kl_coef * kl
 
     if value_head is None:
         # The penalty is centred within the group and not scaled, so that kl_coef means the same in all groups
         # and in the loss. Divided by the standard deviation of almost equal rewards it would be enormous.
-        penalties = compute_group_advantages(-penalty.sum(dim=1).view_as(groups.rewards), scale="none")
-        advantages = (advantages + penalties).float().view(-1, 1)
+        # Completions that are not trained on have none: as 0 it would move the mean of the others.
+        penalties = -penalty.sum(dim=1).masked_fill(~mask.any(dim=1), torch.nan).view_as(groups.rewards)
+        advantages = advantages + compute_group_advantages(penalties, scale="none")
+        advantages = advantages.float().view(-1, 1)
     else:
         advantages, returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points
         )
-    old_logp = rollout.sampling_logp if weights is None else logp
+    old_logp = rollout.sampling_logp if weights is None else policy_logp
     return Experience(
-        groups.examples, rollout, mask, advantages, rollout.sampling_logp, old_logp, weights, reference_logp,
+        groups.examples, rollout, mask, advantages, policy_logp, old_logp, weights, reference_logp,
         values, returns, groups, metrics,
     )
+
+
+def require_first_ratios_of_1(experience: Experience, deviation: float, model, engine=None) -> None:
+    """Raise RunError if tokens were sampled with other probabilities than the policy gives them.
+
+    deviation  mean of |ratio - 1| in the first update, NaN if it forwarded no row. Where old_logp is the
+               trainer's own, it is 0 by construction, and that from trainer to sampler is taken in its place
+    engine     a VLLMEngine that sampled, whose rounding differs more, or None
+    """
+    deviation = experience.metrics.get("sampler_deviation", deviation)
+    tolerance = (0.01 if is_exact(model) else 0.1) * (3 if engine else 1)
+    if deviation > tolerance:                             # False for NaN
+        raise RunError(
+            f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most {tolerance:g}): "
+            "the sampler gives tokens other probabilities than the trainer; see docs/troubleshooting.md."
+        )
 
 
 def demonstrations_as_experience(examples: list[dict], rollout: Rollout) -> Experience:

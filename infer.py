@@ -9,6 +9,7 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,11 +73,13 @@ def merge_adapter(source: ModelConfig, folder: str) -> None:
 
 
 def answer_questions(args, source: ModelConfig) -> None:
-    """Write the answers to the prompts of --questions into the file --answers."""
+    """Write the answers to the prompts of --questions into the file --answers, or print them."""
     examples = load_dataset(args, args.questions, args.limit)
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
-    write_answers(chat_model, examples, args.samples, args.generation_batch_size, Path(args.answers))
-    print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
+    with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:
+        write_answers(chat_model, examples, args.samples, args.generation_batch_size, file)
+    if args.answers:
+        print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
 
 
 if __name__ == "__main__":

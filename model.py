@@ -211,14 +211,18 @@ class ValueHead(torch.nn.Module):
     """Predict the reward expected before each token from its predicting hidden state: (N, H) -> (N,) points.
 
     Initially 0. No dropout: values at sampling time and in training must come from the same function.
+
+    seed    of the hidden layer's weights, which are the same on all ranks
     """
 
-    def __init__(self, hidden_size: int):
+    def __init__(self, hidden_size: int, seed: int = 0):
         super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.LayerNorm(hidden_size), torch.nn.Linear(hidden_size, hidden_size), torch.nn.ReLU(),
-            torch.nn.Linear(hidden_size, 1),
-        )
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self.layers = torch.nn.Sequential(
+                torch.nn.LayerNorm(hidden_size), torch.nn.Linear(hidden_size, hidden_size), torch.nn.ReLU(),
+                torch.nn.Linear(hidden_size, 1),
+            )
         torch.nn.init.zeros_(self.layers[-1].weight)
         torch.nn.init.zeros_(self.layers[-1].bias)
 

@@ -30,16 +30,16 @@ from analysis.explain import explain
 from analysis.replay import replay
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig  # noqa: F401
 from engine.devices import all_sum, cut_graph, shutdown
+from engine.errors import require
 from engine.sharding import clip_gradient
 from environments.loading import responders
 from experience import (
     Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, rank_micro_batches,
-    replace_tied_groups, sample_on_all_ranks, shape_rewards,
+    replace_tied_groups, require_first_ratios_of_1, sample_on_all_ranks, shape_rewards,
 )
 from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy
-from engine.precision import is_exact
 from rewards import Reports, compute_rewards_for_completions
 from runs.exit import Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
 from runs.fitting_flags import print_estimate
@@ -87,17 +87,16 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
     # 1. Sample G completions of each prompt, and score them.
     groups = sample_groups(run, examples)
-    assert groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}"
-    assert len(groups.rollout.completion_ids) == P * G, f"{groups.rollout.completion_ids.shape=} {P=} {G=}"
+    require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
+    require(len(groups.rollout.completion_ids) == P * G, f"{groups.rollout.completion_ids.shape=} {P=} {G=}")
 
     # 2. Compare each completion with the others of its group: by default (reward - mean) / std.
-    progress.add_rewards(groups.rewards)                  # for mean_reward, over the run
     advantages = compute_group_advantages(                                       # (P, G)
         groups.rewards, **config.advantage_options, global_mean=progress.mean_reward
     )
     off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
-    if config.baseline in CENTERED_BASELINES:
-        assert off_center <= 1e-3 * max(1.0, largest), f"rows must sum to 0: {off_center=} {largest=}"
+    centered = config.baseline in CENTERED_BASELINES
+    require(off_center <= 1e-3 * max(1.0, largest) or not centered, f"rows must sum to 0: {off_center=}")
 
     # 3. Compute once what all updates need, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
@@ -106,12 +105,11 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     )
 
     # 4. Update the policy once (all ratios are 1), or several times with --ppo_epochs and --minibatch_size.
-    first_step, updates = progress.phase_step == 0, []
+    updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        if first_step and not updates:                    # sampler and trainer must agree
-            tolerance = 0.01 if is_exact(run.model) else 0.1
-            assert not losses["ratio_deviation"] >= tolerance, f"first ratios must be 1: {losses=}"
+        if all(math.isnan(update["ratio_deviation"]) for update in updates):     # no row was forwarded yet
+            require_first_ratios_of_1(experience, losses["ratio_deviation"], run.model, run.engine)
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled
             break
@@ -176,7 +174,7 @@ def total_loss(
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
     if config.kl_coef > 0 and config.kl_in == "loss":
-        kl = new.kl if config.estimator == "exact" else batch.sampled_kl(new.logp, config.estimator)
+        kl = new.kl if config.estimator == "exact" else batch.sampled_kl(new.logp, config)
         terms["kl"] = aggregate(kl, mask, "token_mean", **denominators)
         loss = loss + kl_coef * aggregate(kl, mask, aggregation, **denominators)
     if config.entropy_coef:
@@ -247,6 +245,7 @@ def learn(run: Run) -> None:
         run.console.print(f"this run is complete; a new one can begin with --model_path {folder.path}/final")
         return
     folder.open(progress.step)
+    run.require_equal_ranks()
     run.save_base_of_adapter()
     with StopOnSignal() as stop, folder:
         if progress.step == 0:

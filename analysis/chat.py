@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from transformers import TextStreamer
@@ -32,7 +33,7 @@ from environments.loading import load_environment, refuse_missing_columns, respo
 from model import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
-from runs.command_line import printable
+from runs.command_line import UNSAFE, printable
 from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
@@ -152,23 +153,25 @@ def encode_conversation(
 
 
 def write_answers(
-    chat_model: ChatModel, examples: list[dict], num_completions: int, batch_size: int, target: Path
+    chat_model: ChatModel, examples: list[dict], num_completions: int, batch_size: int, file: TextIO
 ) -> None:
     """Write a line of JSON for each answer: the example's columns, completion and finished.
+
+    Characters that a terminal acts on are escapes of JSON.
 
     batch_size  completions that are sampled before they are written; those of a prompt always are
     """
     earlier = occurrences([example["prompt"] for example in examples])
     prompts = max(1, batch_size // num_completions)
-    with target.open("w", encoding="utf-8") as file:
-        for start in range(0, len(examples), prompts):
-            batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
-            rollout = chat_model.sample(batch, num_completions, prompt_occurrences=repeats)
-            answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
-            for row, (completion, finished) in enumerate(answers):
-                record = batch[row // num_completions] | {"completion": completion, "finished": finished}
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-            file.flush()
+    for start in range(0, len(examples), prompts):
+        batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
+        rollout = chat_model.sample(batch, num_completions, prompt_occurrences=repeats)
+        answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
+        for row, (completion, finished) in enumerate(answers):
+            record = batch[row // num_completions] | {"completion": completion, "finished": finished}
+            line = json.dumps(record, ensure_ascii=False, default=str)
+            file.write(UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
+        file.flush()
 
 
 def run_evaluation(args, source: ModelConfig) -> None:

@@ -35,8 +35,8 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
     """Sample one completion of each problem and score it. Options: as for sample_and_score.
 
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
-             eval_problems, eval_reward/<function> (mean points) and eval_truncated (share). Without known
-             answers: no eval_accuracy.
+             eval_problems, eval_reward/<function> (mean points), eval_reward_low/ and eval_reward_high/
+             (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
     """
     _, points, num_truncated, reports = sample_and_score(
         model, tokenizer, examples, config, seed=seed, num_completions=1, **options
@@ -44,7 +44,10 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
     columns = {name: values[:, 0] for name, values in points.items()}            # (P,)
     correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_{name}": value for name, value in reports.means().items()}
-    result |= {f"eval_reward/{name}": float(values.nanmean()) for name, values in columns.items()}
+    for name, values in columns.items():
+        found = estimate_points(values[:, None].tolist())
+        parts = {"reward": found["mean"], "reward_low": found["low"], "reward_high": found["high"]}
+        result |= {f"eval_{part}/{name}": math.nan if x is None else x for part, x in parts.items()}
     result["eval_problems"] = len(correct) or len(examples)
     result["eval_truncated"] = num_truncated / len(examples)
     if len(correct):

@@ -50,7 +50,6 @@ def explain(
         )
         return
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    progress.add_rewards(groups.rewards)
     advantages = compute_group_advantages(
         groups.rewards, **config.advantage_options, global_mean=progress.mean_reward
     )

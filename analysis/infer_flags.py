@@ -26,7 +26,8 @@ def build_parser() -> OneLineParser:
     add("--question", help="print the model's answer to this prompt")
     add("--chat", action="store_true", help="hold a conversation with the model on the console")
     add("--questions", metavar="DATASET", help="answer the prompts of a file, hub id or built-in task")
-    add("--answers", metavar="FILE", help="write the answers to --questions there, one line of JSON each")
+    add("--answers", metavar="FILE", help="write the answers to --questions there, one line of JSON each; "
+        "without it they are printed")
     add("--evaluate", metavar="DATASET",
         help="print accuracy and points on the problems of a file, hub id or built-in task")
     add("--reward_functions", nargs="+", default=[], help="for --evaluate: names from rewards.py, or "
@@ -103,8 +104,8 @@ def reject_incompatible(args: argparse.Namespace) -> None:
         raise ValueError(f"give one of {', '.join(f'--{mode}' for mode in MODES)}; see --help")
     if args.question is not None and not args.question.strip():
         raise ValueError("--question: is empty; give a prompt")
-    if bool(args.questions) != bool(args.answers):
-        raise ValueError("--questions DATASET and --answers FILE need each other")
+    if args.answers and not args.questions:
+        raise ValueError(f"--answers={args.answers}: needs --questions DATASET")
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit={args.limit}: needs at least one problem")
     if args.samples < 1:

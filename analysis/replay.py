@@ -14,6 +14,7 @@ if __name__ == "__main__":
     raise SystemExit("analysis/replay.py is no program; run: python train.py --replay RUN/rollouts.jsonl")
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,8 +127,11 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     config, progress = run.config.grpo, run.progress
     rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
     names = [saved_name(name, per_function) for name in config.reward_functions]
+    saved = torch.tensor([math.nan if r["reward"] is None else r["reward"] for r in records])
+    could_be = weighted_sum(per_function, [1.0] * len(per_function))             # (P, G)
+    failed = saved.view_as(could_be).isnan() & ~could_be.isnan()                 # a function raised
     per_function = {name: per_function[name] for name in names}
-    scores = weighted_sum(per_function, config.weights, config.reward_clips)     # (P, G)
+    scores = weighted_sum(per_function, config.weights, config.reward_clips).masked_fill(failed, torch.nan)
     rewards = shape_rewards(config, rollout, scores, per_function)
     progress.add_rewards(rewards)
     advantages = compute_group_advantages(

@@ -3,6 +3,12 @@ Errors that end a run, and other errors in one line.
 """
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise AssertionError unless the condition holds: an assert that python -O does not remove."""
+    if not condition:
+        raise AssertionError(message)
+
+
 class RunError(RuntimeError):
     """A run cannot continue. The message is one line that tells what to change; the exit code is 1."""
 

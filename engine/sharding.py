@@ -198,6 +198,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def replicated_sums(name: str, module: torch.nn.Module) -> dict[str, float]:
+    """Return the sum of each parameter's shard here, under a name that replicas of the shard share."""
+    sums = {}
+    for parameter_name, parameter in module.named_parameters(prefix=name):
+        if isinstance(parameter, DTensor):
+            place = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+            parameter_name += str([index for index, placement in place if not placement.is_replicate()])
+        sums[parameter_name] = float(local(parameter.detach()).sum(dtype=torch.float64))
+    return sums
+
+
 def bytes_here(tensor) -> int:
     """Return the bytes of a tensor in this process."""
     shard = local(tensor)

@@ -18,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, groupby
 from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
@@ -102,13 +103,17 @@ class VLLMEngine:
             text = " ".join(str(error).split())           # the reason may be on any line
             raise RunError(f"vLLM raised {type(error).__name__}: {text:.300}.") from error
 
+    def call_on_all_ranks(self, function: Callable, *args, **kwargs):
+        """Call a function in the engine's thread of each rank; what one raises, such as a timeout, all raise."""
+        return gather_from_ranks(partial(self.call, function, *args, **kwargs))[0]
+
     @contextmanager
     def awake(self, model):
         """Send the engine the policy's weights, and let it sample within the context. Call on all ranks."""
         self.send_weights(model)
         yield
         if self.sleeps:
-            self.call(self.llm.sleep, level=2)            # the next weights replace these
+            self.call_on_all_ranks(self.llm.sleep, level=2)                      # the next weights replace these
 
     def send_weights(self, model) -> None:
         """Send all weights, and check that the engine uses them. Call on all ranks.
@@ -117,13 +122,14 @@ class VLLMEngine:
         """
         reshard(model)
         if self.sleeps:
-            self.call(self.llm.wake_up, tags=["weights"])
-        heads = self.call(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
+            self.call_on_all_ranks(self.llm.wake_up, tags=["weights"])
+        heads = self.call_on_all_ranks(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
         weights = checkpoint_weights(model, with_tied_head=all(heads))
-        self.call(self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
+        self.call_on_all_ranks(
+            self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
         if self.sleeps:
-            self.call(self.llm.wake_up, tags=["kv_cache"])
-        self.call(self.llm.reset_prefix_cache)
+            self.call_on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
+        self.call_on_all_ranks(self.llm.reset_prefix_cache)
         expected = score(model, self.sequence)
         gather_from_ranks(lambda: self.refuse_other_scores(expected, is_exact(model)))
 

@@ -214,6 +214,8 @@ def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
             "reward_count",
         )
         state["progress"] = {name: state.pop(name) for name in names} | {"prompt_memory": state.pop("memory")}
+    if isinstance(state.get("random_states"), dict):      # of version 0.2: of the first rank alone
+        state["random_states"] = [state["random_states"]]
     return state
 
 

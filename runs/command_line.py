@@ -52,6 +52,10 @@ TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 class OneLineParser(argparse.ArgumentParser):
     """Raise ValueError with one line for a mistake, and suggest a flag for each unknown one."""
 
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 too is no flag
+
     def error(self, message: str):
         raise ValueError(message)
 

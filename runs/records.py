@@ -72,12 +72,13 @@ def held_out_text(result: dict, config: Config) -> str:
     if by_accuracy and "eval_accuracy" in result:
         low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
-    points = {name: or_none(value) for name, value in result.items() if name.startswith("eval_reward/")}
-    points.pop("eval_reward/correctness", None)
-    scored = [
-        f"{name.removeprefix('eval_reward/')} {value:.3f} points"
-        for name, value in points.items() if value is not None
-    ]
+    scored = []
+    for name in [name.removeprefix("eval_reward/") for name in result if name.startswith("eval_reward/")]:
+        mean, low, high = (or_none(result.get(f"eval_{part}/{name}")) for part in (
+            "reward", "reward_low", "reward_high"))
+        if name != "correctness" and mean is not None:
+            interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+            scored.append(f"{name} {mean:.3f}{interval} points")
     return ", ".join(scored) or "nothing could be scored"
 
 

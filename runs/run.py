@@ -17,8 +17,9 @@ import torch
 from analysis.evaluation import evaluate
 from config import Config, GRPOConfig
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
-from engine.devices import all_gather_object, num_processes, peak_memory_gb
+from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
 from engine.errors import RunError, first_line, is_out_of_memory
+from engine.sharding import replicated_sums
 from engine.vllm_engine import VLLMEngine
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import CENTERED_BASELINES, RATIO_LOSSES, adapt_kl_coefficient
@@ -62,8 +63,9 @@ class Progress:
         self.reward_count += len(scored)
 
     def record_scores(self, sampled: list[Groups]) -> None:
-        """Record the scores of all groups that a step sampled, also of replaced ones."""
+        """Record rewards and scores of all groups that a step sampled, also of replaced ones."""
         for groups in sampled:
+            self.add_rewards(groups.rewards)              # for mean_reward, over the run
             prompts = [example["prompt"] for example in groups.examples]
             self.prompt_memory.record(prompts, groups.scores.tolist())
 
@@ -171,12 +173,16 @@ class Run:
             self.reference = frozen_copy(self.model, exact=config.reference_mode == "ema")
             move(self.reference, torch.device("cpu") if config.reference_offload else self.device)
         if phase.name == "grpo" and config.use_value_head:
-            self.value_head = ValueHead(self.model.config.get_text_config().hidden_size).to(self.device)
+            hidden_size = self.model.config.get_text_config().hidden_size
+            self.value_head = ValueHead(hidden_size, training.seed).to(self.device)
             parameters.append({"params": list(self.value_head.parameters())})
         self.optimizer = make_optimizer(parameters, phase, training, self.device)
         self.scheduler = make_scheduler(self.optimizer, phase, training)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
         saved, self.saved_state = self.saved_state, {}
+        if saved:                                         # states of the ranks that saved them
+            states = saved["random_states"]
+            set_random_states(states[process_rank() % len(states)])
         if "optimizer" in saved:                          # saved within this phase
             load_optimizer_state(self.optimizer, self.scheduler, self.scaler, saved)
             self.batches.position = saved["position"]
@@ -185,6 +191,29 @@ class Run:
         elif phase.name == "grpo" and config.baseline in CENTERED_BASELINES and (
                 config.loss_type in RATIO_LOSSES):
             self.console.print("policy_loss stays near 0, as advantages cancel: watch reward and entropy")
+        self.require_equal_ranks()
+
+    def require_equal_ranks(self) -> None:
+        """Raise RunError, on all ranks, if their settings, choices or replicated parameters differ."""
+        if num_processes() == 1:
+            return
+        choices = {name: value for part in self.config.as_dict().values() for name, value in part.items()}
+        choices |= {"output_dir": "", "shared_prompt": self.shared_prompt, "examples": len(self.train_set)}
+        modules = {"model": self.model, "reference": self.reference, "value_head": self.value_head}
+        sums: dict[str, float] = {}
+        for name, module in modules.items():
+            sums |= replicated_sums(name, module) if isinstance(module, torch.nn.Module) else {}
+        seen: dict[str, tuple[int, object]] = {}
+        for rank, (choices, sums) in enumerate(all_gather_object((choices, sums))):
+            for name, value in (choices | sums).items():
+                first, expected = seen.setdefault(name, (rank, value))
+                if name in sums and not abs(value - expected) > 1e-3 + 1e-4 * abs(expected):         # rounding
+                    continue
+                if value != expected:
+                    raise RunError(
+                        f"{name} is {expected!r:.60} on rank {first} and {value!r:.60} on rank {rank}: start all "
+                        "ranks with the same command, files and versions."
+                    )
 
     def end_phase(self) -> None:
         """Advance to the next phase."""
@@ -195,7 +224,7 @@ class Run:
         """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises NotSaved."""
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
-            "shared_prompt": self.shared_prompt, "random_states": random_states(),
+            "shared_prompt": self.shared_prompt, "random_states": all_gather_object(random_states()),
             "reference_adapter": reference_state(self.reference),
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         return write_checkpoint(
@@ -239,9 +268,8 @@ class Run:
                 save_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore progress and random states from a checkpoint; begin_phase restores the rest."""
+        """Restore progress from a checkpoint; begin_phase restores the rest, random states too."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
-        set_random_states(state.pop("random_states"))
         self.progress = Progress.from_dict(state.pop("progress"))
         if not self.config.grpo.kl_target:
             self.progress.kl_coef = self.config.grpo.kl_coef                     # a flag may have changed it

@@ -16,7 +16,7 @@ import torch
 from config import Config, GRPOConfig, ModelConfig, TrainingConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.devices import (
-    available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory, num_processes, peak_memory_gb,
+    all_gather_object, available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory, num_processes, peak_memory_gb,
 )
 from engine.precision import resolve_precision
 from engine.sharding import gathered_weights, shard, sharded_like
@@ -104,25 +104,29 @@ def start_up_check(
 ) -> bool:
     """Run the start-up check and print its notes; with --check, print all results.
 
-    returns  True if completions can share their prompt
+    returns  True if completions can share their prompt, on all ranks
     raises   ValueError if a check failed
     """
+    training = config.training
     try:
         with gathered_weights(model):
             findings = check_setup(
-                model, tokenizer, examples, config.grpo, reward_functions, environment,
-                shared_prompt=config.training.shared_prompt == "auto",
+                model, tokenizer, examples, config.grpo if training.use_grpo else config.grpo.supervised,
+                reward_functions, environment, shared_prompt=training.shared_prompt == "auto", engine=engine,
             )
     except RewardError as error:
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
     except EnvironmentRaised as error:
         raise ValueError(f"--environment: {error}") from error
     packing = next(finding for finding in findings if finding.name == "packing")
+    if not config.model.model_path and training.shared_prompt == "auto":
+        packing.ok = bool(packing.ok)                     # the built-in model can: else packing has a fault
+        packing.fix = "engine/packing.py, prefix_attention.py or cache.py has a fault"
     if engine:
         findings.append(check_engine(engine, model, tokenizer, examples, config.grpo, packing.ok is True))
     for finding in findings:
         is_note = finding.ok is not True and finding.name not in ("row 0", "first prompt")
-        if config.training.check or is_note:
+        if training.check or is_note:
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
             notify(f"  {mark:<6} {finding.name:<12} {finding.found}")
     broken = [finding for finding in findings if finding.ok is False]
@@ -130,7 +134,7 @@ def start_up_check(
         raise ValueError(f"start-up check: {broken[0].name}: {broken[0].found}; {broken[0].fix}")
     agreements = ", ".join(f"{f.name} ok" for f in findings if f.ok)
     notify(f"start-up check: {agreements}")
-    return bool(packing.ok)
+    return all(all_gather_object(packing.ok))
 
 
 def start_engine(policy, config: GRPOConfig, longest_prompt: int) -> VLLMEngine | None:
@@ -187,7 +191,7 @@ def set_up(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, console.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, console.print)
-    memory = available_gb(device) * (device.type != "xla")
+    memory = min(all_gather_object(available_gb(device))) * (device.type != "xla")
     libraries = peak_memory_gb(device) * (device.type == "cpu")
     config = resolve_memory_settings(config, device.type, longest_prompt, mesh, memory)
     folder.config = console.config = config

@@ -44,6 +44,8 @@ def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
     if run and (run / "config.json").exists():
         saved = read_settings(run / "config.json")
         refuse_foreign_code(run, saved, flags)
+        if flags.get("engine", saved.get("engine")) != saved.get("engine"):
+            without += ("importance_cap",)                # its default is another for each engine
         return {name: value for name, value in saved.items() if name not in without} | flags
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):

@@ -222,7 +222,7 @@ def start_run(folder, *flags):
     run = set_up(config)
     run.progress.phase = len(run.phases) - 1
     run.begin_phase(run.phases[-1])
-    run.progress.phase_step = 1                                    # ratios may differ from 1
+    run.progress.phase_step = 1
     return run
 
 

@@ -15,6 +15,7 @@ from data import encode_demonstration, encode_prompt
 from engine.chat_template import encode_reply
 from model import byte_tokenizer, load_tokenizer, save_policy
 from runs.command_line import parse_config
+from runs.startup_check import check_tokens
 from runs.records import read_jsonl
 
 # As Qwen 3's: thoughts of turns before the last question are left out, a turn without thoughts gets empty ones, and
@@ -182,3 +183,57 @@ def test_a_run_and_infer_use_the_variables_and_resuming_keeps_the_template(base,
     with pytest.raises(SystemExit):
         train.main(["--output_dir", str(folder), "--resume", "--chat_template", "none"])
     assert "--chat_template=none: this run began with 'auto'" in capsys.readouterr().err
+
+
+# The chat templates of model families, shortened; each begins, ends and trims as the published one does.
+PUBLISHED = {
+    "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+              "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "SmolLM2": "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou are helpful<|im_end|>\n"
+               "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+               "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "Llama 3": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+               "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "Gemma": "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+             "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "Qwen 3": TEMPLATE,
+    "Phi": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+           "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+}
+TURN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
+               "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
+
+
+def published(family, bos="<bos>"):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(TURN_TOKENS, special_tokens=True)
+    tokenizer.chat_template, tokenizer.bos_token = PUBLISHED[family], bos
+    return tokenizer
+
+
+@pytest.mark.parametrize("bos", ["<bos>", "<|im_start|>"])
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_prompts_of_published_templates_are_those_of_transformers_and_pass_the_check(family, bos):
+    tokenizer = published(family, bos)
+    system = [{"role": "system", "content": "Be short."}, {"role": "user", "content": " 1+1=? \n"}]
+    longer = [*system, {"role": "assistant", "content": "2"}, {"role": "user", "content": "and 2+2?"}]
+    prompts = [system[1:], system, longer]
+    ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    for prompt, own in zip(prompts, ids, strict=True):
+        assert own == tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    (found,) = [f for f in check_tokens(ARCHITECTURES["qwen3"](), tokenizer, ids) if f.name == "BOS"]
+    assert found.ok, found.found
+    twice = [[tokenizer.bos_token_id, *own] for own in ids]
+    (found,) = [f for f in check_tokens(ARCHITECTURES["qwen3"](), tokenizer, twice) if f.name == "BOS"]
+    assert found.ok is (ids[0][0] != tokenizer.bos_token_id), "a BOS before a template that begins with one"
+
+
+@pytest.mark.parametrize("demonstration", ["18", "18 \n", " \n18", "so:\n\n18\n\n", "\t"])
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_demonstration_ends_with_the_token_that_the_template_writes(family, demonstration):
+    tokenizer = published(family)
+    end = {"Llama 3": "<|eot_id|>", "Gemma": "<end_of_turn>", "Phi": "<|end|>"}.get(family, "<|im_end|>")
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)]
+    for prompt in "1+1=?", [{"role": "system", "content": "madeupturn"}, {"role": "user", "content": "1+1=?"}]:
+        ids, own = encode_demonstration(tokenizer, prompt, demonstration, stops)
+        assert tokenizer.decode(ids) == demonstration + end and all(own)

@@ -99,8 +99,8 @@ def test_clipped_rewards_are_clipped_before_anything_else(base):
 def test_the_global_mean_runs_over_the_run(base):
     run = with_settings(base, baseline="global_mean", normalize_advantages=False, reward_clip=2.0)
     shape = functools.partial(shape_rewards, run.config.grpo)
-    run.progress.reward_sum, run.progress.reward_count = 0.0, 0
     rollout = sample_groups(run, next(run.batches)).rollout
+    run.progress.reward_sum, run.progress.reward_count = 0.0, 0
     seen = []
     for points in 0.0, 1.0, 5.0:
         rewards = torch.full((4, 4), points)
@@ -112,6 +112,23 @@ def test_the_global_mean_runs_over_the_run(base):
         mean = sum(seen) / len(seen)
         expected = (clipped - mean).nan_to_num(0.0) if points < 2 else torch.zeros(4, 4)         # 6 and 5 are cut to a tie
         torch.testing.assert_close(experience.advantages.view(4, 4), expected)
+
+
+def test_groups_that_dynamic_sampling_replaced_count_in_the_global_mean(base, monkeypatch):
+    run, rounds = with_settings(base, dynamic_sampling=1, baseline="global_mean"), []
+
+    def rewards_of(functions, weights, rollout, examples, **_):
+        rounds.append(len(examples))
+        points = torch.full((len(examples), 4), 8.0).double()                    # all tied, all replaced
+        if len(rounds) == 2:
+            points[:] = torch.tensor([0.0, 1.0, 2.0, math.nan])
+        return points, {"points": points}
+
+    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
+    run.progress.reward_sum, run.progress.reward_count = 0.0, 0
+    sample_groups(run, next(run.batches))
+    assert rounds == [4, 4] and run.progress.reward_count == 16 + 12
+    assert run.progress.mean_reward == pytest.approx((16 * 8.0 + 4 * 3.0) / 28)
 
 
 def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_together(base):

@@ -8,6 +8,7 @@ import pytest
 import infer
 from config import ModelConfig
 from model import load_policy, save_policy
+from runs.command_line import UNSAFE
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("argv,message", [
     ([], "give one of --question"), (["--question", "q", "--evaluate", "arithmetic"], "give one of --question"),
-    (["--questions", "arithmetic"], "--answers FILE need each other"), (["--question", "q", "--samples", "2"], "--samples=2"),
+    (["--question", "q", "--answers", "a.jsonl"], "--answers=a.jsonl: needs --questions"), (["--question", "q", "--samples", "2"], "--samples=2"),
     (["--questions", "arithmetic", "--answers", "no/such/folder.jsonl"], "the folder no/such does not exist"),
     (["--question", "q", "--generation_max_length", "9999"], "exceeds the model's 4096 positions; at most 4094, or"),
     (["--question", ""], "--question: is empty"), (["--questoin", "q"], "--questoin: unknown flag; did you mean --question?"),
@@ -72,3 +73,13 @@ def test_the_help_describes_every_flag_and_shows_its_default(capsys, monkeypatch
     assert len(flags) == 36 and not [flag for flag, text in flags.items() if text.startswith("--")], "no help for it"
     for flag, default in ("split", "test"), ("seed", 0), ("precision", "auto"), ("generation_top_p", 1.0), ("samples", 1):
         assert f"[{default}]" in flags[flag] and len(flags[flag]) > 12, flag
+
+
+def test_answers_without_a_file_are_printed_one_line_each_and_are_those_of_the_file(folder, tmp_path, capsys):
+    flags = f"--model_path {folder} --questions arithmetic --limit 3 --samples 2 --generation_max_length 4".split()
+    infer.main([*flags, "--answers", str(tmp_path / "answers.jsonl")])
+    capsys.readouterr()
+    infer.main(flags)
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "answers.jsonl").read_text() and not UNSAFE.search(printed)
+    assert [len(json.loads(line)) for line in printed.split("\n")[:-1]] == [4] * 6

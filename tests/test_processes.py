@@ -191,3 +191,46 @@ def test_a_mistake_that_only_one_process_meets_is_one_line(tmp_path):
 def test_what_several_processes_cannot_do_is_one_line(tmp_path, flags, message):
     done = launch(2, tmp_path / "run", *EVERYTHING.split(), *flags, fails=True)
     assert done.stderr.count("train.py: error:") == 1 and f"error: {message}" in done.stderr
+
+
+DRAWING = (
+    "import os, random, torch\nrandom.seed(int(os.environ.get('RANK', 0)))\n"
+    "def drawing(completions, **columns):\n    torch.rand(1 + int(os.environ.get('RANK', 0)))\n"
+    "    return [random.random() for c in completions]\n"
+)
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers_and_the_value_head_is_one(tmp_path):
+    """A reward function draws, on each rank other numbers and another number of them."""
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    flags = [*EVERYTHING.split(), "--use_value_head", "--cold_start_steps", "2", "--max_steps", "4", "--keep_checkpoints", "9",
+             "--eval_steps", "1", "--reward_functions", f"{tmp_path}/drawing.py:drawing"]
+    launch(2, tmp_path / "whole", *flags)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/final")
+    for folder in sorted((tmp_path / "resumed/checkpoints").iterdir())[-2:]:
+        shutil.rmtree(folder)
+    start_ranks(2, "--output_dir", str(tmp_path / "resumed"), "--resume", "--reward_functions", f"{tmp_path}/drawing.py:drawing")
+    whole, resumed = (
+        [(line["step"], line.get("mean_reward"), line.get("total_loss")) for line in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "resumed"))
+    assert whole == resumed and len(whole) > 6
+
+
+@pytest.mark.parametrize("change,name", [
+    ("runs.setup.resolve_memory_settings = lambda config, *rest: replace(\n"
+     "    config, training=replace(config.training, max_tokens_per_forward=512))", "max_tokens_per_forward is 2048 on rank 0 and 512"),
+    ("runs.run.ValueHead = lambda size, seed: real(size, seed + 1)", "value_head.layers.1.weight is"),
+    ("runs.setup.load_policy = lambda config: load(config, 0.001)", "model.model.layers.0.mlp.gate_proj.weight"),
+])
+def test_ranks_that_differ_end_with_one_line_that_names_what_differs(tmp_path, change, name):
+    (tmp_path / "other.py").write_text(
+        "import os\nfrom dataclasses import replace\nimport torch, runs.setup, runs.run, model\nreal = model.ValueHead\n"
+        "def load(config, noise):\n    policy, tokenizer = model.load_policy(config)\n"
+        "    with torch.no_grad():\n        policy.model.layers[0].mlp.gate_proj.weight.add_(noise)\n    return policy, tokenizer\n"
+        f"if os.environ['RANK'] == '1':\n    {change.replace(chr(10), chr(10) + '    ')}\n"
+        "def other(completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    replicas = ["--mesh", "replicate=2,fsdp=1"] if "gate_proj" in name else []
+    done = launch(2, tmp_path / "run", *EVERYTHING.split(), "--use_value_head", *replicas, "--cold_start_steps", "0",
+                  "--reward_functions", f"{tmp_path}/other.py:other", fails=True)
+    assert done.stderr.count("train.py: ") == 1 and name in done.stderr and "on rank 1: start all ranks" in done.stderr

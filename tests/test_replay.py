@@ -128,3 +128,20 @@ def test_the_table_has_the_numbers_as_trained_beside_those_of_now_and_names_the_
         expected = [line[name] for name in ("total_loss", "grad_norm", "policy_kl") for line in (logged[step], now[step]) if name in line]
         assert [float(cell) for cell in cells if cell != "-"] == pytest.approx(expected, rel=1e-3)
         assert step not in now or logged[step]["phase"] != "grpo" or logged[step]["grad_norm"] != now[step]["grad_norm"]
+
+
+@pytest.mark.slow
+def test_groups_that_a_function_failed_on_stay_unscored(tmp_path, capsys):
+    (tmp_path / "fails.py").write_text(
+        "calls = []\ndef fails(completions, prompts, **columns):\n    calls.append(1)\n"             # call 1: the start-up check
+        "    if len(calls) > 1 and (len(set(prompts)) > 1 or int(prompts[0][-3]) % 2):\n        raise ValueError('no')\n"
+        "    return [len(c) / 9 for c in completions]\n")
+    folder = tmp_path / "run"
+    train.main([*QUICK, *f"--use_grpo --output_dir {folder} --reward_functions reasoning_coherence {tmp_path}/fails.py:fails "
+                "--reward_weights 1 1 --reward_errors none --cold_start_steps 0 --max_steps 2 --save_steps 1 --keep_checkpoints 9 "
+                "--log_rollouts_every 1 --eval_limit 0 --learning_rate 1e-3 --batch_size 8".split()])
+    logged = [line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] == 2][0]
+    assert 0 < logged["unscored"] < 1
+    again = replay(capsys, folder / "rollouts.jsonl", "--model_path", folder / "checkpoints/step-00000001")[1]
+    for name in "mean_reward", "total_loss", "grad_norm":
+        assert again[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-6), name

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,56 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    "", "--importance_cap 2", "--use_value_head", "--ppo_epochs 2 --minibatch_size 8", "--reward_functions {tied}",
+    "--reward_functions {tied} --minibatch_size 4",
+])
+def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tmp_path, monkeypatch, capsys, flags):
+    """Log-probabilities are shifted from the second rollout on; with {tied} from the first, of which all groups are tied."""
+    (tmp_path / "tied.py").write_text(
+        "calls = []\ndef tied(completions, **columns):\n    calls.append(1)\n"
+        "    return [float(len(calls) > 2 and len(c)) for c in completions]\n")       # call 1: the start-up check
+    real, rollouts = train.sample_completions_for_prompts, []
+
+    def sampler(*args, **options):
+        rollout = real(*args, **options)
+        rollouts.append(rollout)
+        if len(rollouts) > ("tied" not in flags):
+            rollout.sampling_logp -= 1.0 * rollout.completion_mask
+        return rollout
+
+    monkeypatch.setattr(train, "sample_completions_for_prompts", sampler)
+    flags = flags.format(tied=f"{tmp_path}/tied.py:tied").split() or ["--reward_functions", length_reward(tmp_path)]
+    if "--reward_functions" not in flags:
+        flags += ["--reward_functions", length_reward(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "run", "--use_grpo", "--cold_start_steps", "0", "--max_steps", "20", "--eval_limit", "0", *flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and "first ratios must be 1, but differ from it by" in error and "--resume" in error
+    assert len(rollouts) == 2, "the second rollout is the first that is wrong and has a gradient"
+    steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]
+    assert len(steps) == 1 and list((tmp_path / "run/checkpoints").glob("step-*"))
+
+
+def test_the_hard_assertions_hold_under_python_O(tmp_path):
+    """Groups of another shape, and advantages that do not sum to 0, end the step whatever the interpreter's options are."""
+    code = (
+        "import sys, pytest, torch, train\nfrom pathlib import Path\nfrom conftest import start_run\nassert False\n"
+        "run = start_run(Path(sys.argv[1]), '--use_grpo', '--cold_start_steps', '0')\n"
+        "real, shape = train.compute_group_advantages, train.shape_rewards\n"
+        "train.compute_group_advantages = lambda rewards, **options: torch.ones_like(rewards)\n"
+        "with pytest.raises(AssertionError, match='rows must sum to 0'):\n    train.grpo_training_step(run, next(run.batches))\n"
+        "train.compute_group_advantages = real\n"
+        "train.shape_rewards = lambda *args: shape(*args)[:, :3]\n"
+        "with pytest.raises(AssertionError, match='groups.rewards.shape'):\n    train.grpo_training_step(run, next(run.batches))\n"
+    )
+    root = Path(train.__file__).parent
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code, str(tmp_path)], cwd=root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_an_update_that_is_not_made_leaves_nothing_behind(tmp_path):
     flags = f"--use_grpo --cold_start_steps 0 --max_steps 3 --learning_rate 1e-3 --reward_functions {length_reward(tmp_path)}"
     once = run_folder(tmp_path / "once", *flags.split())

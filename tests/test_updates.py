@@ -10,11 +10,12 @@ from conftest import experience_of, with_settings
 from forked import Program
 from torch.nn.functional import pad
 
+import experience
 import train
 from experience import minibatches
 from grpo import LOSSES, policy_loss
 from engine.logits import restrict_logits
-from logprobs import completion_log_probs
+from logprobs import LogProbs, completion_log_probs
 from model import ValueHead
 from sample import Rollout, select_groups
 from train import accumulate_gradients, sample_groups
@@ -77,7 +78,7 @@ def reordered(experience, groups):
     )
     tensors = {
         name: move(getattr(experience, name))
-        for name in ("mask", "advantages", "sampling_logp", "old_logp", "weights", "reference_logp", "old_values", "returns")
+        for name in ("mask", "advantages", "policy_logp", "old_logp", "weights", "reference_logp", "old_values", "returns")
     }
     return replace(experience, rollout=rollout, **tensors)
 
@@ -96,7 +97,7 @@ def padded(experience, left, right):
     )
     return replace(
         experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
-        sampling_logp=wider(experience.sampling_logp, -3.0),
+        policy_logp=wider(experience.policy_logp, -3.0),
         old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
         weights=wider(experience.weights, 7.0),
         old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
@@ -358,6 +359,76 @@ def test_what_could_not_be_scored_is_neither_trained_on_nor_counted(base):
     scored = torch.tensor([True, True, False, True])
     without, same = gradient(run, experience_of(run, select_groups(rollout, scored), points[scored]))
     assert differ(there, without) < 1e-6 and losses == pytest.approx(same, rel=1e-5)
+
+
+REWARD_KL = dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_in="reward")
+
+
+@pytest.mark.parametrize("overlong", ["keep", "mask"])
+@pytest.mark.parametrize("terms", [
+    *TERMS.values(), REWARD_KL, REWARD_KL | dict(importance_cap=1.5), REWARD_KL | dict(use_value_head=True),
+    REWARD_KL | dict(normalize_advantages=False, baseline="leave_one_out"), REWARD_KL | dict(advantage_scale="batch"),
+    dict(loss_type="gspo", baseline="group_median"), dict(loss_type="dr_grpo", use_kl_penalty=True, kl_estimator="k2"),
+], ids=str)
+def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
+    """Their tokens and log-probabilities are replaced by others: advantages, losses and gradient of the rest stay."""
+    run = with_settings(base, overlong=overlong, **terms)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    rollout = replace(rollout, finished=torch.arange(16) % 5 != 2)
+    points = torch.randn(4, 4)
+    points[0], points[1, :2], points[3, 0] = 0.7, math.nan, math.nan             # a tied group; rows without a score
+    untrained = points.flatten().isnan() | (~rollout.finished & (overlong == "mask"))
+    others = torch.randint(3, 250, rollout.completion_ids.shape)
+    changed = replace(
+        rollout, completion_ids=torch.where(untrained[:, None], others, rollout.completion_ids),
+        completion_mask=rollout.completion_mask & (~untrained[:, None] | (torch.arange(rollout.completion_ids.shape[1]) < 5)),
+        sampling_logp=torch.where(untrained[:, None], rollout.sampling_logp - 3.0, rollout.sampling_logp),
+    )
+    (first, whole, losses), (second, same, again) = (
+        (experience, *gradient(run, experience)) for experience in (experience_of(run, which, points) for which in (rollout, changed)))
+    assert untrained.sum() >= 3 and not second.mask[untrained].any() and whole.norm() > 0
+    torch.testing.assert_close(first.advantages[~untrained], second.advantages[~untrained], atol=1e-5, rtol=1e-5)
+    assert differ(same, whole) < 1e-5 and again == pytest.approx(losses, rel=1e-4, abs=1e-6)
+    if "kl" in first.metrics:
+        assert first.metrics["kl"] == pytest.approx(second.metrics["kl"], rel=1e-4)
+
+
+def test_a_kl_that_is_the_same_in_all_completions_leaves_a_tied_group_tied(base, monkeypatch):
+    run = with_settings(base, overlong="mask", **REWARD_KL)
+    rollout = sample_groups(run, next(run.batches)).rollout
+    rollout = replace(
+        rollout, finished=torch.arange(16) % 4 != 1, completion_mask=torch.ones_like(rollout.completion_mask),
+        sampling_logp=torch.full_like(rollout.sampling_logp, -1.0))
+    same = LogProbs(torch.full_like(rollout.sampling_logp, -1.4), torch.zeros_like(rollout.sampling_logp))
+    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, **options: same)
+    points = torch.full((4, 4), 0.7)
+    points[:, 3] = math.nan
+    assert not experience_of(run, rollout, points).advantages.any()
+
+
+@pytest.mark.parametrize("settings", [dict(importance_cap=2.0), dict(engine="vllm", importance_cap=0.0)], ids=str)
+def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_computed(base, settings):
+    """An engine that rounds differently: neither penalty nor the loss's KL term depends on its log-probabilities."""
+    for kl_in in "reward", "loss":
+        run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in=kl_in, **settings)
+        rollout = sample_groups(run, next(run.batches)).rollout
+        noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(rollout.sampling_logp.shape), 0.0)
+        exact, other = (experience_of(run, replace(rollout, sampling_logp=rollout.sampling_logp + n), torch.full((4, 4), 0.7))
+                        for n in (0 * noise, noise))
+        torch.testing.assert_close(exact.advantages, other.advantages, atol=1e-5, rtol=1e-5)
+        kl = [made.metrics["kl"] if kl_in == "reward" else gradient(run, made)[1]["kl"] for made in (exact, other)]
+        assert kl[0] == pytest.approx(kl[1], rel=1e-5) and kl[0] != 0
+
+
+def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap(base):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, importance_cap=2.0)
+    made = off_policy(run)
+    far = made.policy_logp + torch.where(made.mask, torch.linspace(-2, 2, made.mask.shape[1]), 0.0)
+    ratio = (far - made.policy_logp).exp().clamp(max=2.0)
+    x = made.reference_logp - far
+    assert (ratio[made.mask] == 2.0).any() and (ratio[made.mask] < 1).any()
+    kl = made.sampled_kl(far, run.config.grpo)
+    torch.testing.assert_close(kl[made.mask], (ratio * (x.exp() - x - 1))[made.mask], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(use_kl_penalty=True), dict(use_value_head=True), dict(importance_cap=2.0),

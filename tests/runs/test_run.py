@@ -55,6 +55,30 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
 
 
 @pytest.mark.slow
+def test_a_run_resumed_before_its_first_step_draws_the_random_numbers_of_one_that_was_not_stopped(tmp_path, monkeypatch):
+    """The evaluation before the first step draws too; the checkpoint is of the moment after it."""
+    (tmp_path / "drawn.py").write_text(
+        "import random\nrandom.seed(1)\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 2 --log_rollouts_every 1 --reward_functions {tmp_path}/drawn.py:drawn".split()
+    whole = run_folder(tmp_path / "whole", *flags)
+    original = Run.log_evaluation
+
+    def press_ctrl_c(run):
+        result = original(run)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(Run, "log_evaluation", press_ctrl_c)
+    function_from_file.cache_clear()
+    stopped = run_folder(tmp_path / "stopped", *flags)
+    assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["step-00000000"]
+    monkeypatch.setattr(Run, "log_evaluation", original)
+    function_from_file.cache_clear()
+    train.main(["--output_dir", str(stopped), "--resume"])
+    assert comparable(stopped) == comparable(whole)
+
+
+@pytest.mark.slow
 def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases(tmp_path, monkeypatch, capsys):
     real = Run.log_step
 

@@ -3,13 +3,19 @@
 import json
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_folder, start_run
+from conftest import QUICK, run_folder, start_run
+from forked import Ranks
 
+import logprobs
 import runs.memory_estimate
 import train
+from config import Config, ModelConfig
+from engine import packing
+from model import load_policy, save_policy
 from runs.run import Run
 
 
@@ -90,3 +96,63 @@ def test_a_failed_memory_estimate_is_a_note(tmp_path, monkeypatch, capsys, error
     monkeypatch.setattr(runs.memory_estimate, "memory_gb", fail)
     assert start_run(tmp_path, "--use_grpo").model is not None
     assert f"memory: no estimate for this model: {str(error) or 'AssertionError'}" in capsys.readouterr().out
+
+
+def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch, capsys):
+    """The first token of a completion is predicted from the wrong place, in packs alone."""
+    real = packing.pack_rows
+
+    def wrong_predictor(rollout, rows, shared_prompt, device):
+        batch = real(rollout, rows, shared_prompt, device)
+        if shared_prompt:
+            batch.predictor[:, 0] = 0
+        return batch
+
+    monkeypatch.setattr(logprobs, "pack_rows", wrong_predictor)
+    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--max_steps", "1"]
+    with pytest.raises(SystemExit) as stop:
+        train.main(flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "start-up check: packing: off: packed and plain rows differ by" in error
+    assert "engine/packing.py" in error and not (tmp_path / "run/metrics.jsonl").exists()
+    train.main([*flags, "--check", "--shared_prompt", "never"])
+    assert "note   packing      off: --shared_prompt never" in capsys.readouterr().out
+    model, tokenizer = load_policy(ModelConfig())
+    save_policy(model, tokenizer, tmp_path / "model")     # another one may have layers that carry state
+    train.main([*flags, "--check", "--model_path", str(tmp_path / "model")])
+    assert "note   packing      off: packed and plain rows differ by" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_supervised_training_may_be_evaluated_greedily(tmp_path):
+    folder = run_folder(tmp_path / "run", *"--use_grpo false --generation_temperature 0 --max_steps 1".split())
+    assert (folder / "final").exists()
+
+
+@pytest.mark.parametrize("began,flags,cap", [
+    ("built_in", {"engine": "vllm"}, 2.0), ("built_in", {}, 0.0), ("vllm", {"engine": "built_in"}, 0.0),
+    ("vllm", {"engine": "vllm"}, 1.5), ("built_in", {"engine": "vllm", "importance_cap": 0.0}, 0.0),
+    ("built_in", {"engine": "vllm", "importance_cap": 3.0}, 3.0),
+])
+def test_a_resumed_run_with_another_engine_has_its_default_importance_cap(tmp_path, began, flags, cap):
+    saved = Config.of(use_grpo=True, engine=began, **({"importance_cap": 1.5} if began == "vllm" else {}))
+    assert saved.grpo.importance_cap == (1.5 if began == "vllm" else 0.0)
+    (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
+    assert Config.of(output_dir=str(tmp_path), resume=True, **flags).grpo.importance_cap == cap
+
+
+def test_a_vllm_that_is_asked_for_ten_seconds_too_long_fails_on_all_ranks(tmp_path):
+    """One rank's call takes too long: both raise the same error, and their next collective fits together."""
+    code = tmp_path / "ranks.py"
+    code.write_text(
+        "import os, sys, time\nfrom multiprocessing.pool import ThreadPool\nfrom types import SimpleNamespace\n"
+        f"sys.path[:0] = [{str(Path(train.__file__).parent)!r}]\n"
+        "from engine.devices import all_gather_object, best_device, process_rank\nfrom engine.errors import RunError\n"
+        "from engine.vllm_engine import VLLMEngine\n"
+        "best_device('cpu')\nengine = VLLMEngine.__new__(VLLMEngine)\nengine.thread, engine.timeout = ThreadPool(1), 0.5\n"
+        "engine.sleeps, engine.send_weights = True, lambda model: None\n"
+        "engine.llm = SimpleNamespace(sleep=lambda level: time.sleep(2 * process_rank()))\n"
+        "try:\n    with engine.awake(None):\n        pass\nexcept RunError as error:\n    print(all_gather_object(str(error)[:24]))\n"
+    )
+    done = Ranks(2, str(code)).wait(60)
+    assert done.stdout == "['vLLM did not answer with', 'vLLM did not answer with']\n" * 2, done.stderr

@@ -75,6 +75,13 @@ def test_two_bos_tokens_are_found(model, tokenizer, settings, monkeypatch):
     real = startup_check.encode_prompt
     monkeypatch.setattr(startup_check, "encode_prompt", lambda *a: [tokenizer.bos_token_id, *real(*a)])
     assert findings_of(model, tokenizer, settings)["BOS"].ok is False
+    monkeypatch.setattr(startup_check, "encode_prompt", lambda *a: [*real(*a), tokenizer.bos_token_id, 9] * 2)
+    assert findings_of(model, tokenizer, settings)["BOS"].ok, "a template may begin every message with it"
+
+
+def test_the_sampler_that_is_checked_is_that_of_the_run(model, tokenizer, settings):
+    names = {f.name for f in check_setup(model, tokenizer, EXAMPLES, settings, [], engine=object())}
+    assert "sampler" in findings_of(model, tokenizer, settings) and "sampler" not in names, "vLLM: check_engine"
 
 
 def test_rewards_of_gold_empty_and_wrong_completions(model, tokenizer, settings):

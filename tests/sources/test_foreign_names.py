@@ -1,87 +1,145 @@
-"""Names of other systems: each is answered with flags that exist; dev/five-systems.md is typed as it stands."""
+"""Names of other systems: each is answered with what exists here; the lines of dev/five-systems.md are typed as they stand."""
 
+import importlib
 import json
 import re
+import runpy
 import shlex
+import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from conftest import build_gpt2
 
-import train
 from analysis.infer_flags import parse_arguments
-from config import FLAGS, SECTIONS, Config
+from config import FLAGS, Config
+from model import byte_tokenizer, save_policy
 from runs.command_line import parse_config
 from sources import foreign_names
 from sources.foreign_names import explain_unknown
 
-PAGE = (Path(__file__).parents[2] / "docs/coming-from.md").read_text()
-FIVE = (Path(__file__).parents[2] / "dev/five-systems.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/coming-from.md").read_text()
+FIVE = (ROOT / "dev/five-systems.md").read_text()
 PARTS = {part.partition("\n")[0]: part for part in FIVE.partition("## Their settings")[0].split("## ")[1:]}
-RUN_AS_THEY_ARE = "Tunix on PyTorch/XLA (Gemma 2), and its GRPO summary"
-NAMES = {section.__name__: section for section in SECTIONS} | {"TunixConfig": Config, "GRPOTrainingConfig": Config.of}
+FIRST, *OTHERS = PARTS
 
 
 def typed(system):
-    """Commands, settings and Python expressions of a system on the page."""
+    """The lines of the first block: commands, settings and expressions."""
     block = PARTS[system].partition("```text\n")[2].partition("```")[0]
-    block = re.sub(r",\n ", ", ", block)                  # settings of several lines
-    lines = block.splitlines()
-    commands = [shlex.split(line)[2:] for line in lines if line.startswith("python ")]
-    settings = [json.loads(line) for line in lines if line.startswith("{")]
-    expressions = [line for line in lines if line[0].isupper()]
-    assert commands and settings and expressions and len(commands + settings + expressions) == len(lines)
-    return commands, settings, expressions
+    return re.sub(r",\n ", ", ", block).splitlines()     # settings of several lines
 
 
-def answer_of(call, *arguments):
-    """The error of one line, None without an error."""
-    try:
-        call(*arguments)
-    except (ValueError, TypeError) as error:
-        assert "\n" not in str(error)
-        return str(error)
+def settings_here(system):
+    """The second block: settings that are accepted here."""
+    (here,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", PARTS[system], flags=re.DOTALL))
+    return here
 
 
-def file_of(settings, folder):
-    (folder / "settings.json").write_text(json.dumps(settings))
-    return str(folder / "settings.json")
+def missing(system):
+    """What the page says is missing: {name there: name here}."""
+    return dict(re.findall(r"`([^`]+)`\s\(here\s`([^`]+)`\)", PARTS[system].partition("\nMissing: ")[2]))
 
 
-def test_what_the_first_system_types_runs(tmp_path):
-    commands, settings, expressions = typed(RUN_AS_THEY_ARE)
-    for number, words in enumerate([*commands, [file_of(settings[0], tmp_path)]]):
-        short = "--max_steps 1 --cold_start_steps 0 --limit 20 --eval_limit 4 --batch_size 2 --report_to none --output_dir"
-        train.main([*words, *short.split(), str(tmp_path / f"run{number}")])
-        assert (tmp_path / f"run{number}/final/model.safetensors").exists()
-    (config,) = (eval(expression, NAMES) for expression in expressions)
-    assert config.training.use_grpo and config.grpo.generation_max_length == 256 and config.training.profile == "demo"
+@pytest.fixture
+def type_line(tmp_path, monkeypatch, capsys):
+    """A function that types a line in a folder with the scripts of this repository. It returns the error, None without one.
+
+    A command runs the file that it names, settings are put into the file that the page names, and an expression has the names
+    that `from train import *` gives. appended: flags that make a run short.
+    """
+    for path in *ROOT.glob("*.py"), ROOT / "examples":
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)                       # the programs replace it
+    names = {}
+    exec("from train import *", names)
+
+    def type_line(line, appended=""):
+        if line.startswith("{"):
+            (tmp_path / "settings.json").write_text(line)
+            line = re.search(r"`(python train.py \S+)`", FIVE)[1]
+        capsys.readouterr()
+        try:
+            if not line.startswith("python "):
+                eval(line, names)
+                return None
+            _, script, *words = shlex.split(f"{line} {appended}")
+            monkeypatch.setattr(sys, "argv", [script, *words])
+            runpy.run_path(script, run_name="__main__")
+        except (ValueError, TypeError, NameError, AttributeError, FileNotFoundError) as error:
+            return f"{type(error).__name__}: {error}"
+        except SystemExit:
+            return capsys.readouterr().err.strip()
+
+    return type_line
 
 
-@pytest.mark.parametrize("system", [name for name in PARTS if name != RUN_AS_THEY_ARE])
-def test_what_the_others_type_is_answered_in_one_line_that_has_a_flag_for_each_name(system, tmp_path):
-    commands, settings, expressions = typed(system)
-    asked = [(parse_config, words, [w[2:] for w in words if w.startswith("--")]) for words in commands]
-    asked += [(parse_config, [file_of(s, tmp_path)], list(s)) for s in settings]
-    asked += [(lambda text: eval(text, NAMES), text, re.findall(r"(\w+)=", text)) for text in expressions]
-    for call, argument, names in asked:
-        answer, foreign = answer_of(call, argument), [name for name in names if name not in FLAGS]
-        assert len(foreign) > 1 and answer.endswith("(more in docs/coming-from.md)")
+@pytest.mark.parametrize("system", PARTS)
+def test_what_the_page_calls_missing_is_missing_and_all_else_is_there(system, type_line):
+    pairs = missing(system)
+    named = re.findall(r"(?<=^python )\S+|\b[A-Z]\w+(?=\()", "\n".join(typed(system)), flags=re.MULTILINE)
+    for name in [*named, *pairs, *pairs.values()]:
+        exists = Path(name).exists() if name.endswith(".py") else type_line(name) is None
+        assert exists == (name not in pairs), name
+
+
+def test_the_lines_of_the_first_system_run_with_the_changes_that_the_page_names(type_line, tmp_path):
+    short = "--max_steps 1 --cold_start_steps 0 --limit 20 --eval_limit 4 --batch_size 2 --report_to none"
+    ((error, folder),) = re.findall(r"the second ends\swith the error `(.*?)`; it runs with `(--output_dir .*?)`", PARTS[FIRST])
+    models = []
+    for number, line in enumerate(typed(FIRST), start=1):
+        for there, here in missing(FIRST).items():
+            if there in line:
+                assert there in type_line(line)
+                line = line.replace(there, here)
+        appended = "--generation_max_length 4" if "infer.py" in line else short
+        if number == 2:
+            assert error in type_line(line, appended)
+            line = re.sub(r"--output_dir \S+", folder, line)
+        assert type_line(line, appended) is None, line
+        models.append(len(list(tmp_path.rglob("final/model.safetensors"))))
+    assert models == [1, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("system", OTHERS)
+def test_a_line_of_the_others_ends_with_one_line_that_has_a_flag_for_each_name(system, type_line):
+    for line in typed(system):
+        for there, here in missing(system).items():
+            line = line.replace(there, here)
+        pattern = {"p": r"--(\w+)", "{": r'"(\w+)":'}.get(line[0], r"(\w+)=")
+        answer, foreign = type_line(line), [name for name in re.findall(pattern, line) if name not in FLAGS]
+        assert len(foreign) > 1 and "\n" not in answer and answer.endswith("(more in docs/coming-from.md)")
         for name in foreign:
             (said,) = [part for part in answer.replace(";", "|", answer.count("is a field of")).split("|") if f"{name}: unknown" in part]
             assert re.search(r"here .*--\w+", said), said
 
 
-@pytest.mark.parametrize("system", [name for name in PARTS if name != RUN_AS_THEY_ARE])
+@pytest.mark.parametrize("system", OTHERS)
 def test_the_settings_that_the_page_gives_instead_are_accepted(system, tmp_path):
-    (here,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", PARTS[system], flags=re.DOTALL))
-    config = parse_config([file_of(here, tmp_path)])
+    here = settings_here(system)
+    (tmp_path / "settings.json").write_text(json.dumps(here))
+    config = parse_config([str(tmp_path / "settings.json")])
     assert config == Config.of(**here) and config.training.use_grpo
+
+
+@pytest.mark.parametrize("system", ["ReLax", "StateSet's GRPO guide"])           # model and data of Agent-Tunix are on the hub
+def test_the_settings_that_the_page_gives_instead_train(system, type_line, tmp_path):
+    """In place of the model there is a small GPT-2 with random weights; prompts and reward function are those of a user."""
+    here = settings_here(system)
+    save_policy(build_gpt2(), byte_tokenizer(), tmp_path / here["model_path"])
+    (tmp_path / "prompts.json").write_text('{"prompts": ["Spell plank.", "1+1=?", "2+2=?"]}')
+    (signature,) = re.findall(r"`(def .*?)` in `mine.py`", FIVE)
+    (tmp_path / "mine.py").write_text(f"{signature}:\n    return [float(sum(ids)) for ids in completion_ids]\n")
+    assert type_line(json.dumps(here), "--max_steps 1 --batch_size 2 --generation_max_length 8 --report_to none") is None
+    assert len(list(tmp_path.rglob("final/model.safetensors"))) == 1
 
 
 def test_iterations_of_rollouts_are_counted_in_optimiser_steps():
     """What the page says: 1000 rollouts of 256 x 4 completions, 2 epochs in minibatches of 64, are 32,000 steps."""
-    (here,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", PARTS["ReLax"], flags=re.DOTALL))
-    there = typed("ReLax")[1][0]
+    here, there = settings_here("ReLax"), json.loads(typed("ReLax")[1])
     per_rollout = Config.of(**here).updates_per_rollout
     assert here["max_steps"] == there["num_iterations"] * per_rollout == 32_000
     assert here["reference_update_freq"] == there["reference_update_freq"] * per_rollout
@@ -99,6 +157,30 @@ def test_every_answer_names_flags_that_exist_and_no_flag_is_in_the_table():
     lines = [line for line in PAGE.partition("## Names")[2].splitlines() if line.startswith("| ")][1:]
     listed = [name for line in lines for name in line.split("|")[1].strip().split(", ")]
     assert len(listed) == len(set(listed)) == len(table) > 130 and all(line.count("|") == 4 for line in lines)
+
+
+NOT_FLAGS = (
+    "generate_rollouts", "train_on_rollout", "from_profile", "TunixTrainer", "TrainState", "create_value_function", "inference.py",
+    "run_training.py", "example_usage.py")
+
+
+def test_functions_classes_and_scripts_are_answered_with_what_exists():
+    section = PAGE.partition("\n## Functions, classes and scripts\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    answers = {name: here for names, _, here in rows for name in names.split(", ")}
+    assert answers.keys() >= {*NOT_FLAGS, *(name for system in PARTS for name in missing(system) if "(" not in name)}
+    assert not answers.keys() & foreign_names.foreign_names().keys() and not any((ROOT / name).exists() for name in answers)
+    for name, here in answers.items():
+        commands, flags = re.findall(r"`python (.*?)`", here), re.findall(r"--(\w+)", re.sub("`.*?`", "", here))
+        places = re.findall(r"\]\(\.\./(.*?)\)([^\[]*)", here)                 # a file, and what is said of it
+        assert commands or places, name
+        assert set(flags) <= set(FLAGS), name
+        for file, names in places:
+            module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+            assert all(attrgetter(name)(module).__module__ == module.__name__ for name in re.findall("`(.*?)`", names)), (file, names)
+        for script, *words in map(shlex.split, commands):
+            assert (ROOT / script).exists(), script
+            {"train.py": parse_config, "infer.py": parse_arguments}.get(script, list)(words)
 
 
 def test_without_the_page_a_foreign_name_is_an_unknown_flag(monkeypatch, tmp_path):
