@@ -255,8 +255,9 @@ def require_first_ratios_of_1(experience: Experience, deviation: float, model, e
     tolerance = (0.01 if is_exact(model) else 0.1) * (3 if engine else 1)
     if deviation > tolerance:                             # False for NaN
         raise RunError(
-            f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most {tolerance:g}): "
-            "the sampler gives tokens other probabilities than the trainer; see docs/troubleshooting.md."
+            f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
+            f"{tolerance:g}): the sampler gives tokens other probabilities than the trainer; see "
+            "docs/troubleshooting.md."
         )
 
 

@@ -164,7 +164,8 @@ def total_loss(
 
         KL = mean of ratio * (exp(d) - d - 1), d = reference logp - logp, by default
 
-    with ratio = exp(logp - old_logp) and A the advantage; the other choices are in grpo.py.
+    with ratio = exp(logp - old_logp) and A the advantage; in the KL old_logp is always the policy's, and the
+    ratio is at most importance_cap, if that is set. The other choices are in grpo.py.
     new    under the current policy, (b, T), with gradient;  batch  the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)

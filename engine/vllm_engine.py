@@ -104,7 +104,7 @@ class VLLMEngine:
             raise RunError(f"vLLM raised {type(error).__name__}: {text:.300}.") from error
 
     def call_on_all_ranks(self, function: Callable, *args, **kwargs):
-        """Call a function in the engine's thread of each rank; what one raises, such as a timeout, all raise."""
+        """Call a function in the engine's thread of each rank; the first rank's error is raised on all."""
         return gather_from_ranks(partial(self.call, function, *args, **kwargs))[0]
 
     @contextmanager
@@ -113,7 +113,7 @@ class VLLMEngine:
         self.send_weights(model)
         yield
         if self.sleeps:
-            self.call_on_all_ranks(self.llm.sleep, level=2)                      # the next weights replace these
+            self.call_on_all_ranks(self.llm.sleep, level=2)           # the next weights replace these
 
     def send_weights(self, model) -> None:
         """Send all weights, and check that the engine uses them. Call on all ranks.

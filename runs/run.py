@@ -204,15 +204,15 @@ class Run:
         for name, module in modules.items():
             sums |= replicated_sums(name, module) if isinstance(module, torch.nn.Module) else {}
         seen: dict[str, tuple[int, object]] = {}
-        for rank, (choices, sums) in enumerate(all_gather_object((choices, sums))):
-            for name, value in (choices | sums).items():
+        for rank, (its_choices, its_sums) in enumerate(all_gather_object((choices, sums))):
+            for name, value in (its_choices | its_sums).items():
                 first, expected = seen.setdefault(name, (rank, value))
-                if name in sums and not abs(value - expected) > 1e-3 + 1e-4 * abs(expected):         # rounding
-                    continue
+                if name in its_sums and not abs(value - expected) > 1e-3 + 1e-4 * abs(expected):
+                    continue                              # equal up to rounding
                 if value != expected:
                     raise RunError(
-                        f"{name} is {expected!r:.60} on rank {first} and {value!r:.60} on rank {rank}: start all "
-                        "ranks with the same command, files and versions."
+                        f"{name} is {expected!r:.60} on rank {first} and {value!r:.60} on rank {rank}: start "
+                        "all ranks with the same command, files and versions."
                     )
 
     def end_phase(self) -> None:

@@ -16,7 +16,8 @@ import torch
 from config import Config, GRPOConfig, ModelConfig, TrainingConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.devices import (
-    all_gather_object, available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory, num_processes, peak_memory_gb,
+    all_gather_object, available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory,
+    num_processes, peak_memory_gb,
 )
 from engine.precision import resolve_precision
 from engine.sharding import gathered_weights, shard, sharded_like

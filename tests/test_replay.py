@@ -140,7 +140,7 @@ def test_groups_that_a_function_failed_on_stay_unscored(tmp_path, capsys):
     train.main([*QUICK, *f"--use_grpo --output_dir {folder} --reward_functions reasoning_coherence {tmp_path}/fails.py:fails "
                 "--reward_weights 1 1 --reward_errors none --cold_start_steps 0 --max_steps 2 --save_steps 1 --keep_checkpoints 9 "
                 "--log_rollouts_every 1 --eval_limit 0 --learning_rate 1e-3 --batch_size 8".split()])
-    logged = [line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] == 2][0]
+    logged = next(line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] == 2)
     assert 0 < logged["unscored"] < 1
     again = replay(capsys, folder / "rollouts.jsonl", "--model_path", folder / "checkpoints/step-00000001")[1]
     for name in "mean_reward", "total_loss", "grad_norm":
