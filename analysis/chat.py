@@ -157,8 +157,6 @@ def write_answers(
 ) -> None:
     """Write a line of JSON for each answer: the example's columns, completion and finished.
 
-    Characters that a terminal acts on are escapes of JSON.
-
     batch_size  completions that are sampled before they are written; those of a prompt always are
     """
     earlier = occurrences([example["prompt"] for example in examples])

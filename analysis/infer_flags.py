@@ -26,8 +26,7 @@ def build_parser() -> OneLineParser:
     add("--question", help="print the model's answer to this prompt")
     add("--chat", action="store_true", help="hold a conversation with the model on the console")
     add("--questions", metavar="DATASET", help="answer the prompts of a file, hub id or built-in task")
-    add("--answers", metavar="FILE", help="write the answers to --questions there, one line of JSON each; "
-        "without it they are printed")
+    add("--answers", metavar="FILE", help="write the answers to --questions there; without it, print them")
     add("--evaluate", metavar="DATASET",
         help="print accuracy and points on the problems of a file, hub id or built-in task")
     add("--reward_functions", nargs="+", default=[], help="for --evaluate: names from rewards.py, or "

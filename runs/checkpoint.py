@@ -207,16 +207,7 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
 
 def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
     """Read state.pt of a checkpoint; mmap: only what is used, from the file. Loading cannot run code."""
-    state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
-    if "progress" not in state:                           # of version 0.1
-        names = (
-            "phase", "phase_step", "step", "skipped", "skipped_in_a_row", "kl_coef", "reward_sum",
-            "reward_count",
-        )
-        state["progress"] = {name: state.pop(name) for name in names} | {"prompt_memory": state.pop("memory")}
-    if isinstance(state.get("random_states"), dict):      # of version 0.2: of the first rank alone
-        state["random_states"] = [state["random_states"]]
-    return state
+    return torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
 
 
 def versions() -> dict:

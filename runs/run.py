@@ -180,8 +180,7 @@ class Run:
         self.scheduler = make_scheduler(self.optimizer, phase, training)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
         saved, self.saved_state = self.saved_state, {}
-        if saved:                                         # states of the ranks that saved them
-            states = saved["random_states"]
+        if states := saved.get("random_states"):          # of each rank
             set_random_states(states[process_rank() % len(states)])
         if "optimizer" in saved:                          # saved within this phase
             load_optimizer_state(self.optimizer, self.scheduler, self.scaler, saved)

@@ -43,15 +43,15 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
 def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tmp_path, monkeypatch, capsys, flags):
     """Log-probabilities are shifted from the second rollout on; with {tied} from the first, of which all groups are tied."""
     (tmp_path / "tied.py").write_text(
-        "calls = []\ndef tied(completions, **columns):\n    calls.append(1)\n"
-        "    return [float(len(calls) > 2 and len(c)) for c in completions]\n")       # call 1: the start-up check
+        "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"          # call 1: the start-up check
+        "    return [float(len(calls) > 2 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
     real, rollouts = train.sample_completions_for_prompts, []
 
     def sampler(*args, **options):
         rollout = real(*args, **options)
         rollouts.append(rollout)
         if len(rollouts) > ("tied" not in flags):
-            rollout.sampling_logp -= 1.0 * rollout.completion_mask
+            rollout.sampling_logp -= 0.05 * rollout.completion_mask
         return rollout
 
     monkeypatch.setattr(train, "sample_completions_for_prompts", sampler)
@@ -64,7 +64,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
     assert stop.value.code == 1 and "first ratios must be 1, but differ from it by" in error and "--resume" in error
     assert len(rollouts) == 2, "the second rollout is the first that is wrong and has a gradient"
     steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]
-    assert len(steps) == 1 and list((tmp_path / "run/checkpoints").glob("step-*"))
+    assert len(steps) == 1 and ("Saved to" in error) == any((tmp_path / "run/checkpoints").glob("step-*"))
 
 
 def test_the_hard_assertions_hold_under_python_O(tmp_path):

@@ -391,6 +391,11 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
     assert differ(same, whole) < 1e-5 and again == pytest.approx(losses, rel=1e-4, abs=1e-6)
     if "kl" in first.metrics:
         assert first.metrics["kl"] == pytest.approx(second.metrics["kl"], rel=1e-4)
+    if "kl" in first.metrics and run.value_head is None:  # centred over the others of the group alone
+        run.progress.kl_coef = 0.0
+        penalty = (first.advantages - experience_of(run, rollout, points).advantages).view(4, 4)
+        assert not penalty.masked_fill(~untrained.view(4, 4), 0.0).any() and penalty.abs().max() > 0.01
+        torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
 
 
 def test_a_kl_that_is_the_same_in_all_completions_leaves_a_tied_group_tied(base, monkeypatch):

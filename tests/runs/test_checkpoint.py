@@ -20,11 +20,11 @@ from forked import Ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import load_policy
-from runs.run import Progress, Run
+from runs.run import Run
 from runs import checkpoint
 from runs import run as runs_run
 import train
-from runs.checkpoint import find_damage, latest_checkpoint, read_state
+from runs.checkpoint import find_damage, latest_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import kills
@@ -293,14 +293,3 @@ def test_the_final_model_loads_without_this_project(finished):
     model = AutoModelForCausalLM.from_pretrained(finished / "final")
     tokenizer = AutoTokenizer.from_pretrained(finished / "final")
     assert model(**tokenizer("1+1=?", return_tensors="pt")).logits.isfinite().all()
-
-
-def test_a_checkpoint_of_version_0_1_can_be_read(tmp_path):
-    """Its counters lie beside everything else."""
-    counters = dict(phase=1, phase_step=2, step=5, skipped=1, skipped_in_a_row=0, kl_coef=0.1, reward_sum=3.0, reward_count=4)
-    memory = {"lowest": 0.0, "highest": 1.0, "earned": {"ab": (4, 2.0, 1.0)}}
-    torch.save(counters | {"memory": memory, "versions": {}}, tmp_path / "state.pt")
-    state = read_state(tmp_path)
-    progress = Progress.from_dict(state["progress"])
-    assert (progress.step, progress.kl_coef, progress.prompt_memory.earned) == (5, 0.1, {"ab": (4, 2.0, 1.0)})
-    assert set(state) == {"progress", "versions"}

@@ -272,3 +272,9 @@ def test_a_replay_takes_the_settings_of_its_run_but_not_its_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(run.as_dict()))
     config = parse_config(["--replay", str(tmp_path / "rollouts.jsonl"), "--seed", "8"])
     assert (config.grpo.loss_type, config.training.seed, config.model.model_path) == ("gspo", 8, "")
+
+
+@pytest.mark.parametrize("weight", ["-5e-05", "-1E3", "-.5", "-2", "-1e-3"])
+def test_a_negative_number_is_a_value_however_it_is_written(weight):
+    config = parse_config(["--use_grpo", "--reward_functions", "correctness", "safety", "--reward_weights", "1", weight])
+    assert config.grpo.reward_weights == [1.0, float(weight)]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from config import GRPOConfig
-from conftest import made_up_rollout
+from config import Config, GRPOConfig
+from conftest import length_reward, made_up_rollout, run_folder
 from experience import Groups, compute_experience, shape_rewards
 from grpo import compute_group_advantages
-from runs.records import completion_records, cut_after, read_jsonl, read_steps
+from runs.records import completion_records, cut_after, held_out_text, read_jsonl, read_steps
 
 
 def test_rollouts_hold_whole_groups(finished):
@@ -130,3 +130,15 @@ def test_a_step_that_was_being_written_is_left_out_and_no_other(tmp_path, capsys
 def test_no_file_is_nothing_to_cut(tmp_path):
     cut_after(tmp_path / "skipped.jsonl", 3)
     assert not (tmp_path / "skipped.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_held_out_points_of_ones_own_reward_have_an_interval(tmp_path, capsys):
+    folder = run_folder(
+        tmp_path / "run", "--use_grpo", "--reward_functions", length_reward(tmp_path), "--cold_start_steps", "0", "--max_steps", "1")
+    line = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "eval"][-1]
+    low, mean, high = (line[f"eval_{name}/length"] for name in ("reward_low", "reward", "reward_high"))
+    assert low < mean < high
+    assert f"after GRPO            length {mean:.3f} [{low:.3f}, {high:.3f}] points" in capsys.readouterr().out
+    equal = line | {"eval_reward_low/length": None, "eval_reward_high/length": None}
+    assert held_out_text(equal, Config.of(use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"

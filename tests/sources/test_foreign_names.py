@@ -86,7 +86,7 @@ def test_what_the_page_calls_missing_is_missing_and_all_else_is_there(system, ty
         assert exists == (name not in pairs), name
 
 
-def test_the_lines_of_the_first_system_run_with_the_changes_that_the_page_names(type_line, tmp_path):
+def test_the_lines_of_the_first_system_run_with_the_changes_that_the_page_names(type_line, tmp_path, capsys):
     short = "--max_steps 1 --cold_start_steps 0 --limit 20 --eval_limit 4 --batch_size 2 --report_to none"
     ((error, folder),) = re.findall(r"the second ends\swith the error `(.*?)`; it runs with `(--output_dir .*?)`", PARTS[FIRST])
     models = []
@@ -100,6 +100,7 @@ def test_the_lines_of_the_first_system_run_with_the_changes_that_the_page_names(
             assert error in type_line(line, appended)
             line = re.sub(r"--output_dir \S+", folder, line)
         assert type_line(line, appended) is None, line
+        assert bool(capsys.readouterr().out) == line.startswith(("python ", "{"))
         models.append(len(list(tmp_path.rglob("final/model.safetensors"))))
     assert models == [1, 2, 3, 3, 4, 4]
 
