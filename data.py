@@ -152,14 +152,13 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
 
 def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
     """Encode a demonstration, ending with one stop token: the one that the chat template adds, else EOS."""
-    text = completion
     if tokenizer.chat_template:
         # The end is that of a made-up turn: of the completion itself a template may trim or move a part.
         turn = {"role": "assistant", "content": "madeupturn"}
         whole = render(tokenizer, [*as_messages(prompt), turn], add_generation_prompt=False)
         _, found, end = whole.rpartition("madeupturn")
-        text = completion + end * bool(found)
-    ids = encode(tokenizer, text)
+        completion += end * bool(found)
+    ids = encode(tokenizer, completion)
     stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
     return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
 

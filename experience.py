@@ -147,8 +147,7 @@ class Experience:
     rollout: Rollout
     mask: Tensor                        # bool, tokens that are trained on
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
-    policy_logp: Tensor                 # nats before the first update: the trainer's own where it computed
-    #                                     them, else the sampler's
+    policy_logp: Tensor                 # nats before updates: the trainer's if computed, else the sampler's
     old_logp: Tensor                    # nats, denominators of the ratios: policy_logp or the sampler's
     weights: Tensor | None = None       # importance weights; with them old_logp is policy_logp
     reference_logp: Tensor | None = None                  # nats

@@ -46,8 +46,8 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
     result = {f"eval_{name}": value for name, value in reports.means().items()}
     for name, values in columns.items():
         found = estimate_points(values[:, None].tolist())
-        parts = {"reward": found["mean"], "reward_low": found["low"], "reward_high": found["high"]}
-        result |= {f"eval_{part}/{name}": math.nan if x is None else x for part, x in parts.items()}
+        for end, of in ("", "mean"), ("_low", "low"), ("_high", "high"):
+            result[f"eval_reward{end}/{name}"] = found[of]                       # None: unknown
     result["eval_problems"] = len(correct) or len(examples)
     result["eval_truncated"] = num_truncated / len(examples)
     if len(correct):

@@ -5,6 +5,7 @@ Finding a function by name or in a file, checking its signature, and the columns
 import difflib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -16,6 +17,7 @@ from reward_functions.answers import text_of
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
             "log_extra", "log_metric")
 RESERVED = (*PROVIDED, "prompt", "original_prompt", "completion", "turn_points")
+TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
@@ -77,8 +79,13 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
 
 
 def accepted(function: Callable, arguments: dict) -> dict:
-    """Return the arguments that a function has parameters for: all of them if it accepts any."""
+    """Return the arguments that a function has parameters for: all of them if it accepts any.
+
+    A parameter `completions: list[list[int]]` gets token ids.
+    """
     parameters = inspect.signature(function).parameters
+    if "completions" in parameters and TOKEN_IDS.fullmatch(str(parameters["completions"].annotation)):
+        arguments = arguments | {"completions": arguments.get("completion_ids")}
     aliases = [name for name in ANSWER_NAMES if name in parameters and "answer" in arguments]
     arguments = dict.fromkeys(aliases, arguments.get("answer")) | arguments
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):

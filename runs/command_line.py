@@ -52,10 +52,6 @@ TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 class OneLineParser(argparse.ArgumentParser):
     """Raise ValueError with one line for a mistake, and suggest a flag for each unknown one."""
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 too is no flag
-
     def error(self, message: str):
         raise ValueError(message)
 
@@ -64,6 +60,7 @@ class OneLineParser(argparse.ArgumentParser):
         for word in argv:
             if word != word.encode(errors="replace").decode():
                 raise ValueError(f"{word!a:.60}: is not UTF-8")
+        self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 too is no flag
         args, unknown = self.parse_known_args(argv)
         pairs = zip(["", *unknown], unknown, strict=False)               # the word before, the word
         flags = [word for before, word in pairs if word.startswith("--") or (

@@ -74,9 +74,8 @@ def held_out_text(result: dict, config: Config) -> str:
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
     scored = []
     for name in [name.removeprefix("eval_reward/") for name in result if name.startswith("eval_reward/")]:
-        mean, low, high = (or_none(result.get(f"eval_{part}/{name}")) for part in (
-            "reward", "reward_low", "reward_high"))
-        if name != "correctness" and mean is not None:
+        mean, low, high = (result.get(f"eval_reward{end}/{name}") for end in ("", "_low", "_high"))
+        if name != "correctness" and or_none(mean) is not None:
             interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
             scored.append(f"{name} {mean:.3f}{interval} points")
     return ", ".join(scored) or "nothing could be scored"

@@ -198,17 +198,16 @@ class Run:
             return
         choices = {name: value for part in self.config.as_dict().values() for name, value in part.items()}
         choices |= {"output_dir": "", "shared_prompt": self.shared_prompt, "examples": len(self.train_set)}
-        modules = {"model": self.model, "reference": self.reference, "value_head": self.value_head}
         sums: dict[str, float] = {}
-        for name, module in modules.items():
+        for name in "model", "reference", "value_head":
+            module = getattr(self, name)
             sums |= replicated_sums(name, module) if isinstance(module, torch.nn.Module) else {}
         seen: dict[str, tuple[int, object]] = {}
         for rank, (its_choices, its_sums) in enumerate(all_gather_object((choices, sums))):
             for name, value in (its_choices | its_sums).items():
                 first, expected = seen.setdefault(name, (rank, value))
-                if name in its_sums and not abs(value - expected) > 1e-3 + 1e-4 * abs(expected):
-                    continue                              # equal up to rounding
-                if value != expected:
+                rounding = 1e-3 + 1e-4 * abs(expected) if name in its_sums else 0
+                if abs(value - expected) > rounding if rounding else value != expected:
                     raise RunError(
                         f"{name} is {expected!r:.60} on rank {first} and {value!r:.60} on rank {rank}: start "
                         "all ranks with the same command, files and versions."

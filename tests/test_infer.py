@@ -76,10 +76,11 @@ def test_the_help_describes_every_flag_and_shows_its_default(capsys, monkeypatch
 
 
 def test_answers_without_a_file_are_printed_one_line_each_and_are_those_of_the_file(folder, tmp_path, capsys):
-    flags = f"--model_path {folder} --questions arithmetic --limit 3 --samples 2 --generation_max_length 4".split()
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "1\x9b31m+1"}) + "\n" + json.dumps({"prompt": "é"}))
+    flags = f"--model_path {folder} --questions {tmp_path}/questions.jsonl --samples 3 --generation_max_length 4".split()
     infer.main([*flags, "--answers", str(tmp_path / "answers.jsonl")])
     capsys.readouterr()
     infer.main(flags)
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "answers.jsonl").read_text() and not UNSAFE.search(printed)
-    assert [len(json.loads(line)) for line in printed.split("\n")[:-1]] == [4] * 6
+    assert [len(json.loads(line)) for line in printed.split("\n")[:-1]] == [3] * 6

@@ -115,6 +115,15 @@ def test_columns_keep_their_names_beside_prompt_and_answer():
     assert score(in_kwargs, *"abcd", examples=load_examples([{"prompt": "p", "solution": s} for s in "23"])) == [[1, 1], [0, 0]]
 
 
+@pytest.mark.parametrize("annotation", ["list[list[int]]", "List[List[int]]", "typing.List[typing.List[int]]", "'list[list[int]]'"])
+def test_completions_annotated_as_token_ids_are_token_ids(annotation):
+    names = {}
+    exec(f"import typing\nfrom typing import List\ndef f(completions: {annotation}):\n    return [float(sum(c)) for c in completions]", names)
+    assert score(names["f"], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
+    exec("def g(completions: list[str], **columns):\n    return [float(len(c)) for c in completions]", names)
+    assert score(names["g"], *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def test_a_function_without_kwargs_gets_what_it_names():
     assert score(lambda completions, level: [float(n or 0) for n in level], *"abcd") == [[0.0, 0.0], [3.0, 3.0]]
     assert score(lambda completion_ids: [float(sum(ids)) for ids in completion_ids], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]

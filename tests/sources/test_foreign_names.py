@@ -82,8 +82,9 @@ def test_what_the_page_calls_missing_is_missing_and_all_else_is_there(system, ty
     pairs = missing(system)
     named = re.findall(r"(?<=^python )\S+|\b[A-Z]\w+(?=\()", "\n".join(typed(system)), flags=re.MULTILINE)
     for name in [*named, *pairs, *pairs.values()]:
-        exists = Path(name).exists() if name.endswith(".py") else type_line(name) is None
-        assert exists == (name not in pairs), name
+        error = None if Path(name).exists() else "no file" if name.endswith(".py") else type_line(name)
+        assert (error is None) == (name not in pairs), name
+        assert "(" not in name or error is None or error.startswith("AttributeError"), error     # the class is there
 
 
 def test_the_lines_of_the_first_system_run_with_the_changes_that_the_page_names(type_line, tmp_path, capsys):
@@ -133,7 +134,7 @@ def test_the_settings_that_the_page_gives_instead_train(system, type_line, tmp_p
     save_policy(build_gpt2(), byte_tokenizer(), tmp_path / here["model_path"])
     (tmp_path / "prompts.json").write_text('{"prompts": ["Spell plank.", "1+1=?", "2+2=?"]}')
     (signature,) = re.findall(r"`(def .*?)` in `mine.py`", FIVE)
-    (tmp_path / "mine.py").write_text(f"{signature}:\n    return [float(sum(ids)) for ids in completion_ids]\n")
+    (tmp_path / "mine.py").write_text(f"from typing import List\n{signature}:\n    return [float(sum(ids)) for ids in completions]\n")
     assert type_line(json.dumps(here), "--max_steps 1 --batch_size 2 --generation_max_length 8 --report_to none") is None
     assert len(list(tmp_path.rglob("final/model.safetensors"))) == 1
 
