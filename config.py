@@ -24,6 +24,7 @@ from sources.settings import PROFILES, fill_in
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
 START_FLAGS = "resume", "check", "explain", "estimate", "memory_gb", "replay"          # not in config.json
+LARGEST = 2**32 - 1             # of any number of a flag: a seed, seconds that a timer can wait
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -39,6 +40,13 @@ def table_keys(name: str) -> tuple[str, ...]:
     assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
     table = next(node.value for node in assignments if ast.unparse(node.targets[0]) == name)
     return tuple(key.value for key in table.keys)
+
+
+def reject_unbounded(name: str, value) -> None:
+    """Raise ValueError for a number, or one in a list, that is not finite or beyond LARGEST in size."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int | float) and not abs(number) <= LARGEST:
+            raise ValueError(f"--{name}={number!s:.30}: must be a number of at most {LARGEST} in size")
 
 
 def has_type(value, kind) -> bool:
@@ -88,6 +96,7 @@ class Section:
             words = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.items())
             inside = all(BOUNDS[name](value, limit) for name, limit in bounds.items())
             self.reject((f.name, not inside, f"must be {words} ({f.metadata['help']})"))
+            reject_unbounded(f.name, value)
 
     def reject(self, *rules: tuple[str, Any, str]) -> None:
         """Raise ValueError for the first mistake. rules: flag, whether its value is a mistake, what to do."""
@@ -111,7 +120,8 @@ class ModelConfig(Section):
         "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
         "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
     lora_rank: int = flag(
-        0, "rank of LoRA adapters of all linear layers for text; 0: train the weights instead", at_least=0)
+        0, "rank of LoRA adapters of all linear layers for text; 0: train the weights instead", at_least=0,
+        at_most=2**16)
     lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", above=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
@@ -176,7 +186,8 @@ class GRPOConfig(Section):
     """Sampling, rewards, advantages and loss."""
 
     num_completions_per_prompt: int = flag(
-        4, "G, the group size: GRPO compares completions of a prompt with each other", at_least=2)
+        4, "G, the group size: GRPO compares completions of a prompt with each other", at_least=2,
+        at_most=2**16)
     generation_max_length: int = flag(256, "longest completion, in tokens", above=0)
     generation_temperature: float = flag(
         0.8, "divides the logits, in sampling and in training; 0: greedy, only to evaluate", at_least=0)
@@ -322,6 +333,7 @@ class GRPOConfig(Section):
         size = self.num_completions_per_prompt
         in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == place for place in ("loss", "reward"))
         self.reject(
+            ("reward_timeout", 0 < self.reward_timeout < 1e-3, "at least 0.001 seconds, or 0 for no limit"),
             ("generation_batch_size", 0 < self.generation_batch_size < size,
              f"a group of {size} is sampled together; at least that many, or 0 for all"),
             ("dual_clip", self.dual_clip and self.loss_type in ("cispo", "reinforce"),
@@ -432,14 +444,16 @@ class TrainingConfig(Section):
         0.0, "estimate: memory of an accelerator in 10^9 bytes; 0: that of this device", at_least=0)
     replay: str = flag(
         "", "rollouts.jsonl of a run: compute losses on it, with the run's settings and any flags, and stop")
-    seed: int = flag(0, "seed of weights, data order and sampling", at_least=0, at_most=2**32 - 1)
+    seed: int = flag(
+        0, "seed of weights, data order, sampling and global random numbers", at_least=0, at_most=2**32 - 1)
     num_epochs: float = flag(
         3, "passes over the training examples; max_policy_kl and dynamic_sampling may add some", above=0,
         at_most=10**6)
     max_steps: int = flag(
         0, "end each phase, the cold start too, after this many optimiser steps; 0: when its epochs are over",
         at_least=0)
-    batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", above=0)
+    batch_size: int = flag(
+        4, "prompts per rollout; demonstrations per optimiser step", above=0, at_most=2**20)
     cold_start_steps: int = flag(
         0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0)
     cold_start_accuracy: float = flag(

@@ -22,7 +22,6 @@ if __name__ == "__main__":
         parse_arguments(sys.argv[1:])
 
 from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_answers
-from analysis.engine_comparison import compare_server
 from analysis.report import write_report
 from data import with_instruction
 from engine.adapters import has_adapter, merged_copy
@@ -54,10 +53,7 @@ def main(argv: list[str]) -> None:
         answer_questions(args, source)
     else:
         chat_model = ChatModel.load(source, sampling_config(args), args.seed)
-        if args.compare_engine:
-            prompts = load_dataset(args, args.prompts, args.limit or 32)
-            compare_server(chat_model, prompts, args.compare_engine)
-        elif args.chat:
+        if args.chat:
             chat(chat_model, args.instruction)
         else:
             chat_model.answer(with_instruction({"prompt": args.question}, args.instruction)["prompt"])

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel, PreTrainedTokenizerFast,
@@ -21,9 +20,8 @@ from transformers.utils import logging
 
 from engine.adapters import AdapterReference, add_adapter, has_adapter, trainable_parameters
 from engine.devices import is_main
-from engine.errors import first_line
 from engine.model_files import (
-    adapter_settings, attention_options, auto_class, check_model_path, eager_for_soft_caps,
+    adapter_settings, attention_options, auto_class, check_model_path, eager_for_soft_caps, loading_errors,
     remember_attention,
 )
 from engine.precision import precision_of, round_frozen_weights, with_precision
@@ -39,14 +37,13 @@ def load_tokenizer(config):
     """Load the tokenizer of config.model_path, or the built-in one. Without a pad token it pads with EOS."""
     if not config.model_path:
         return byte_tokenizer()
-    check_model_path(config.model_path, config.trust_remote_code)
     variables = json.loads(config.chat_template_kwargs or "null")
     options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
-    try:
+    with loading_errors(config.model_path, "no tokenizer"):
+        check_model_path(config.model_path, config.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(
             config.model_path, trust_remote_code=config.trust_remote_code, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model_path={config.model_path}: no tokenizer: {first_line(error)}") from None
+        tokenizer("1+1=?")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
@@ -73,12 +70,12 @@ def load_policy(config, *, trainable: bool = True):
     raises     ValueError in one line if there is no such model
     """
     tokenizer = load_tokenizer(config)
-    adapter = adapter_settings(config.model_path)
-    if adapter and config.lora_rank not in (0, adapter["r"]):
-        raise ValueError(
-            f"--lora_rank={config.lora_rank}: the adapter in {config.model_path} has {adapter['r']}; omit it")
-    options = attention_options(config.attn_implementation, adapter)
-    try:
+    with loading_errors(config.model_path, "cannot be loaded"):
+        adapter = adapter_settings(config.model_path)
+        if adapter and config.lora_rank not in (0, adapter["r"]):
+            found = f"the adapter in {config.model_path} has {adapter['r']}"
+            raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
+        options = attention_options(config.attn_implementation, adapter)
         if config.model_path:
             path, trust = adapter.get("base_model_name_or_path", config.model_path), config.trust_remote_code
             settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
@@ -93,9 +90,7 @@ def load_policy(config, *, trainable: bool = True):
             add_adapter(policy, config, bool(adapter), options)
         if not trainable:
             policy.requires_grad_(False)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--model_path={config.model_path}: cannot be loaded: {first_line(error)}") from None
-    return with_precision(policy, config.precision), tokenizer
+        return with_precision(policy, config.precision), tokenizer
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

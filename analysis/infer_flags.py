@@ -12,7 +12,7 @@ EXAMPLES = """
   python infer.py --model_path RUN/final --question "47+85=?"
   python infer.py --model_path RUN/final --evaluate arithmetic --limit 256
   python infer.py --report RUN --against OTHER_RUN"""
-MODES = "question", "chat", "questions", "evaluate", "merge_into", "report", "compare_engine"
+MODES = "question", "chat", "questions", "evaluate", "merge_into", "report"
 
 
 def build_parser() -> OneLineParser:
@@ -37,10 +37,6 @@ def build_parser() -> OneLineParser:
     add("--merge_into", metavar="FOLDER", help="add the LoRA adapter to the weights and write them to FOLDER")
     add("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--against", metavar="RUN", default="", help="another run, shown beside the first one in the report")
-    add("--compare_engine", metavar="URL", help="compare the log-probabilities of a server that has "
-        "--model_path, such as vllm serve, with the trainer's")
-    add("--prompts", metavar="DATASET", default="arithmetic",
-        help="for --compare_engine: what to send [%(default)s]; --limit prompts, default 32")
     add("--samples", type=int, default=1,
         help="completions per problem [%(default)s]; with several, --evaluate prints pass@k too")
     add("--against_model", metavar="MODEL", default="", help="evaluate it too, and print the difference")

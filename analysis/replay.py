@@ -24,6 +24,7 @@ import torch
 
 from config import Config, GRPOConfig
 from engine.devices import best_device, num_processes
+from engine.errors import in_one_line
 from engine.packing import left_pad, pad_rows
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience, shape_rewards
 from grpo import compute_group_advantages
@@ -69,6 +70,10 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     table = [title, " step" + "".join(f"{n:>24}" for n in SHOWN)]
     for records in read_steps(path):
         step, phase = records[0]["step"], records[0]["phase"]
+        try:
+            rollout_of(records, run.tokenizer.pad_token_id)
+        except Exception as error:                        # of whatever type the lines hold
+            raise ValueError(f"--replay={path}: step {step} holds no rollout: {in_one_line(error)}") from None
         if phase == "grpo":
             run.progress = saved_progress(config, run.saved_state)
             load_reference_and_value_head(run, weights)

@@ -9,8 +9,6 @@ it is encoded as ordinary text. Prompts and demonstrations are encoded in data.p
 import re
 from functools import lru_cache
 
-from jinja2 import TemplateError
-
 MARK = "\ufdd0"                 # around the text of a special token; Unicode has no character here
 
 
@@ -62,12 +60,14 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
     raises   ValueError for messages that the template rejects, such as a system message in Gemma 2's
     """
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             mark_special_tokens(tokenizer, messages), tools=getattr(tokenizer, "tools", None),
             add_generation_prompt=add_generation_prompt, tokenize=False,
             **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
         )
-    except TemplateError as error:
+        text.encode()                                     # half of a surrogate pair cannot be tokenised
+        return text
+    except Exception as error:                            # a template may do anything
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
 
 

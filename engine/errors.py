@@ -2,11 +2,24 @@
 Errors that end a run, and other errors in one line.
 """
 
+from contextlib import contextmanager
+
 
 def require(condition: bool, message: str) -> None:
     """Raise AssertionError unless the condition holds: an assert that python -O does not remove."""
     if not condition:
         raise AssertionError(message)
+
+
+@contextmanager
+def exits_as_errors():
+    """Raise RuntimeError for SystemExit and the like, which would end the program. Ctrl-C passes."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class RunError(RuntimeError):
@@ -18,6 +31,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     texts = "out of memory", "ALLOC_FAILED", "can't allocate memory", "RESOURCE_EXHAUSTED"       # CPU, XLA
     by_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return (by_torch or isinstance(error, MemoryError)) and not isinstance(error, RunError)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the message of an error in one line of at most 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ loaded, and are reported in one line.
 
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import transformers
@@ -15,7 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from engine.errors import first_line
+from engine.errors import first_line, in_one_line
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")      # gpt2, openai/gsm8k
 REQUIRED = {
@@ -37,6 +38,17 @@ def check_model_path(path: str, trust_remote_code: bool) -> None:
         problem = find_unusable(Path(path), trust_remote_code)
     if problem:
         raise ValueError(f"--model_path={path}: {problem}")
+
+
+@contextmanager
+def loading_errors(path: str, problem: str):
+    """Raise ValueError, one line with the path, for whatever a library raises. Our messages begin with --."""
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, ValueError) and str(error).startswith("--")
+        line = str(error) if known else f"--model_path={path}: {problem}: {in_one_line(error)}"
+        raise ValueError(line) from error
 
 
 def find_missing(path: str) -> str:
@@ -87,8 +99,8 @@ def find_unusable(folder: Path, trust_remote_code: bool) -> str:
             return f"the folder has no {name}; name a saved model, such as RUN/final"
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        return f"config.json is unusable: {first_line(error)}"
+    except Exception as error:
+        return f"config.json is unusable: {in_one_line(error)}"
     return ""
 
 

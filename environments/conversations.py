@@ -21,9 +21,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from engine.errors import RunError
+from engine.errors import RunError, exits_as_errors
 from engine.chat_template import as_messages, encode_reply, is_ids
 from engine.packing import completion_lengths
+from reward_functions.calling import MOST_POINTS
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
@@ -74,7 +75,8 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
         try:
-            return parse_step(self.respond([dict(message) for message in self.messages]))
+            with exits_as_errors():
+                return parse_step(self.respond([dict(message) for message in self.messages]))
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan
@@ -93,8 +95,8 @@ class Conversation:
 def parse_step(returned) -> tuple[dict | None, float]:
     """Convert what an environment returned to a chat message or None, and points."""
     message, points = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, 0.0)
-    if not math.isfinite(points):
-        raise ValueError(f"it gave {points} points")
+    if not abs(points) <= MOST_POINTS:
+        raise ValueError(f"it gave {points} points, not a number of at most {MOST_POINTS:g}")
     if message is None:
         return None, float(points)
     if isinstance(message, str):

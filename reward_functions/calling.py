@@ -23,9 +23,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from engine.errors import RunError
+from engine.errors import RunError, exits_as_errors
 from reward_functions.answers import text_of
 from reward_functions.loading import accepted, columns_of, name_of
+
+
+MOST_POINTS = 1e15              # of which the square is a number of float32 as well
 
 
 class RewardError(RunError):
@@ -184,16 +187,35 @@ def call_in_parts(function: Callable, arguments: dict, reports: Reports, size: i
 
 
 def start_call(function: Callable, arguments: dict, reports: Reports, timeout: float = 0.0) -> Callable:
-    """Return a function that returns the result of a call. An async function begins here, beside others."""
+    """Return a function that returns the result of a call. An async function begins here, beside others.
+
+    Each call has lists of its own: what one changes in them, the others do not see.
+    """
     logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
-    call = partial(function, **accepted(function, arguments | logs))
+    own = {name: own_copy(value) for name, value in accepted(function, arguments | logs).items()}
+
+    def call():
+        with exits_as_errors():
+            return function(**own)
+
     if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         return call
 
+    async def awaited():
+        with exits_as_errors():                           # SystemExit would end the event loop
+            return await function(**own)
+
     async def limited():                                  # ends by itself when nobody waits any more
-        return await asyncio.wait_for(call(), timeout + 1 if timeout else None)
+        return await asyncio.wait_for(awaited(), timeout + 1 if timeout else None)
 
     return asyncio.run_coroutine_threadsafe(limited(), event_loop()).result
+
+
+def own_copy(value):
+    """Return lists and dicts copied, at any depth, and anything else as it is."""
+    if isinstance(value, list):
+        return [own_copy(part) for part in value]
+    return {name: own_copy(part) for name, part in value.items()} if type(value) is dict else value
 
 
 @cache
@@ -269,8 +291,9 @@ def parse_points(returned, name: str, reports: Reports) -> Tensor:
         raise CallFailed(f"it returned {returned!r:.60}; {expected}") from None
     for length in {len(points), *map(len, outputs.values())} - {count}:
         raise CallFailed(f"it returned {length} values for {count} completions; {expected}")
-    if points.isinf().any():
-        raise CallFailed("it returned an infinite number of points; return None if it cannot score")
+    if (points.abs() > MOST_POINTS).any():
+        most = f"an infinite number of points, or more than {MOST_POINTS:g}"
+        raise CallFailed(f"it returned {most}; return None if it cannot score")
     for output, values in outputs.items():
         reports.log_extra(f"{name}/{output}", values)
         reports.metrics[f"reward/{name}/{output}"] += [float(v) for v in values if isinstance(v, int | float)]

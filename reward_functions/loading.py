@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 
+from engine.errors import exits_as_errors
 from reward_functions.answers import text_of
 
 # Arguments that are no columns, and columns that are not passed to functions.
@@ -39,7 +40,8 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
     spec = importlib.util.spec_from_file_location(f"file {path}", path)
     try:
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with exits_as_errors():
+            spec.loader.exec_module(module)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"--{flag} {name}: importing {path} failed: {reason}") from error

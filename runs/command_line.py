@@ -21,6 +21,7 @@ from typing import get_args
 
 from config import FLAGS, Config
 from sources.foreign_names import explain_unknown
+from sources.run_owner import refuse_foreign_code
 from sources.settings import read_settings
 
 USAGE = """\
@@ -195,6 +196,8 @@ def parse_config(argv: list[str]) -> Config:
     is_file = argv and not argv[0].startswith("-") and "=" not in Path(argv[0]).name
     settings, words = (read_settings(Path(argv[0])), argv[1:]) if is_file else ({}, argv)
     flags = vars(TrainParser().parse_all(words, "a file of settings comes before all flags"))
+    if is_file and Path(argv[0]).name == "config.json":   # of a run, perhaps somebody else's
+        refuse_foreign_code(Path(argv[0]).parent, settings, flags)
     config = Config.of(**settings | flags)
     config.grpo.validate_functions()
     return config

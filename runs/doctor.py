@@ -63,9 +63,9 @@ class Metrics:
         return max((mean for mean in means if not math.isnan(mean)), default=math.nan)
 
     def fell(self, name: str) -> bool:
-        """Check that half of the best mean is lost, and of what it had gained since the start."""
+        """Check that half of the best mean is lost, and of what it had gained since the start, and 0.01."""
         best = self.best(name)
-        share = 0.5 * max(abs(best), best - self.ago(name, math.inf))
+        share = max(0.01, 0.5 * abs(best), 0.5 * (best - self.ago(name, math.inf)))
         return best - self.now(name) > max(share, self.noise(name))
 
     def grew(self, name: str, rollouts: float) -> float:

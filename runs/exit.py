@@ -62,7 +62,7 @@ def exit_on_setup_errors():
     """Exit with one line: with code 2 for a mistake of the user, 1 for a reward function that raises."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:                # OSError: of a path of the user
         end_program(f"error: {error}", 2)
     except RunError as error:
         end_program(str(error), 1)

@@ -39,8 +39,8 @@ class RunFolder:
         self.config = config
         if not training.resume:
             self.refuse_other_run(ValueError)
-        folders = self.path.resolve(), *self.path.resolve().parents
-        existing = next(folder for folder in folders if os.path.exists(folder))
+        whole = Path(os.path.abspath(self.path))
+        existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
         read_only = training.check or training.explain or bool(training.replay)
         if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")

@@ -113,7 +113,9 @@ def read_jsonl(path: Path) -> list[dict]:
     with path.open("rb") as file:
         records = [parse_record(line) for line in file]
     print_left_out(path, records.count(None))
-    return [record for record in records if record is not None]
+    # An integer beyond all floats is infinite, as a float beyond them is.
+    return [{name: math.inf if type(value) is int and abs(value) > 2**1000 else value
+             for name, value in record.items()} for record in records if record is not None]
 
 
 def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:

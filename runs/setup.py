@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import set_seed
 
 from config import Config, GRPOConfig, ModelConfig, TrainingConfig
 from engine.adapters import AdapterReference, copy_into
@@ -35,7 +36,7 @@ from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
-from runs.startup_check import check_engine, check_setup
+from runs.startup_check import check_engine, check_setup, refuse_endless_template
 from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
@@ -171,6 +172,7 @@ def set_up(
     precision = resolve_precision(config.model.precision, device)                # in config.json
     config = replace(config, model=replace(config.model, precision=precision))
     training = config.training
+    set_seed(training.seed)                               # of Python, numpy and torch
     if device.type == "xla" and config.model.precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
     if training.adam_8bit:
@@ -186,6 +188,7 @@ def set_up(
     checkpoint = find_checkpoint(config, folder) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
+    refuse_endless_template(tokenizer)
     tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
     if training.use_grpo:
         validate_grpo_setup(

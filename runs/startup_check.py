@@ -6,6 +6,7 @@ It runs before every training; a run does not start if an assumption fails.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from analysis.engine_comparison import compare_rollout
 from analysis.reward_linter import as_rollout, completions_of, flags_of
 from config import GRPOConfig
 from data import encode_prompt
-from engine.chat_template import encode_reply
+from engine.chat_template import as_messages, encode_reply, is_ids
 from engine.errors import first_line
 from engine.packing import left_pad, positions_of
 from engine.text_model import has_experts
@@ -23,12 +24,22 @@ from environments.loading import responders
 from logprobs import completion_log_probs
 from engine.precision import is_exact
 from reward_functions.loading import data_example
+from reward_functions.sandbox import run_python
 from rewards import BUILT_IN, Reports, compute_rewards_for_completions
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 from sources.tasks import demonstration
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
+
+
+# Renders a message as transformers does, as far as time and memory depend on it.
+TEMPLATE_TEMPLATE = '''
+import jinja2.ext, jinja2.sandbox
+messages = [{{"role": "user", "content": "question"}}]
+environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
+environment.from_string({template!r}).render(messages=messages, add_generation_prompt=True)
+'''
 
 
 @dataclass
@@ -106,12 +117,29 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
     ]
 
 
+def refuse_endless_template(tokenizer) -> None:
+    """Raise ValueError if rendering a message takes seconds or gigabytes, where a sandbox can find out."""
+    if not isinstance(tokenizer.chat_template, str):
+        return
+    code = TEMPLATE_TEMPLATE.format(template=tokenizer.chat_template)
+    with suppress(RuntimeError):                          # no sandbox here
+        result = run_python(code, modules=("jinja2.sandbox", "jinja2.ext"), memory_mb=1024)
+        if result.reason in ("time", "memory"):
+            raise ValueError(f"the chat template takes too much {result.reason} for one message; correct it")
+
+
 def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
     """Describe the first prompt as the model sees it, and messages that no chat template renders."""
-    text = tokenizer.decode(encode_prompt(tokenizer, prompt))
+    ids, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
+    other = [*messages[:-1], messages[-1] | {"content": "another"}] if tokenizer.chat_template else []
+    ignored = bool(other) and not is_ids(prompt) and encode_prompt(tokenizer, other) == ids
     missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
     bare = isinstance(prompt, list) and not tokenizer.chat_template
-    return [Finding("first prompt", None, repr(text)), *[Finding("template", None, missing)] * bare]
+    return [
+        Finding("first prompt", None, repr(tokenizer.decode(ids))),
+        *[Finding("template", None, missing)] * bare,
+        *[Finding("template", False, "all prompts have the same tokens", "it ignores them")] * ignored,
+    ]
 
 
 @torch.no_grad()

@@ -100,6 +100,8 @@ class JsonLines(Sequence):
                 continue
             try:
                 row, problem = parse_line(line), 'not an object such as {"prompt": "...", "answer": "..."}'
+            except UnicodeDecodeError as error:
+                row, problem = None, f"not UTF-8 ({error.reason}, byte {error.object[error.start]:#x})"
             except ValueError as error:
                 row, problem = None, f"not JSON: {error}"
             if isinstance(row, dict):
@@ -122,8 +124,8 @@ class JsonLines(Sequence):
 
 
 def parse_line(line: bytes):
-    """Parse a line of a .jsonl file, without a byte-order mark. Bytes that are not UTF-8 become U+FFFD."""
-    return parse_json(line.decode("utf-8-sig", errors="replace"))
+    """Parse a line of a .jsonl file, without a byte-order mark. Raises ValueError."""
+    return parse_json(line.decode("utf-8-sig"))
 
 
 class View(Sequence):

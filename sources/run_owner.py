@@ -75,13 +75,15 @@ def write_owner(file: BinaryIO, owner: dict) -> None:
 def refuse_foreign_code(run: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ValueError if settings that were saved by another path or user run code that is not given again.
 
-    saved   settings in config.json of the run;  given  flags and settings that the user names
+    saved   settings in config.json of the run;  given  flags and settings that the user names. With resume,
+            links in the folder are refused too: the run would write where they lead
     """
     owner = read_owner(run)
     if (owner.get("path"), owner.get("user")) == (str(run.resolve()), os.getuid()):
         return
-    if links := [path for path in run.iterdir() if path.is_symlink()]:           # a run would write there
-        raise ValueError(f"{links[0]}: is a link, and {OWNER} does not name this folder and user; copy it")
+    link = next((path for path in run.rglob("*") if path.is_symlink()), None)
+    if link and given.get("resume"):
+        raise ValueError(f"{link}: is a link, and {OWNER} does not name this folder and user; copy it")
     code = {
         "reward_functions": [name for name in saved.get("reward_functions") or [] if is_from_file(name)],
         "environment": [name for name in [saved.get("environment")] if is_from_file(name)],

