@@ -218,8 +218,8 @@ def stop_token_ids(model, tokenizer) -> list[int]:
     vocabulary = range(model.get_input_embeddings().num_embeddings)
     if wrong := [i for i in ids if i not in vocabulary]:
         raise ValueError(
-            f"--model_path: the stop id {wrong[0]!r} is none of the model's {len(vocabulary)} tokens; correct "
-            "eos_token_id in generation_config.json, or eos_token in tokenizer_config.json"
+            f"--model_path: the stop id {wrong[0]!r} is none of the model's {len(vocabulary)} tokens; "
+            "correct eos_token_id in generation_config.json, or eos_token in tokenizer_config.json"
         )
     return sorted(set(ids))
 

@@ -71,7 +71,8 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     for records in read_steps(path):
         step, phase = records[0]["step"], records[0]["phase"]
         try:
-            rollout_of(records, run.tokenizer.pad_token_id)
+            rollout, _ = rollout_of(records, run.tokenizer.pad_token_id)
+            rollout.completion_ids[rollout.completion_mask]                      # of one shape
         except Exception as error:                        # of whatever type the lines hold
             raise ValueError(f"--replay={path}: step {step} holds no rollout: {in_one_line(error)}") from None
         if phase == "grpo":

@@ -19,7 +19,7 @@ def exits_as_errors():
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None
 
 
 class RunError(RuntimeError):

@@ -1,5 +1,8 @@
 """Loading policies: six architectures from disk and the built-in one; saving; rejecting folders without a model."""
 
+import copy
+import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs.startup_check import check_setup
 from config import ModelConfig
+from data import encode_prompt
 from engine.adapters import merged_copy
 from engine.text_model import text_model
 from logprobs import completion_log_probs
@@ -17,7 +21,7 @@ from engine.recomputation import recompute_activations
 from model import frozen_copy, load_policy, moved_to, save_policy, update_reference
 from engine.precision import with_precision
 from rewards import correctness
-from sample import sample_completions_for_prompts
+from sample import sample_completions_for_prompts, stop_token_ids
 
 EXAMPLES = [
     {"prompt": "47+85=?", "answer": "132", "completion": "<reasoning>7+5=12</reasoning><answer>132</answer>"},
@@ -211,3 +215,55 @@ def test_a_frozen_copy_of_a_wrapped_model_is_its_own(architecture, tokenizer, se
             parameter.mul_(1.5)
     assert (completion_log_probs(reference, rollout).logp == before).all()
     assert not torch.allclose(completion_log_probs(model, rollout).logp, before)
+
+
+def broken(folder, name, **changes):
+    """Change values of a JSON file; None removes one."""
+    content = json.loads((folder / name).read_text()) | changes
+    (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+FOREIGN = {
+    "a pickle": lambda f: ((f / "model.safetensors").unlink(), (f / "pytorch_model.bin").write_bytes(pickle.dumps({"a": print}))),
+    "bitsandbytes": lambda f: broken(f, "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "flash attention": lambda f: broken(f, "config.json", attn_implementation="flash_attention_2"),
+    "small vocabulary": lambda f: broken(f, "config.json", vocab_size=10),
+    "no heads": lambda f: broken(f, "config.json", num_attention_heads=0),
+    "nested": lambda f: (f / "config.json").write_text("[" * 100_000),
+    "activation": lambda f: broken(f, "config.json", hidden_act="zzz"),
+    "cut weights": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-500]),
+    "adapter without rank": lambda f: (f / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(f)})),
+    "adapter without base": lambda f: (f / "adapter_config.json").write_text('{"r": 4}'),
+    "tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
+    "length as text": lambda f: broken(f, "tokenizer_config.json", model_max_length="x"),
+}
+
+
+@pytest.mark.parametrize("fault", FOREIGN)
+def test_whatever_a_library_raises_while_a_model_is_loaded_is_one_line_with_the_folder(tmp_path, tokenizer, fault):
+    save_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
+    load_policy(ModelConfig(str(tmp_path)))
+    FOREIGN[fault](tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_policy(ModelConfig(str(tmp_path)))
+    message = str(error.value)
+    assert message.startswith(f"--model_path={tmp_path}: ") and "\n" not in message and message.count("--model_path") == 1
+
+
+@pytest.mark.parametrize("stop", [-1, 10**6, "a", [1, -1], [[1]]])
+def test_a_stop_id_that_is_no_token_of_the_model_is_refused(model, tokenizer, stop):
+    model.generation_config.eos_token_id = stop
+    with pytest.raises(ValueError, match=r"--model_path: the stop id .* is none of the model's 263 tokens; correct eos_token_id"):
+        stop_token_ids(model, tokenizer)
+    model.generation_config.eos_token_id = [262, 1]
+    assert stop_token_ids(model, tokenizer) == [1, 262]
+
+
+@pytest.mark.parametrize("variables", [{"tokenize": True}, {"conversation": []}, [1], "x"])
+def test_reserved_variables_that_a_folder_holds_are_one_line(tmp_path, tokenizer, variables):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    broken(tmp_path, "tokenizer_config.json", chat_template_kwargs=variables)
+    with pytest.raises(ValueError, match="the chat template refuses the prompt"):
+        encode_prompt(AutoTokenizer.from_pretrained(tmp_path), "1+1=?")

@@ -189,3 +189,55 @@ def test_calls_that_fail_are_counted_and_kept_in_the_run_folder(tmp_path):
     run.log_step(metrics | {"skipped": 0}, experience)
     line = (run.folder.path / "reward_errors.jsonl").read_text().splitlines()[0]
     assert '"function": "fussy", "error": "KeyError: ' in line and '"step": 1' in line
+
+
+def test_each_function_has_lists_of_its_own():
+    def shouts(completions, names, **columns):
+        for row in range(len(completions)):
+            completions[row] = "x"
+            names[row].append("y")
+        return [1.0] * len(completions)
+
+    def sees(completions, names, prompts, **columns):
+        seen.append((list(completions), [list(row) for row in names]))
+        prompts.clear()
+        return [float(len(c)) for c in completions]
+
+    seen, examples = [], [{"prompt": "p", "names": ["a"]}, {"prompt": "q", "names": []}]
+    for _ in range(2):                                    # the examples of the data stay too
+        total, _ = compute_rewards_for_completions([shouts, sees], [1.0, 1.0], rollout_of("aaa", "bb", "c", "dddd"), examples)
+        assert total.tolist() == [[4.0, 3.0], [2.0, 5.0]]
+    assert seen == [(["aaa", "bb", "c", "dddd"], [["a"], ["a"], [], []])] * 2 and examples[0] == {"prompt": "p", "names": ["a"]}
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "SystemExit('bye')", "GeneratorExit()", "asyncio.CancelledError()"])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
+    names = {}
+    exec(f"import asyncio\n{kind} leaves(completions, **columns):\n    if 'c' in completions:\n        raise {error}\n    return [1.0] * len(completions)", names)
+    for timeout in 0.0, 20.0:
+        with pytest.raises(RewardError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on completion 'c'"):
+            compute_rewards_for_completions([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
+    reports = Reports()
+    points, _ = compute_rewards_for_completions(
+        [names["leaves"], length], [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none", reports=reports)
+    assert points[1].isnan().all() and len(reports.failures) >= 1
+
+
+def test_ctrl_c_in_a_function_is_no_error_of_it():
+    def interrupted(completions, **columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compute_rewards_for_completions([interrupted], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none")
+
+
+@pytest.mark.parametrize("points", [1e160, -1e16])
+def test_points_beyond_what_can_be_squared_are_an_error_of_the_function(points):
+    def generous(completions, **columns):
+        return [points] * len(completions)
+
+    with pytest.raises(RewardError, match="reward function generous: it returned an infinite number of points, or more than 1e"):
+        compute_rewards_for_completions([generous], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    total, _ = compute_rewards_for_completions([lambda completions: [1e15, -1e15] * 2], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    assert total.abs().max() == 1e15

@@ -212,6 +212,21 @@ MISTAKES = {
     "no UTF-8": (["--instruction", "caf\udce9"], r"'caf\\udce9': is not UTF-8"),
     "epochs without end": (["--num_epochs", "inf"], "--num_epochs=inf: must be above 0 and at most 1000000"),
     "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
+    "no limit of the gradient": (["--max_grad_norm", "inf"], "--max_grad_norm=inf: must be a number of at most 4294967295 in size"),
+    "weights without end": (["--reward_weights", "1", "inf", "0"], "--reward_weights=inf: must be a number of at most"),
+    "clips without end": (["--reward_clips", "nan", "1", "1"], "--reward_clips=nan: must be a number of at most"),
+    "hot": (["--generation_temperature", "inf"], "--generation_temperature=inf: must be a number of at most"),
+    "no end of time": (["--reward_timeout", "1e300"], "--reward_timeout=1e.300: must be a number of at most"),
+    "no time": (["--reward_timeout", "1e-9"], "--reward_timeout=1e-09: at least 0.001 seconds, or 0 for no limit"),
+    "rank": (["--lora_rank", "1000000000"], "--lora_rank=1000000000: must be at least 0 and at most 65536"),
+    "batch": (["--batch_size", str(10**30)], "--batch_size=1.*: must be above 0 and at most 1048576"),
+    "steps": (["--max_steps", str(10**30)], "--max_steps=1.*: must be a number of at most"),
+    "nested settings": (["{tmp}/deep.json"], "deep.json: not a readable JSON file of settings: it is nested too deeply"),
+    "nested data": (["--dataset", "{tmp}/deep.jsonl"], "deep.jsonl: line 2 is not JSON: it is nested too deeply"),
+    "Latin-1": (["--dataset", "{tmp}/latin.jsonl"], "latin.jsonl: line 2 is not UTF-8 .invalid continuation byte, byte 0xe9.; correct it"),
+    "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
+    "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
+    "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
     "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
     "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*has columns prompt"),
     "kaggle's form": (["--dataset", "kaggle:a/b"], "kaggle:a/b: write kaggle:owner/name/file"),
@@ -243,6 +258,11 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     data_file(tmp_path, "pair.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud800"}\n')                    # a pair, and a half
     data_file(tmp_path, "pair.json", '[{"prompt": "\\uD800"}]')
     (tmp_path / "u16.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-16")
+    data_file(tmp_path, "deep.json", "[" * 100_000)
+    data_file(tmp_path, "deep.jsonl", '{"prompt": "a"}\n' + '{"prompt": "a", "x": ' + "[" * 100_000)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9 au"}\n')
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
     data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":

@@ -190,3 +190,10 @@ def test_the_expected_share_of_ties_is_what_chance_gives():
         groups = [[generator.random() < success for _ in range(size)] for _ in range(20000)]
         tied = sum(len(set(group)) == 1 for group in groups) / len(groups)
         assert expected_ties(success, size) == pytest.approx(tied, abs=0.015)
+
+
+def test_a_loss_of_less_than_a_hundredth_of_a_point_is_no_collapse():
+    lines = [dict(line, mean_reward=0.004 * (20 <= number < 25)) for number, line in enumerate(healthy(80))]
+    assert "collapse" not in [rule for _, rule, _ in play(lines)[0]]
+    lines = [dict(line, mean_reward=0.4 * (20 <= number < 25)) for number, line in enumerate(healthy(80))]
+    assert "collapse" in [rule for _, rule, _ in play(lines)[0]]

@@ -1,6 +1,7 @@
 """Lines of rollouts.jsonl."""
 
 import json
+import math
 import tracemalloc
 
 import pytest
@@ -142,3 +143,8 @@ def test_held_out_points_of_ones_own_reward_have_an_interval(tmp_path, capsys):
     assert f"after GRPO            length {mean:.3f} [{low:.3f}, {high:.3f}] points" in capsys.readouterr().out
     equal = line | {"eval_reward_low/length": None, "eval_reward_high/length": None}
     assert held_out_text(equal, Config.of(use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"
+
+
+def test_an_integer_beyond_all_floats_is_infinite(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "grpo", "kl": %s, "n": 7}\n' % ("9" * 400))
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "grpo", "kl": math.inf, "n": 7}]

@@ -5,6 +5,7 @@ import random
 import signal
 from importlib.util import find_spec
 
+import numpy
 import pytest
 import torch
 from conftest import QUICK, comparable, run_folder, weights_of
@@ -52,6 +53,35 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_
     assert comparable(stopped) == comparable(whole)
     for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
         assert torch.equal(left, right), name
+
+
+@pytest.mark.slow
+def test_the_seed_seeds_the_generators_that_reward_functions_draw_from(tmp_path):
+    """Also at the beginning of a run that was killed before its first checkpoint."""
+    (tmp_path / "drawn.py").write_text(
+        "import random, numpy, torch\nimported = random.random()\ndef drawn(completions, **columns):\n"
+        "    return [imported + random.random() + numpy.random.rand() + float(torch.rand(())) for c in completions]\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 1 --reward_functions {tmp_path}/drawn.py:drawn".split()
+    runs = []
+    for name, seed in ("a", "0"), ("b", "0"), ("c", "1"):
+        for module in random, numpy.random:
+            module.seed(len(runs))
+        function_from_file.cache_clear()
+        runs.append([line.get("mean_reward") for line in comparable(run_folder(tmp_path / name, *flags, "--seed", seed))])
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.slow
+def test_a_reward_function_that_exits_ends_the_run_with_an_error_and_a_checkpoint(tmp_path, capsys):
+    (tmp_path / "exits.py").write_text(
+        "import sys\ncalls = []\ndef exits(completions, **columns):\n    calls.append(1)\n    if len(calls) > 4:\n        sys.exit(0)\n"
+        "    return [float(len(c)) for c in completions]\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 9 --eval_limit 0 --reward_functions {tmp_path}/exits.py:exits".split()
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "run", *flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and "reward function exits raised RuntimeError: SystemExit: 0" in error and "Saved to" in error
+    assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
 @pytest.mark.slow

@@ -150,7 +150,8 @@ def test_lines_that_are_not_json_can_be_left_out_and_are_counted(tmp_path, capsy
     load_examples(str(path), bad_lines="skip")
     assert "left out 9 of 10 lines that are not JSON objects: [2, 3, 4, 5, 6]" in capsys.readouterr().err
     path.write_bytes(b'{"prompt": "caf\xe9"}\n')          # Latin-1
-    assert load_examples(str(path)) == [{"prompt": "caf\ufffd"}]
+    with pytest.raises(ValueError, match=r"line 1 is not UTF-8 \(invalid continuation byte, byte 0xe9\); correct it"):
+        load_examples(str(path))
 
 
 def test_an_unknown_source_lists_what_there_is(monkeypatch):

@@ -123,6 +123,19 @@ def test_code_of_a_foreign_run_is_named_again(tmp_path):
         with pytest.raises(ValueError, match="jsonl: is a link"):
             Config.of(resume=True, output_dir=str(run), **AGAIN)
     (run / "rollouts.jsonl").unlink()
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints/writing").symlink_to(tmp_path)    # a checkpoint would replace what is there
+    with pytest.raises(ValueError, match="checkpoints/writing: is a link"):
+        Config.of(resume=True, output_dir=str(run), **AGAIN)
+    Config.of(replay=str(run / "rollouts.jsonl"), **AGAIN)                       # which writes nothing
+    (run / "checkpoints/writing").unlink()
+    with pytest.raises(ValueError, match=r"runs code.*give again --reward_functions r.py:r"):
+        parse_config([str(run / "config.json"), "--seed", "1"])                  # the file is not that of this user's run
+    assert parse_config([str(run / "config.json"), "--reward_functions", "s.py:s", "--reward_weights", "1", "--environment", "",
+                         "--trust_remote_code", "false", "--max_turns", "1"]).grpo.reward_functions == ["s.py:s"]
+    (run / "config.json").rename(run / "settings.json")
+    parse_config([str(run / "settings.json"), "--max_turns", "2"])               # a file of settings that the user names
+    (run / "settings.json").rename(run / "config.json")
     with pytest.raises(ValueError, match="give again"):
         Config.of(resume=True, output_dir=str(run))
 
