@@ -248,7 +248,7 @@ def call_with_timeout(seconds: float, call: Callable):
         nonlocal late
         if not ended:
             late = True
-            raise asyncio.CancelledError                  # no Exception: those are often caught
+            raise KeyboardInterrupt                       # functions often catch Exception
 
     handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGALRM, signal.SIGVTALRM)}
     started, outer = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
