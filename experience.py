@@ -126,7 +126,8 @@ def shape_rewards(
         clips = config.reward_clips or [0] * len(per_function)
         for (name, points), clip in zip(per_function.items(), clips, strict=True):
             clipped = points.clamp(-(clip or torch.inf), clip or torch.inf)
-            scaled = compute_group_advantages(clipped, epsilon=config.advantage_epsilon)
+            scored = clipped.masked_fill(scores.isnan(), torch.nan)
+            scaled = compute_group_advantages(scored, epsilon=config.advantage_epsilon)
             advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
         scores = weighted_sum(advantages, config.weights).masked_fill(scores.isnan(), torch.nan)
     if config.reward_clip:
@@ -174,12 +175,13 @@ class Experience:
     def sampled_kl(self, logp: Tensor, config) -> Tensor:
         """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
 
-        ratio_k3 is k3 times the differentiable ratio exp(logp - policy_logp), of at most importance_cap.
+        ratio_k3 is k3 times the differentiable ratio exp(logp - policy_logp), scaled down to importance_cap.
         """
         ratio, estimator = None, config.estimator.removeprefix("ratio_")
         if config.estimator == "ratio_k3":
             ratio = torch.where(self.mask, logp - self.policy_logp, 0.0).clamp(-20, 20).exp()
-            ratio = ratio.clamp(max=config.importance_cap or torch.inf)
+            cap = config.importance_cap or torch.inf
+            ratio = ratio * (cap / ratio.detach()).clamp(max=1)                  # keeps the gradient
         return kl_penalty(logp, self.reference_logp, estimator=estimator, ratio=ratio)
 
     def select(self, rows: Tensor, device) -> "Experience":
@@ -246,8 +248,8 @@ def compute_experience(
 def require_first_ratios_of_1(experience: Experience, deviation: float, model, engine=None) -> None:
     """Raise RunError if tokens were sampled with other probabilities than the policy gives them.
 
-    deviation  mean of |ratio - 1| in the first update, NaN if it forwarded no row. Where old_logp is the
-               trainer's own, it is 0 by construction, and that from trainer to sampler is taken in its place
+    deviation  mean of |ratio - 1| in the first update, NaN if it forwarded no row. Where the trainer computed
+               log-probabilities of its own, the mean from those to the sampler's is taken in its place
     engine     a VLLMEngine that sampled, whose rounding differs more, or None
     """
     deviation = experience.metrics.get("sampler_deviation", deviation)

@@ -108,7 +108,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        if all(math.isnan(update["ratio_deviation"]) for update in updates):     # no row was forwarded yet
+        unchanged = run.device.type != "xla" or not updates      # XLA: zeros as gradients move weights too
+        if unchanged and all(math.isnan(update["ratio_deviation"]) for update in updates):
             require_first_ratios_of_1(experience, losses["ratio_deviation"], run.model, run.engine)
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled

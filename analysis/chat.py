@@ -168,7 +168,7 @@ def write_answers(
         answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
         for row, (completion, finished) in enumerate(answers):
             record = batch[row // num_completions] | {"completion": completion, "finished": finished}
-            line = json.dumps(record, ensure_ascii=False, default=str)
+            line = json.dumps(record, ensure_ascii=file.encoding.lower() != "utf-8", default=str)
             file.write(UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
         file.flush()
 

@@ -7,7 +7,8 @@ Losses of saved rollouts, computed again without sampling and without an update.
 Prints a table on stderr, as trained | now; a file or pipe as stdout gets JSON with the keys of metrics.jsonl.
 Rollouts and weights are the same each time, so the effect of a flag is isolated: loss, baseline, clip. The
 weights are those of --model_path, or of the run's newest checkpoint. With the checkpoint written just before
-a step, its numbers are those of the run. A rollout is one update here, at any --minibatch_size.
+a step, its numbers are those of the run, but with --baseline global_mean and --dynamic_sampling, whose
+replaced groups are not saved. A rollout is one update here, at any --minibatch_size.
 """
 
 if __name__ == "__main__":

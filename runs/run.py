@@ -181,6 +181,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
         saved, self.saved_state = self.saved_state, {}
         if states := saved.get("random_states"):          # of each rank
+            states = [states] if isinstance(states, dict) else states            # of the first rank alone
             set_random_states(states[process_rank() % len(states)])
         if "optimizer" in saved:                          # saved within this phase
             load_optimizer_state(self.optimizer, self.scheduler, self.scaler, saved)
@@ -197,7 +198,9 @@ class Run:
         if num_processes() == 1:
             return
         choices = {name: value for part in self.config.as_dict().values() for name, value in part.items()}
-        choices |= {"output_dir": "", "shared_prompt": self.shared_prompt, "examples": len(self.train_set)}
+        for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
+            del choices[name]                             # paths, of which each machine may have its own
+        choices |= {"shared_prompt": self.shared_prompt, "examples": len(self.train_set)}
         sums: dict[str, float] = {}
         for name in "model", "reference", "value_head":
             module = getattr(self, name)

@@ -36,7 +36,7 @@ from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
-from runs.startup_check import check_engine, check_setup, refuse_endless_template
+from runs.startup_check import INSTEAD, check_engine, check_setup, refuse_endless_template
 from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
@@ -110,22 +110,22 @@ def start_up_check(
     raises   ValueError if a check failed
     """
     training = config.training
+    grpo = config.grpo if training.use_grpo else config.grpo.supervised
     try:
         with gathered_weights(model):
             findings = check_setup(
-                model, tokenizer, examples, config.grpo if training.use_grpo else config.grpo.supervised,
-                reward_functions, environment, shared_prompt=training.shared_prompt == "auto", engine=engine,
+                model, tokenizer, examples, grpo, reward_functions, environment,
+                shared_prompt=training.shared_prompt == "auto", engine=engine,
             )
     except RewardError as error:
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
     except EnvironmentRaised as error:
         raise ValueError(f"--environment: {error}") from error
     packing = next(finding for finding in findings if finding.name == "packing")
-    if not config.model.model_path and training.shared_prompt == "auto":
-        packing.ok = bool(packing.ok)                     # the built-in model can: else packing has a fault
-        packing.fix = "engine/packing.py, prefix_attention.py or cache.py has a fault"
+    if packing.fix and not config.model.model_path:       # the built-in model can be packed: a fault of ours
+        packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)
     if engine:
-        findings.append(check_engine(engine, model, tokenizer, examples, config.grpo, packing.ok is True))
+        findings.append(check_engine(engine, model, tokenizer, examples, grpo, packing.ok is True))
     for finding in findings:
         is_note = finding.ok is not True and finding.name not in ("row 0", "first prompt")
         if training.check or is_note:

@@ -31,6 +31,7 @@ from sources.tasks import demonstration
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
+INSTEAD = "; plain rows instead"
 
 
 # Renders a message as transformers does, as far as time and memory depend on it.
@@ -207,7 +208,8 @@ def can_share_prompts(model, tokenizer, prompt) -> bool:
 def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding:
     """Compare completions packed behind one prompt with plain rows, which are slower but always correct.
 
-    Random completions test the trainer, completions from a shared cache the sampler. ok is True or None.
+    Random completions test the trainer, completions from a shared cache the sampler. ok is True or None; there
+    is a fix if both could be computed and differ.
     """
     rollout = random_rollout(model, tokenizer, prompts)
     try:
@@ -216,7 +218,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return Finding("packing", None, f"off: {first_line(error)}; plain rows instead")
+        return Finding("packing", None, f"off: {first_line(error)}{INSTEAD}")
     rows = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp
     again = completion_log_probs(model, sampled, **config.policy, shared_prompt=False).logp.cpu()
     shared = torch.cat([packed.flatten().cpu(), sampled.sampling_logp.flatten()])
@@ -224,7 +226,8 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     finding = compare(model, "packing", "packed and plain rows", shared, plain, "")
     if finding.ok:
         return finding
-    return replace(finding, ok=None, found=f"off: {finding.found}; plain rows instead")
+    fix = "engine/packing.py, prefix_attention.py or cache.py has a fault; --shared_prompt never does without"
+    return replace(finding, ok=None, found=f"off: {finding.found}{INSTEAD}", fix=fix)
 
 
 def random_rollout(model, tokenizer, prompts: list[list[int]]) -> Rollout:

@@ -44,6 +44,18 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     torch.testing.assert_close(shape_rewards(settings, every_length, torch.zeros(4, 4)).flatten(), torch.tensor(expected))
 
 
+def test_with_gdpo_points_of_an_unscored_completion_do_not_count_for_its_siblings(base):
+    """One function scored it, the other did not."""
+    config = with_settings(base, reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 1.0]).config.grpo
+    shaped = []
+    for points in 0.0, 9.0:
+        per_function = {"a": torch.tensor([[1.0, 2.0, 4.0, math.nan]]).double(), "b": torch.tensor([[0.0, 1.0, 0.5, points]]).double()}
+        scores = torch.tensor([[1.0, 3.0, 4.5, math.nan]]).double()
+        shaped.append(shape_rewards(config, None, scores, per_function))
+    torch.testing.assert_close(*shaped, equal_nan=True)
+    assert shaped[0].isnan().tolist() == [[False, False, False, True]]
+
+
 def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(base, monkeypatch):
     run = with_settings(base, dynamic_sampling=2)
     plan = [[0, 1, 0, 0], [1, 0, 0], [0, 0]]              # which groups of each round have something to teach

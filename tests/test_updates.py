@@ -434,6 +434,12 @@ def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap(base):
     assert (ratio[made.mask] == 2.0).any() and (ratio[made.mask] < 1).any()
     kl = made.sampled_kl(far, run.config.grpo)
     torch.testing.assert_close(kl[made.mask], (ratio * (x.exp() - x - 1))[made.mask], atol=1e-4, rtol=1e-4)
+    gradients = []
+    for cap in 0.0, 1.0:                                  # on policy, where rounding decides whether a ratio is above 1
+        logp = (made.policy_logp + torch.where(made.mask, 1e-6, 0.0)).requires_grad_()
+        kl = made.sampled_kl(logp, replace(run.config.grpo, importance_cap=cap))
+        gradients.append(torch.autograd.grad(kl[made.mask].sum(), logp)[0])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(use_kl_penalty=True), dict(use_value_head=True), dict(importance_cap=2.0),

@@ -115,12 +115,20 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
     error = capsys.readouterr().err
     assert stop.value.code == 2 and "start-up check: packing: off: packed and plain rows differ by" in error
     assert "engine/packing.py" in error and not (tmp_path / "run/metrics.jsonl").exists()
+    assert "plain rows instead" not in error and "--shared_prompt never does without" in error
     train.main([*flags, "--check", "--shared_prompt", "never"])
     assert "note   packing      off: --shared_prompt never" in capsys.readouterr().out
     model, tokenizer = load_policy(ModelConfig())
     save_policy(model, tokenizer, tmp_path / "model")     # another one may have layers that carry state
     train.main([*flags, "--check", "--model_path", str(tmp_path / "model")])
     assert "note   packing      off: packed and plain rows differ by" in capsys.readouterr().out
+
+    def not_here(*args):
+        raise RuntimeError("FlashAttention only supports newer GPUs")
+
+    monkeypatch.setattr(logprobs, "pack_rows", lambda rollout, rows, shared, device: not_here() if shared else real(rollout, rows, shared, device))
+    train.main([*flags, "--check"])
+    assert "note   packing      off: FlashAttention only supports newer GPUs; plain rows instead" in capsys.readouterr().out
 
 
 @pytest.mark.slow
