@@ -208,8 +208,8 @@ def can_share_prompts(model, tokenizer, prompt) -> bool:
 def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding:
     """Compare completions packed behind one prompt with plain rows, which are slower but always correct.
 
-    Random completions test the trainer, completions from a shared cache the sampler. ok is True or None; there
-    is a fix if both could be computed and differ.
+    Random completions test the trainer, completions from a shared cache the sampler. ok is True or None, and
+    there is a fix if both could be computed and differ.
     """
     rollout = random_rollout(model, tokenizer, prompts)
     try:
