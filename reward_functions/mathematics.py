@@ -15,7 +15,13 @@ SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing
 ANSWERS_PER_PROCESS = 16
 SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
 TEXT = r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}"
-UNIT = rf"\s*({TEXT}|\\mathrm\{{[^{{}}]{{2,}}\}})(\^\{{?\d\}}?)?|\s+[A-Za-z]{{3,}}"    # after a number
+WORDS = re.compile(r"[A-Za-z $]*[A-Za-z]{2}[A-Za-z $.]*")
+UNITS = r"""(?xi: dollar|cent|euro|second|sec|minute|min|hour|hr|day|week|month|year|yr|inch|in|foot|feet|ft
+    |yard|mile|mi|(kilo|centi|milli)?(gram|(met|lit)(er|re))|[kcm]m|[km]g|ml|acre|gallon|quart|pint|cup|ounce|oz
+    |pound|lb|ton|mph|degree|radian|celsius|fahrenheit|percent|calorie|people|person|student|children|piece|item
+    |page|book|point|time|way|integer|digit|unit)(e?s)?|[mghslLCF]"""
+UNITS = rf"((square|sq|cubic|per|{UNITS})(\^[23]|[²³])?[ ./]+)*({UNITS})"     # "square feet", "km/h"
+UNITS = rf"( |(?![A-Za-z]\b))(\\(text\w*|mbox|mathrm) ?\{{ ?{UNITS} ?\}}|{UNITS})(\^\{{?[23]\}}?|[²³])?$"
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
@@ -34,7 +40,8 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     truths = [[extract_boxed(str(one)) or str(one) for one in row if one is not None] for row in rows]
     pairs = {(g, truth) for g, row in zip(given, truths, strict=True) for truth in row if g}
     equal = {pair for pair in pairs if same_answer(*(re.sub(TEXT, r"\1", text).strip(" $") for text in pair))}
-    equal |= compare_in_sandbox({pair for pair in pairs - equal if all(map(as_latex, pair))})
+    unread = {pair for pair in pairs if not all(map(as_latex, pair)) or all(map(WORDS.fullmatch, pair))}
+    equal |= compare_in_sandbox(pairs - unread - equal)
     return [
         None if truth is None else float(any((g, one) in equal for one in row))
         for g, row, truth in zip(given, truths, answer, strict=True)
@@ -49,27 +56,29 @@ def final_answer(text: str) -> str | None:
 
 
 def as_latex(text: str) -> str | None:
-    """Return an answer as LaTeX, without units after a number; None for words.
-
-    In plain text math-verify would read the last number only ("18 or 19" as 19), and would multiply the
-    letters of words ("dog" would equal "god").
+    """Return an answer as LaTeX, without UNITS after a number; None for other words.
 
     as_latex("18 dollars") == as_latex("18 \\\\text{ dollars}") == as_latex("$18") == "$18$"
-    as_latex("dog") is None
+    as_latex("dog") is as_latex("18 million") is None
     """
-    text = re.sub(rf"(?<=[\d}}])({UNIT})+\.?$", "", text.strip()).strip("$")
+    text = re.sub(r"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|°|\\degree|\^\{?\\circ\}?", " ", text).strip(" €£")
+    text = re.sub(rf"((?<=[\d)}}])|(?<=\\pi)){UNITS}", "", " ".join(text.removesuffix(".").split()))
+    text = re.sub(r"\b(\d+) (\d+)/(\d+)\b", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"(?<=\d) ?_", "b_", text)        # math-verify would ignore the base of 18_{8}
     rest = re.sub(r"\\(begin|end)\{\w+\}|\\text\{ *(and|or) *\}|sqrt(?=\()", "", text)
-    return None if re.search(rf"(?<![\\A-Za-z])[A-Za-z]{{3,}}|{TEXT}", rest) else f"${text}$"
+    unreadable = rf"(?<![\\A-Za-z])[A-Za-z]{{3,}}|{TEXT}|(?<!frac )(?<!_)\d \d"
+    return None if re.search(unreadable, rest) else f"${text}$"         # "dog" would equal "god", "1 8" 9
 
 
-# Runs in the sandbox and prints a line for each pair.
+# Prints a line for each pair. By default math-verify reads "\neq 18" as 18, and "less" and "c" as units.
 COMPARE_TEMPLATE = '''
 import logging
-from math_verify import parse, verify
+from math_verify import parser, verify
 logging.disable()
+tex = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(malformed_operators=True))
 for given, truth in {pairs!r}:
     try:
-        truth, given = (parse(text, parsing_timeout={seconds}) for text in (truth, given))
+        truth, given = (parser.parse(text, [tex], parsing_timeout={seconds}) for text in (truth, given))
         equal = verify(truth, given, timeout_seconds={seconds})
     except Exception:
         equal = False

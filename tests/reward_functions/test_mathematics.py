@@ -30,6 +30,45 @@ def test_math_equality(given, truth, points):
     assert rewards.math_equality([given], answer=[truth]) == [points]
 
 
+def verdicts(pairs):
+    return rewards.math_equality([f"<answer>{given}</answer>" for given, _ in pairs], answer=[truth for _, truth in pairs])
+
+
+@needs_math_verify
+def test_words_after_a_number_are_left_out_only_if_they_are_units():
+    words = ["million", "thousand", "dozen", "factorial", "minus seven", "not", "less", "squared", "square", "east", "apples", "per", "c", "t"]
+    assert verdicts([(f"18 {word}", "18") for word in words] + [(f"18 \\text{{ {word}}}", "18") for word in words]) == [0.0] * 28
+    units = ["dollars", "Euros", "cents", "hours", "people", "years", "books", "miles per hour", "km/h", "m/s^2", "cm", "cm^2", "m²", "square units",
+             "sq. ft", "ft^2", "\\text{ cm}^{2}", "\\mathrm{~m}", "\\text{ inches}.", "degrees", "kilograms", "\\degree", "^\\circ C", "^{\\circ}\\text{F}", "°C", "€", "percent"]
+    assert verdicts([(f"18 {unit}", "18") for unit in units]) == [1.0] * len(units)
+    assert verdicts([("18cm", "18"), ("$18$ dollars", "18"), ("36\\pi \\text{ cm}^2", "36\\pi"), ("18", "18 \\text{ ways}")]) == [1.0] * 4
+
+
+@needs_math_verify
+def test_a_letter_at_a_number_is_a_variable():
+    assert verdicts([("4", "4s"), ("3t", "3"), ("2m", "2h"), ("12m", "12m"), ("x m", "x"), ("12 m", "12")]) == [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+@needs_math_verify
+def test_letters_alone_are_words_and_others_a_product():
+    words = [("ab", "ba"), ("$ab$", "$ba$"), ("no", "on"), ("to be.", "be to")]
+    assert verdicts(words) == [0.0] * 4 and verdicts([("2ab", "2ba"), ("ab+1", "1+ba"), ("x y", "yx"), ("a \\cdot b", "ba"), ("ab", "ab")]) == [1.0] * 5
+
+
+@needs_math_verify
+@pytest.mark.parametrize("given", [
+    "18 \\text{19}", "18_{8}", "18 _8", "\\neq 18", "\\not= 18", "\\approx 18", "> 18", "18/", "18^", "18²", "18₈", "10 8", "10\\,8", "17\n18", "$17$ $18$", "\\(17\\) \\(18\\)",
+])
+def test_what_says_something_else_than_18_is_not_18(given):
+    assert verdicts([(given, "18")]) == [0.0]
+
+
+@needs_math_verify
+def test_numbers_side_by_side_are_read_where_they_are_mathematics():
+    pairs = [("-1 1/2", "-\\frac{3}{2}"), ("204_5", "204_{5}"), ("\\frac 1 2", "0.5"), ("\\log_2 8", "3"), ("$x=1$ or\n$x=2$", "x=2, x=1"), ("x+\\frac{1}{2}.", "\\frac{1}{2}+x")]
+    assert verdicts(pairs) == [1.0] * len(pairs) and verdicts([("204_5", "204_6")]) == [0.0]
+
+
 @needs_math_verify
 def test_an_answer_that_never_ends_costs_neither_the_others_nor_the_order(monkeypatch):
     monkeypatch.setattr("reward_functions.mathematics.SECONDS_PER_ANSWER", 1)
