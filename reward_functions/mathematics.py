@@ -5,6 +5,7 @@ make it hang.
 
 import importlib.util
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -12,7 +13,9 @@ from reward_functions.answers import extract_answer, extract_boxed, same_answer,
 from reward_functions.sandbox import run_python, usable_cores
 
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
+SECONDS_PER_BATCH = 20.0        # for all comparisons together, and 0.05 more for each
 ANSWERS_PER_PROCESS = 16
+LONGEST_ANSWER = 1000           # in characters; longer ones are compared as text
 SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
 TEXT = r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}"
 WORDS = re.compile(r"[A-Za-z $]*[A-Za-z]{2}[A-Za-z $.]*")
@@ -26,8 +29,8 @@ UNITS = rf"( |(?![A-Za-z]\b))(\\(text\w*|mbox|mathrm) ?\{{ ?{UNITS} ?\}}|{UNITS}
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
     """Give 1 point if the answer is mathematically equal to the column `answer`, by the package math-verify,
-    else 0; None where the data has no answer. Equal according to same_answer counts as equal; comparing
-    longer than a few seconds counts as unequal.
+    else 0; None where the data has no answer, and where the time of the batch is over. Equal according to
+    same_answer counts as equal; comparing longer than a few seconds, as unequal.
 
     The answer is the tagged one, or in a text without tags the only \\\\boxed{...}; of a list in the column
     `answer` any may be given, of a text there the last \\\\boxed{...} counts.
@@ -39,12 +42,13 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     rows = [truth if isinstance(truth, list) else [truth] for truth in answer]
     truths = [[extract_boxed(str(one)) or str(one) for one in row if one is not None] for row in rows]
     pairs = {(g, truth) for g, row in zip(given, truths, strict=True) for truth in row if g}
-    equal = {pair for pair in pairs if same_answer(*(re.sub(TEXT, r"\1", text).strip(" $") for text in pair))}
+    equal = {pair: same_answer(*(re.sub(TEXT, r"\1", one).strip(" $") for one in pair)) for pair in pairs}
     unread = {pair for pair in pairs if not all(map(as_latex, pair)) or all(map(WORDS.fullmatch, pair))}
-    equal |= compare_in_sandbox(pairs - unread - equal)
+    equal |= compare_in_sandbox(sorted(pair for pair in pairs - unread if not equal[pair]))
+    found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
     return [
-        None if truth is None else float(any((g, one) in equal for one in row))
-        for g, row, truth in zip(given, truths, answer, strict=True)
+        None if truth is None or (None in row and True not in row) else float(True in row)
+        for row, truth in zip(found, answer, strict=True)
     ]
 
 
@@ -56,11 +60,13 @@ def final_answer(text: str) -> str | None:
 
 
 def as_latex(text: str) -> str | None:
-    """Return an answer as LaTeX, without UNITS after a number; None for other words.
+    """Return an answer as LaTeX, without UNITS after a number; None for other words and for long texts.
 
     as_latex("18 dollars") == as_latex("18 \\\\text{ dollars}") == as_latex("$18") == "$18$"
     as_latex("dog") is as_latex("18 million") is None
     """
+    if len(text) > LONGEST_ANSWER:
+        return None
     text = re.sub(r"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|°|\\degree|\^\{?\\circ\}?", " ", text).strip(" €£")
     text = re.sub(rf"((?<=[\d)}}])|(?<=\\pi)){UNITS}", "", " ".join(text.removesuffix(".").split()))
     text = re.sub(r"\b(\d+) (\d+)/(\d+)\b", r"\1\\frac{\2}{\3}", text)
@@ -86,28 +92,28 @@ for given, truth in {pairs!r}:
 '''
 
 
-def compare_in_sandbox(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the pairs of equal expressions. Several are compared in one process. A pair that ends the
-    process is unequal; the rest follow in a new process.
+def compare_in_sandbox(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], bool | None]:
+    """Return whether the expressions of each pair are equal; None for those that the batch had no time for.
+    Several are compared in one process. A pair that ends it is unequal; the rest follow in a new process.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError("math_equality needs another package: pip install math-verify")
     check_sandbox()
 
-    def compare(left: list[tuple[str, str]]) -> set:
-        equal: set = set()
-        while left:
+    def compare(left: list[tuple[str, str]]) -> None:
+        while left and time.monotonic() < deadline:
             latex = [tuple(map(as_latex, pair)) for pair in left]
             code = COMPARE_TEMPLATE.format(pairs=latex, seconds=SECONDS_PER_ANSWER)
-            lines = run_python(code, timeout_s=3.0 * SECONDS_PER_ANSWER + 1, **SANDBOX).stdout.split()
-            equal |= {pair for pair, line in zip(left, lines, strict=False) if line == "1"}
-            left = left[max(1, len(lines)) :]            # again, unless it had all the time for itself
-        return equal
+            lines = run_python(code, timeout_s=3 * SECONDS_PER_ANSWER + 1, **SANDBOX).stdout.split() or "0"
+            equal.update((pair, line == "1") for pair, line in zip(left, lines, strict=False))
+            left = left[len(lines) :]            # again, unless it had all the time for itself
 
-    ordered = sorted(pairs)
-    chunks = [ordered[i : i + ANSWERS_PER_PROCESS] for i in range(0, len(ordered), ANSWERS_PER_PROCESS)]
+    equal: dict[tuple[str, str], bool | None] = dict.fromkeys(pairs)
+    chunks = [pairs[i : i + ANSWERS_PER_PROCESS] for i in range(0, len(pairs), ANSWERS_PER_PROCESS)]
+    deadline = time.monotonic() + SECONDS_PER_BATCH + 0.05 * len(pairs)
     with ThreadPoolExecutor(usable_cores()) as threads:
-        return set().union(*threads.map(compare, chunks))
+        list(threads.map(compare, chunks))
+    return equal
 
 
 @cache

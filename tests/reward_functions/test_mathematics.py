@@ -2,6 +2,8 @@
 
 import ast
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 from test_rewards import needs_math_verify
@@ -67,6 +69,29 @@ def test_what_says_something_else_than_18_is_not_18(given):
 def test_numbers_side_by_side_are_read_where_they_are_mathematics():
     pairs = [("-1 1/2", "-\\frac{3}{2}"), ("204_5", "204_{5}"), ("\\frac 1 2", "0.5"), ("\\log_2 8", "3"), ("$x=1$ or\n$x=2$", "x=2, x=1"), ("x+\\frac{1}{2}.", "\\frac{1}{2}+x")]
     assert verdicts(pairs) == [1.0] * len(pairs) and verdicts([("204_5", "204_6")]) == [0.0]
+
+
+def test_a_long_answer_is_not_read():
+    started = time.process_time()
+    assert mathematics.as_latex("\\text{a}" * 15000) is mathematics.as_latex("1+" * 500 + "1") is None and mathematics.as_latex("1+" * 499 + "1")
+    assert time.process_time() - started < 1
+
+
+def test_what_the_batch_has_no_time_for_has_no_score(monkeypatch):
+    def compare(code, **options):                                  # six seconds each, and unequal
+        clock[0] += 6
+        return SandboxResult(True, "0\n", "", "")
+
+    clock = [0.0]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(mathematics, "check_sandbox", lambda: None)
+    monkeypatch.setattr(mathematics, "usable_cores", lambda: 1)
+    monkeypatch.setattr(mathematics, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(mathematics, "run_python", compare)
+    monkeypatch.setattr(mathematics, "ANSWERS_PER_PROCESS", 1)
+    monkeypatch.setattr(mathematics, "SECONDS_PER_BATCH", 10.0)
+    pairs = [("1+1", "3"), ("1+2", "4"), ("1+3", "5"), ("1+4", ["6", "1+4"]), ("7", "7"), ("7", None), ("dog", "7")]
+    assert verdicts(pairs) == [0.0, 0.0, None, 1.0, 1.0, None, 0.0] and clock == [12.0]
 
 
 @needs_math_verify
