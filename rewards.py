@@ -28,7 +28,7 @@ if __name__ == "__main__":                                # before the slow impo
 import torch
 from torch import Tensor
 
-from reward_functions.answers import extract_answer, same_answer, text_of
+from reward_functions.answers import TAGS, extract_answer, same_answer, score_each, text_of
 from reward_functions.arithmetic import countdown
 from reward_functions.calling import Reports, build_arguments, call_reward_function, start_call
 from reward_functions.calling import RewardError  # noqa: F401
@@ -50,10 +50,7 @@ def correctness(completions, answer, **columns) -> list[float | None]:
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
     {"prompt": "8 * 9 = ?", "answer": "72"}
     """
-    return [
-        None if truth is None else float(same_answer(extract_answer(text_of(completion)), truth))
-        for completion, truth in zip(completions, answer, strict=True)
-    ]
+    return score_each(lambda text, true: float(same_answer(extract_answer(text), true)), completions, answer)
 
 
 def reasoning_coherence(completions, **columns) -> list[float]:
@@ -68,8 +65,8 @@ def reasoning_coherence(completions, **columns) -> list[float]:
         reasoning, *rest = re.split(r"</reasoning>\s*<answer>", rest, maxsplit=1)
         answer, complete, after = "".join(rest).partition("</answer>")
         checks = (
-            text.count("<reasoning>") == text.count("</reasoning>") == 1,
-            text.count("<answer>") == text.count("</answer>") == 1,
+            *(text.count(start) == text.count(end) == 1 and text.index(start) < text.index(end)
+              for start, end in (TAGS[:2], TAGS[2:])),
             bool(complete),
             bool(complete and reasoning.strip() and answer.strip()),
             bool(complete) and not before.strip() and not after.strip(),
@@ -86,11 +83,10 @@ def explanation_quality(completions, **columns) -> list[float]:
     """
     points = []
     for text in map(text_of, completions):
-        reasoning = text.partition("<reasoning>")[2].partition("</reasoning>")[0]
+        reasoning, closed, _ = text.partition("<reasoning>")[2].partition("</reasoning>")
         lines = [line.strip() for line in reasoning.splitlines() if line.strip()]
         brevity = min(1.0, max(0.0, (300 - len(reasoning.split())) / 200))
-        tagged = "</reasoning>" in text and bool(lines)
-        points.append(brevity * len(set(lines)) / len(lines) if tagged else 0.0)
+        points.append(brevity * len(set(lines)) / len(lines) if closed and lines else 0.0)
     return points
 
 

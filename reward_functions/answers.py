@@ -18,10 +18,21 @@ def text_of(completion) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def is_missing(value) -> bool:
+    """Check for None, blank text and NaN. Of a NaN in the column `answer` data.py makes the text "nan"."""
+    return value is None or (isinstance(value, str | float) and str(value).strip() in ("", "nan"))
+
+
+def as_texts(value) -> list[str]:
+    """Return a list of the data as texts: [] if it is missing; a single text or number is a list of one."""
+    single = isinstance(value, str | dict) or not hasattr(value, "__iter__")
+    return list(map(str, [value] if single else value)) if not is_missing(value) else []
+
+
 def score_each(points: Callable, completions, *columns) -> list[float | None]:
-    """Return points(text, *values) for each completion and its columns, None where a value is None."""
+    """Return points(text, *values) for each completion and its columns, None where a value is missing."""
     return [
-        None if any(value is None for value in values) else points(text_of(completion), *values)
+        None if any(map(is_missing, values)) else points(text_of(completion), *values)
         for completion, *values in zip(completions, *columns, strict=True)
     ]
 
@@ -31,9 +42,9 @@ def extract_answer(text: str) -> str | None:
 
     Several answers count as none, because listing all candidates would score otherwise.
     """
-    if text.count("<answer>") != 1 or text.count("</answer>") != 1:
-        return None
-    return text.partition("<answer>")[2].partition("</answer>")[0].strip() or None
+    answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    single = text.count("<answer>") == text.count("</answer>") == 1
+    return answer.strip() or None if closed and single else None
 
 
 def extract_boxed(text: str) -> str | None:
@@ -53,7 +64,7 @@ def same_answer(given: str | None, truth) -> bool:
     """
     if isinstance(truth, list):
         return any(same_answer(given, one) for one in truth)
-    if given is None or truth is None:
+    if given is None or is_missing(truth):
         return False
     truth = str(truth)
     given_number, true_number = as_number(given), as_number(truth)

@@ -39,8 +39,14 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("<answer>1,32</answer>", "132", 0.0),
         ("132", "132", 0.0),
         ("", "132", 0.0),
-        ("<answer></answer>", "", 0.0),
-        ("<answer>nan</answer>", "nan", 1.0),             # as text; as a number it would not even equal itself
+        ("<answer></answer>", "", None),
+        ("<answer>nan</answer>", "NaN", 1.0),             # as text; as a number it would not even equal itself
+        ("<answer>nan</answer>", math.nan, None),
+        ("<answer>nan</answer>", "nan", None),            # what data.py makes of the number
+        ("<answer>nan</answer>", [math.nan, "132"], 0.0),
+        ("</answer><answer>132", "132", 0.0),
+        ("</answer>132<answer>", "132", 0.0),
+        ("</answer><answer>132</answer>", "132", 0.0),
         ("<answer>1e400</answer>", "inf", 0.0),
         ("<answer>131</answer><answer>132</answer>", "132", 0.0),
         ("<answer>132", "132", 0.0),
@@ -67,6 +73,7 @@ def test_correctness_cannot_score_without_an_answer():
         ("<answer>1</answer><reasoning>x</reasoning>", 0.4),
         ("<answer>1</answer>", 0.2),
         ("<reasoning>" * 3, 0.0),
+        ("</reasoning>x<reasoning></answer>1<answer>", 0.0),
         ("", 0.0),
     ],
 )
@@ -81,6 +88,7 @@ def test_reasoning_coherence(text, points):
 def test_explanation_quality(reasoning, points):
     assert rewards.explanation_quality([f"<reasoning>{reasoning}</reasoning>"]) == pytest.approx([points])
     assert rewards.explanation_quality([reasoning]) == [0.0], "without tags"
+    assert rewards.explanation_quality([f"</reasoning><reasoning>{reasoning}"]) == [0.0], "in the wrong order"
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")

@@ -153,7 +153,7 @@ TUNIX = re.compile(r"<reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$)",
 def test_reasoning_coherence_finds_what_its_expression_finds(text):
     match = TAGGED.search(text)
     checks = (
-        text.count("<reasoning>") == text.count("</reasoning>") == 1, text.count("<answer>") == text.count("</answer>") == 1,
+        *(re.findall(f"</?{name}>", text) == [f"<{name}>", f"</{name}>"] for name in ("reasoning", "answer")),
         match is not None, match is not None and bool(match[1].strip()) and bool(match[2].strip()),
         match is not None and match[0] == text.strip(),
     )
