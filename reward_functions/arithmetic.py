@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from reward_functions.answers import extract_answer, score_each
+from reward_functions.answers import as_texts, extract_answer, score_each
 
 MAX_CHARACTERS = 200            # of an expression; this also bounds how deep the parser recurses
 FOUR_OPERATORS = {
@@ -25,9 +25,9 @@ def countdown(completions, numbers, target, **columns) -> list[float | None]:
     {"prompt": "Make 19 from 7, 3, 4.", "numbers": [7, 3, 4], "target": 19}
     """
 
-    def points(text: str, allowed: list[int], goal: int) -> float:
+    def points(text: str, given, goal) -> float:
         value, used = evaluate_expression(extract_answer(text) or "")
-        return float(value == int(goal) and sorted(used) == sorted(map(int, allowed)))
+        return float(value == Fraction(str(goal)) and sorted(used) == sorted(map(Fraction, as_texts(given))))
 
     return score_each(points, completions, numbers, target)
 

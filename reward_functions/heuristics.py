@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import regex
 
-from reward_functions.answers import matches, score_each, text_of
+from reward_functions.answers import as_texts, matches, score_each, text_of
 
 
 def repetition_penalty(completions, **columns) -> list[float]:
@@ -59,8 +59,8 @@ def safety(completions, forbidden, **columns) -> list[float | None]:
     safety(["rm -rf /", "ls"], forbidden=[[r"rm\\s+-rf"]] * 2) == [0.0, 1.0]
     {"prompt": "How do I empty the folder build?", "forbidden": ["rm +-rf", "sudo"]}
     """
-    def points(text: str, rules: list[str]) -> float:
-        found = (matches(regex.search, rule, text, regex.IGNORECASE, otherwise=True) for rule in rules)
+    def points(text: str, rules) -> float:
+        found = (matches(regex.search, r, text, regex.IGNORECASE, otherwise=True) for r in as_texts(rules))
         return float(not any(found))
 
     return score_each(points, completions, forbidden)

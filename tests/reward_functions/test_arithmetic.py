@@ -45,10 +45,20 @@ def test_countdown(answer, points):
     assert rewards.countdown([text], numbers=[["4", "7", "3"]], target=["19"]) == [points]
 
 
+@pytest.mark.parametrize("answer,numbers,target,points", [
+    ("3", [3], 3.7, 0.0), ("37/10", [37, 10], 3.7, 1.0), ("37/10", [37, 10], "3.7", 1.0), ("15/4", [15, 4], "15/4", 1.0), ("1/3", [1, 3], 0.33, 0.0),
+    ("3-6", [3, 6], -3.5, 0.0), ("3-6", [3, 6], -3, 1.0), ("3*4", [3.7, 4], 12, 0.0), ("2*2", [2.5, 2], 4, 0.0), ("3*4", [3.0, "4.0"], "12.0", 1.0),
+    ("12", "12", 12, 1.0), ("12", 12, 12, 1.0), ("1+2", "12", 3, 0.0),                                        # one text is a list of one
+])
+def test_numbers_and_target_are_not_rounded_and_a_single_number_is_a_list(answer, numbers, target, points):
+    assert rewards.countdown([f"<answer>{answer}</answer>"], numbers=[numbers], target=[target]) == [points]
+
+
 def test_countdown_counts_in_fractions_and_wants_one_tagged_answer():
     texts = ["<answer>8/(3-8/3)</answer>", "8/(3-8/3)", "<answer>8/(3-8/3)</answer>" * 2, ""]
     assert rewards.countdown(texts, numbers=[[3, 8, 3, 8]] * 4, target=[24] * 4) == [1.0, 0.0, 0.0, 0.0]
     assert rewards.countdown(texts[:2], numbers=[None, [3]], target=[24, None]) == [None, None]
+    assert rewards.countdown(texts[:1] * 2, numbers=[[3, 8, 3, 8], "nan"], target=[float("nan"), 24]) == [None, None]
     third = "<answer>1/3*3</answer>"
     assert rewards.countdown([third], numbers=[[1, 3, 3]], target=[1]) == [1.0]
     assert evaluate_expression("10/4") == (5 / 2, [10, 4]) and evaluate_expression("1/0") == (None, [1, 0])
