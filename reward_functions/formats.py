@@ -9,7 +9,7 @@ import re
 import regex
 
 from reward_functions.answers import (
-    extract_answer, extract_block, matches, same_answer, score_each, text_of,
+    as_texts, extract_answer, extract_block, is_missing, matches, same_answer, score_each, text_of,
 )
 
 LETTERS = "ABCDEFGHIJ"          # of choices
@@ -19,27 +19,37 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
     """Give 1 point if the tagged answer names the right choice, else 0; None where the column `answer` names
     no choice.
 
-    "B", "(b)", "B." and "B) four" name choice B. With the column `choices` (a list of texts) the data's
-    answer may also be an index that counts from 0, or such a text, and a completion may give the text.
+    "B", "(b)", "B." and "B) four" name choice B; so does its text if the column `choices` is a list of texts.
+    The data's answer may also be an index from 0, as an int. An "A" among the texts that is not choice A, so
+    that "A" has two meanings, is refused before training.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
     """
 
     def points(text: str, truth, options: list[str]) -> float | None:
-        truth = str(truth).strip()
-        by_option = (i for i, option in enumerate(options) if truth in (str(i), option))
-        right = next(by_option, LETTERS.find(truth.upper() or "?"))
-        if right < 0:
-            return None
-        given = extract_answer(text) or ""
-        if right < len(options) and same_answer(given, options[right]):
-            return 1.0
-        named = re.fullmatch(r"\(?([A-Z])(?:[).:]+.*)?", given, re.DOTALL | re.IGNORECASE)
-        return float(named is not None and LETTERS.find(named[1].upper()) == right)
+        given, right = extract_answer(text), choice_of(truth, options)
+        letters = [choice_of(letter, options) for letter in LETTERS[: len(options)]]
+        if letters != options[: len(LETTERS)] or choice_of(str(truth), options) not in (None, right):
+            two = f"a letter or the answer {truth!r:.60} could mean two of the choices {options!r:.200}"
+            raise ValueError(f"--reward_functions multiple_choice: {two}; reword them, or leave the row out")
+        return None if right is None else float(given is not None and choice_of(given, options) == right)
 
-    choices = [options or [] for options in choices or [None] * len(completions)]
-    return score_each(points, completions, answer, choices)
+    return score_each(points, completions, answer, map(as_texts, choices or [None] * len(completions)))
+
+
+multiple_choice.check_row = lambda row: multiple_choice([""], [row.get("answer")], [row.get("choices")])
+
+
+def choice_of(answer, options: list[str]) -> str | None:
+    """Return the choice that an answer names by its text, else by its letter, or as an int by its index."""
+    if type(answer) is int and 0 <= answer < len(options):
+        return options[answer]
+    name, choices = str(answer).strip(), options or list(LETTERS)
+    letter = re.match(r"\(?([A-Za-z])(?:[).:]|$)", name)
+    index = LETTERS.find(letter[1].upper()) if letter else -1                 # -1: an empty slice below
+    equal = [c for c in choices if c == name] or [c for c in choices if same_answer(name, c)]
+    return [*equal, *choices[index : index + 1], None][0]
 
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
@@ -50,9 +60,9 @@ def answer_pattern(completions, pattern, **columns) -> list[float | None]:
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     {"prompt": "On which day did it begin?", "pattern": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}
     """
-    def points(text: str, expression: str) -> float:
-        answer = extract_answer(text) or ""
-        return float(matches(regex.fullmatch, expression, answer, regex.DOTALL, otherwise=False))
+    def points(text: str, rule: str) -> float:
+        answer = extract_answer(text)
+        return float(bool(answer) and matches(regex.fullmatch, rule, answer, regex.DOTALL, otherwise=False))
 
     return score_each(points, completions, pattern)
 
@@ -71,8 +81,8 @@ def json_format(completions, schema=None, **columns) -> list[float]:
     def points(text: str, schema) -> float:
         try:
             value = json.loads(extract_block(text, "json"), parse_constant=int)       # rejects NaN, Infinity
-            schema = json.loads(schema) if isinstance(schema, str) else schema
-            return float(schema is None or matches_schema(value, schema))
+            schema = json.loads(schema) if isinstance(schema, str) and schema.strip() else schema
+            return float(is_missing(schema) or matches_schema(value, schema))
         except (ValueError, RecursionError, OverflowError):     # multipleOf of 1e999 overflows
             return 0.0
 
@@ -106,7 +116,7 @@ def xml_tags(completions, tags=None, **columns) -> list[float]:
                 found, previous_end = found + 1, end
         return found / len(names)
 
-    tags = [names or ["reasoning", "answer"] for names in tags or [None] * len(completions)]
+    tags = [as_texts(names) or ["reasoning", "answer"] for names in tags or [None] * len(completions)]
     return score_each(points, completions, tags)
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -113,10 +113,10 @@ def missing_columns(function: Callable, columns: set[str]) -> list[str]:
     return [p.name for p in named_parameters(function) if p.default is p.empty and p.name not in provided]
 
 
-def require_columns(functions: Iterable[Callable], examples: Iterable[dict], source: str) -> None:
-    """Raise ValueError, with a line of data that would do, if a function needs a column without values."""
+def require_columns(functions: Iterable[Callable], examples: Sequence[dict], source: str) -> None:
+    """Raise ValueError if a function needs a column without values, or its check_row refuses an example."""
     cells = (cell for example in examples for cell in example.items())
-    columns = {name for name, value in cells if str(value) not in ("", "None")}
+    columns = {name for name, value in cells if str(value) not in ("", "None", "nan")}
     for function in functions:
         if missing := missing_columns(function, columns):
             other = "; training without --use_grpo needs no rewards" if "completion" in columns else ""
@@ -124,6 +124,8 @@ def require_columns(functions: Iterable[Callable], examples: Iterable[dict], sou
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
                 f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}{other}"
             )
+        for example in examples if hasattr(function, "check_row") else ():
+            function.check_row(example)
 
 
 def refuse_equal_names(functions: list[Callable]) -> None:

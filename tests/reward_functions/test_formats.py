@@ -1,5 +1,6 @@
 """Rewards for answer formats by example."""
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -16,9 +17,20 @@ from reward_functions import formats
         ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
         ("b: x", "B", None, 1.0), ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0),
         ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0),
-        ("C", "2", ["x", "y", "z"], 1.0), ("Z", "2", ["x", "y", "zoo"], 0.0), ("zoo", "2", ["x", "y", "zoo"], 1.0),
-        ("x", "2", ["x", "y", "zoo"], 0.0), ("two", "B", ["one", "two"], 1.0), ("one", "B", ["one", "two"], 0.0),
-        ("132", "132", None, None), ("A", None, None, None),
+        ("C", 2, ["x", "y", "z"], 1.0), ("Z", 2, ["x", "y", "zoo"], 0.0), ("zoo", 2, ["x", "y", "zoo"], 1.0),
+        ("x", 2, ["x", "y", "zoo"], 0.0), ("two", "B", ["one", "two"], 1.0), ("one", "B", ["one", "two"], 0.0),
+        ("132", "132", None, None), ("A", None, None, None), ("A", math.nan, ["nan"], None), ("A", "", None, None),
+        # the text comes before the letter, and an index is no text
+        ("D", "2", ["5", "4", "3", "2"], 1.0), ("2", "2", ["5", "4", "3", "2"], 1.0), ("d) 2", "2", ["5", "4", "3", "2"], 1.0),
+        ("C", "2", ["5", "4", "3", "2"], 0.0), ("3", "2", ["5", "4", "3", "2"], 0.0), ("C) 2", "2", ["5", "4", "3", "2"], 0.0),
+        ("A", "3", ["3", "9", "8", "7"], 1.0), ("D", "3", ["3", "9", "8", "7"], 0.0), ("C", "2", ["x", "y", "z"], None),
+        ("A. Lincoln", "G. Washington", ["G. Washington", "A. Lincoln"], 0.0), ("A", "G. Washington", ["G. Washington", "A. Lincoln"], 1.0),
+        ("5", "5%", ["5", "5%"], 0.0), ("5%", "5%", ["5", "5%"], 1.0), ("CO", "Co", ["CO", "Co"], 0.0), ("B", "Co", ["CO", "Co"], 1.0),
+        ("2", "A", ["2", "2", "4"], 1.0), ("B", "A", ["2", "2", "4"], 1.0), ("C", "A", ["2", "2", "4"], 0.0),      # equal texts
+        # no choice: several letters, a letter of no choice
+        ("A", "AB", None, None), ("B", "BCD", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0),
+        ("AB", "B", None, 0.0), ("not B", "B", None, 0.0), ("B", "B", "four", None), ("four", "A", "four", 1.0), ("f", "A", "four", 0.0),
+        ("4", 1, [3, 4], 1.0), ("B", 4, [3, 4], 1.0), ("A", 4, [3, 4], 0.0), ("B", True, ["x", "y"], None),
     ],
 )
 def test_multiple_choice(given, truth, choices, points):
@@ -27,11 +39,25 @@ def test_multiple_choice(given, truth, choices, points):
         assert rewards.multiple_choice([f"<answer>{given}</answer>"], answer=[truth]) == [points]
 
 
+@pytest.mark.parametrize("text", ["", "None", "none"])
+def test_no_answer_names_no_choice(text):
+    points = rewards.multiple_choice(["", "A", "<answer></answer>", "<answer>A</answer>"], answer=["A"] * 4, choices=[[text, "x"]] * 4)
+    assert points == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("answer,choices", [("A", ["B", "A"]), ("x", ["x", "a"]), ("two", ["one", "two", "B"]), (3, ["3", "9", "8", "7"])])
+def test_choices_that_share_a_name_are_refused_in_one_line_that_has_them(answer, choices):
+    with pytest.raises(ValueError, match=r"--reward_functions multiple_choice: .*leave the row out$") as error:
+        rewards.multiple_choice(["<answer>A</answer>"], answer=[answer], choices=[choices])
+    assert repr(answer) in str(error.value) and repr(choices) in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "text,schema,points",
     [
         ('<answer>{"x": 1}</answer>', None, 1.0), ('{"x": 1}', None, 1.0), ('Here:\n```json\n[1, 2]\n```\nso.', None, 1.0),
         ("{x: 1}", None, 0.0), ("", None, 0.0), ("NaN", None, 0.0), ("[" * 99999, None, 0.0), ('{"x": 1} and more', None, 0.0),
+        ('{"x": 1}', math.nan, 1.0), ("[]", " ", 1.0), ('</answer><answer>{"x": 1}', None, 0.0),
         ('{"x": 1}', {"required": ["x"]}, 1.0), ('{"x": 1}', '{"required": ["y"]}', 0.0), ("[]", {"required": ["x"]}, 0.0),
     ],
 )
@@ -58,7 +84,8 @@ def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
         ("<code>y</code><plan>x</plan>", ["plan", "code"], 0.5),
         ("<plan>x</plan><code> </code>", ["plan", "code"], 0.5),
         ("<plan>x</plan>" * 2, ["plan"], 0.0), ("</plan>x<plan>", ["plan"], 0.0),
-        ("<plan>x", ["plan"], 0.0), ("", ["plan"], 0.0),
+        ("<plan>x", ["plan"], 0.0), ("", ["plan"], 0.0), (GOLD, math.nan, 1.0),
+        ("<plan>x</plan>", "plan", 1.0), ("<p>x</p><l>x</l><a>x</a><n>x</n>", "plan", 0.0),             # one text is a list of one
     ],
 )
 def test_xml_tags(text, tags, points):
@@ -69,3 +96,9 @@ def test_answer_pattern():
     date = r"\d{4}-\d\d-\d\d"
     texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "<answer>2024-01-31?</answer>", "2024-01-31", ""]
     assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 5 + [None]) == [1.0, 0.0, 0.0, 0.0, 0.0, None]
+    assert rewards.answer_pattern(texts[:1] * 2, pattern=[math.nan, ""]) == [None, None]
+
+
+def test_no_answer_matches_no_pattern():
+    texts = ["", "2024", "<answer></answer>", "</answer><answer>2024", "<answer>2024</answer>"]
+    assert rewards.answer_pattern(texts, pattern=[".*"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
