@@ -14,12 +14,13 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from data import COLUMNS, load_examples
 from engine.chat_template import as_text
-from reward_functions.answers import extract_answer, text_of
+from reward_functions.answers import as_texts, extract_answer, text_of
+from reward_functions.formats import LETTERS, choice_of
 from reward_functions.loading import RESERVED, missing_columns, name_of, require_columns
 from runs.command_line import OneLineParser, exit_on_mistake
 from sources.tasks import demonstration
@@ -38,11 +39,13 @@ KINDS = {
 SLOW = 0.1                      # seconds per completion
 
 
-def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
+def completions_of(example: dict, other: dict | None = None, choices: Sequence = ()) -> dict[str, str]:
     """Return the text of each kind for one example; without a gold: empty, wrong, form, echo.
 
-    other  another example, whose gold is wrong here
-    For a conversation the texts are its last turn.
+    other    another example, whose gold is wrong here
+    choices  adds gold with the letter or text of each choice: kinds `right choice: B`, `other choice: A`, ...
+    For a conversation the texts are its last turn. Not in the table: gold without the tags of the answer
+    (`untagged`), and with </answer> before <answer> (`reversed`).
     """
     answer, gold = example.get("answer"), text_of(example.get("completion") or "")
     answer = answer[0] if isinstance(answer, list) and answer else answer
@@ -51,7 +54,8 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     form, echo = demonstration("...", "..."), as_text(example["prompt"])
     if not gold:
         return {"empty": "", "wrong": "I do not know.", "form": form, "echo": echo}
-    correct = extract_answer(gold) or answer
+    correct, spam, named = extract_answer(gold) or answer, "", {}
+    wrong = text_of((other or {}).get("completion") or "I do not know.")
     if answer and correct:
         changed = re.sub(r"\d{1,9}", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)
         wrong_answer = changed if changed != answer else f"not {answer}"
@@ -59,17 +63,19 @@ def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
         wrong = head + wrong_answer + tail if found else wrong_answer
         answers = (f"<answer>{text}</answer>" for text in (wrong_answer, correct, f"{wrong_answer}1"))
         spam = "<reasoning>One of these.</reasoning>" + "".join(answers)
-    else:
-        wrong = text_of((other or {}).get("completion") or "I do not know.")
-        spam = ""
+        right = choice_of(answer, choices)
+        for letter, choice in zip(LETTERS, choices if right else (), strict=False):
+            kind = "right choice" if choice == right else "other choice"
+            named |= {f"{kind}: {name}": head + name + tail if found else name for name in (letter, choice)}
     wrong = example.get("wrong") or wrong
     spam = spam or f"{wrong}\n{gold}\n{wrong}"
     start = "<reasoning>" if "<reasoning>" in wrong else ""
     confident = wrong.replace(start, start + "I am absolutely certain of this and have checked it twice. ", 1)
-    return {
+    bare = gold.replace("</answer>", "")
+    return named | {
         "gold": gold, "empty": "", "wrong": wrong, "confident": confident, "form": form, "spam": spam,
-        "repeated": "\n".join([gold] * 3), "truncated": gold[: len(gold) // 2],
-        "echo": echo,
+        "repeated": "\n".join([gold] * 3), "truncated": gold[: len(gold) // 2], "echo": echo,
+        "untagged": bare.replace("<answer>", ""), "reversed": bare.replace("<answer>", "</answer><answer>"),
     }
 
 
@@ -94,8 +100,7 @@ def measure(
 ) -> tuple[dict[str, float], float, list[dict]]:
     """Score all kinds of completions with a function, for the examples that have one of the columns it names.
 
-    returns  mean points by kind (without kinds that it never scored), seconds per completion, calls that
-             failed
+    returns  mean points by kind, without kinds that it never scored; seconds per completion; failed calls
     """
     from rewards import Reports, compute_rewards_for_completions  # slow to import
 
@@ -108,16 +113,16 @@ def measure(
         if used and all(example.get(name) is None for name in used):
             continue
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
-        texts = completions_of(example, other)
+        texts = completions_of(example, other, as_texts(example.get("choices") if "choices" in used else ""))
         total, _ = compute_rewards_for_completions(
             [function], [1.0], as_rollout(list(texts.values())), [columns | example] * len(texts),
             on_error="none", timeout=timeout, reports=reports,
         )
         for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
             if not math.isnan(value):
-                points.setdefault(kind, []).append(value)
+                points.setdefault(kind.partition(":")[0], []).append(value)
         count += len(texts)
-    means = {kind: sum(points[kind]) / len(points[kind]) for kind in KINDS if kind in points}
+    means = {kind: sum(values) / len(values) for kind, values in points.items()}
     return means, (time.perf_counter() - started) / max(1, count), reports.failures
 
 
@@ -131,7 +136,8 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
         return [f"gives {points['empty']:g} to every completion, so nothing can be learned from it here"]
     flags = []
-    for lower, kinds in ("gold", list(KINDS)), ("wrong", ["empty", "form", "spam", "echo"]):
+    orders = {"wrong": ["empty", "form", "spam", "echo", "other choice"], "untagged": ["reversed"]}
+    for lower, kinds in {"gold": [*KINDS], "right choice": ["gold"], **orders}.items():
         limit = points.get(lower, math.inf) + 1e-9
         above = [f"{kind} ({points[kind]:.2f})" for kind in kinds if points.get(kind, -math.inf) > limit]
         if above:
@@ -165,8 +171,8 @@ def lint(
         flags += [f"{name} {flag}" for flag in found]
         if seconds > SLOW:
             flags.append(f"{name} takes {seconds:.2f} s a completion")
-        for kind, value in points.items():
-            total[kind] = total.get(kind, 0.0) + weight * value
+        for kind in KINDS.keys() & points.keys():
+            total[kind] = total.get(kind, 0.0) + weight * points[kind]
     if len(functions) > 1:
         table.append(table_row("total", total))
         flags += [f"the total {flag}" for flag in flags_of(total, is_total=True)]

@@ -1,6 +1,7 @@
 """The linter finds the flaws it looks for, and docs/rewards.md shows its output."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from analysis import reward_linter
 from data import load_examples
+from reward_functions.answers import same_answer
 from rewards import BUILT_IN, check_answer, correctness, load_reward_function
 from test_rewards import needs_math_verify
 
@@ -27,7 +29,7 @@ def test_a_wrong_number_scores_below_silence_in_tunix_check_answer():
 
 def test_correctness_has_no_flags():
     points, _, _ = reward_linter.measure(correctness, EXAMPLES)
-    assert points == {"gold": 1, "empty": 0, "wrong": 0, "confident": 0, "form": 0, "spam": 0, "repeated": 0, "truncated": 0, "echo": 0}
+    assert points.pop("gold") == 1 and set(points) == {*reward_linter.KINDS, "untagged", "reversed"} - {"gold"} and set(points.values()) == {0}
     assert flags_for(correctness) == []
 
 
@@ -70,6 +72,72 @@ def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():
     texts = reward_linter.completions_of({"prompt": "p", "answer": "10", "completion": gold})
     assert texts["wrong"] == "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"
     assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"]
+
+
+def older_multiple_choice(completions, answer, choices, **columns):
+    """As it was: the index was compared before the text."""
+    def points(text, truth, options):
+        right = next((i for i, option in enumerate(options) if truth in (str(i), option)), "ABCDEFGHIJ".find(truth.upper() or "?"))
+        given = text.partition("<answer>")[2].partition("</answer>")[0]
+        named = re.fullmatch(r"\(?([A-Z])(?:[).:]+.*)?", given, re.DOTALL | re.IGNORECASE)
+        return float(same_answer(given, options[right]) or (named is not None and "ABCDEFGHIJ".find(named[1].upper()) == right))
+
+    return list(map(points, completions, answer, choices))
+
+
+def older_correctness(completions, answer, **columns):
+    """As it was: the tags were counted, and their order was not."""
+    def extract(text):
+        single = text.count("<answer>") == text.count("</answer>") == 1
+        return text.partition("<answer>")[2].partition("</answer>")[0].strip() if single else None
+
+    return [float(same_answer(extract(text), truth)) for text, truth in zip(completions, answer, strict=True)]
+
+
+CHOICES = [
+    {"prompt": "4-2?", "answer": "2", "choices": ["5", "4", "3", "2"]},
+    {"prompt": "Which is a fruit?", "answer": "B", "choices": ["stone", "apple"], "completion": "I say <answer>B</answer>, a fruit."},
+    *({"prompt": f"{n}+1=?", "answer": "AC"[n % 2], "choices": [f"{n}+1", "no number", str(n + 1), "0"]} for n in range(8)),
+]
+
+
+def test_a_function_that_credits_a_wrong_choice_or_denies_the_right_one_is_flagged():
+    def letters_alone(completions, answer, choices, **columns):
+        return correctness(completions, answer)
+
+    examples = load_examples(CHOICES)
+    assert flags_for(BUILT_IN["multiple_choice"], examples) == flags_for(BUILT_IN["multiple_choice"], examples[:1]) == []
+    assert "older_multiple_choice gives more to other choice (0.33) than to wrong (0.00)" in flags_for(older_multiple_choice, examples[:1])
+    share = 2 / (9 * 6 + 2)                                # C and 3 of the first row, of all letters and texts that are wrong
+    assert f"older_multiple_choice gives more to other choice ({share:.2f}) than to wrong (0.00)" in flags_for(older_multiple_choice, examples)
+    assert flags_for(letters_alone, examples[1:]) == ["letters_alone gives more to gold (1.00) than to right choice (0.50)"]
+
+
+def test_a_function_that_does_not_read_the_choices_is_not_compared_on_them():
+    def short(completions, answer, **columns):
+        return [right and 1 / (1 + len(text)) for right, text in zip(correctness(completions, answer), completions)]
+
+    points, _, _ = reward_linter.measure(short, load_examples(CHOICES))
+    assert not {"other choice", "right choice"} & set(points) and flags_for(short, load_examples(CHOICES)) == []
+    _, flags = reward_linter.lint([BUILT_IN["multiple_choice"], short], [1.0, 0.2], load_examples(CHOICES[1:]))
+    assert flags == [], "and a total has only what all functions have"
+
+
+def test_a_function_that_counts_tags_and_ignores_their_order_is_flagged():
+    assert flags_for(older_correctness) == ["older_correctness gives more to reversed (1.00) than to untagged (0.00)"]
+    texts = reward_linter.completions_of({"prompt": "p", "answer": "7", "completion": "so <answer>7</answer>."})
+    assert texts["reversed"] == "so </answer><answer>7." and texts["untagged"] == "so 7."
+    assert correctness([texts["reversed"], texts["untagged"]], answer=["7"] * 2) == [0.0, 0.0]
+
+
+def test_the_texts_of_choices_are_gold_with_each_letter_and_text():
+    choices = ["stone", "apple"]
+    texts = reward_linter.completions_of(load_examples(CHOICES)[1], choices=choices)
+    named = {kind: text for kind, text in texts.items() if "choice" in kind}
+    assert named == {f"{kind} choice: {name}": f"I say <answer>{name}</answer>, a fruit."
+                     for kind, names in (("other", ["A", "stone"]), ("right", ["B", "apple"])) for name in names}
+    unnamed = reward_linter.completions_of({"prompt": "p", "answer": "C"}, choices=choices)
+    assert not any("choice" in kind for kind in unnamed), "the answer is none of them"
 
 
 def test_functions_of_tokens_see_one_for_each_word():
