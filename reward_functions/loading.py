@@ -124,8 +124,14 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
                 f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}{other}"
             )
-        for example in examples if hasattr(function, "check_row") else ():
-            function.check_row(example)
+    check_rows(functions, examples)
+
+
+def check_rows(functions: Iterable[Callable], examples: Iterable[dict]) -> None:
+    """Raise ValueError if the check_row of a function refuses an example."""
+    for check in [function.check_row for function in functions if hasattr(function, "check_row")]:
+        for example in examples:
+            check(example)
 
 
 def refuse_equal_names(functions: list[Callable]) -> None:

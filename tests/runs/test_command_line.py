@@ -227,6 +227,9 @@ MISTAKES = {
     "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
+    "held-out row of two meanings": (
+        ["--reward_functions", "multiple_choice", "--dataset", "{tmp}/choices.jsonl", "--eval_dataset", "{tmp}/ambiguous.jsonl",
+         "--cold_start_steps", "0"], "--reward_functions multiple_choice: a letter .*could mean two of the choices"),
     "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
     "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*has columns prompt"),
     "kaggle's form": (["--dataset", "kaggle:a/b"], "kaggle:a/b: write kaggle:owner/name/file"),
@@ -263,6 +266,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9 au"}\n')
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
+    data_file(tmp_path, "choices.jsonl", '{"prompt": "Which?", "answer": "A", "choices": ["x", "y"]}\n')
+    data_file(tmp_path, "ambiguous.jsonl", '{"prompt": "What?", "answer": "A", "choices": ["B", "A"]}\n')
     data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":
