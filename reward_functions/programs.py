@@ -6,7 +6,9 @@ Needs Linux; where no isolation method works it raises a RuntimeError that state
 
 import ast
 import builtins
+import functools
 import secrets
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +20,20 @@ SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
 SECONDS_PER_BATCH = 120.0       # for all programs together, and one more for each, divided by the cores
 EXECUTORS = {"eval", "exec", "compile", "load", "loads", "Unpickler", "timeit"}     # run what they are given
+# What a test may use without an import: modules, if before a dot, and names of modules.
+MODULES = {"asyncio", "cmath", "collections", "functools", "inspect", "itertools", "json", "math", "re"}
+NAMES = dict(Counter="collections", OrderedDict="collections", deque="collections", Decimal="decimal",
+             Fraction="fractions", isclose="math", date="datetime", datetime="datetime", timedelta="datetime")
+# Called in the program's process if the first argument or a keyword is its function or its object.
+TAKE_OBJECTS = {"abs", "bool", "callable", "filter", "float", "getattr", "hasattr", "inspect", "int",
+                "isinstance", "islice", "len", "map", "next", "reduce", "repr", "run", "sorted", "str"}
+METHODS = {name for kind in (str, bytes, list, dict, set, float, complex) for name in dir(kind)}
 
 
 def passes_tests(completions, tests, **columns) -> list[float | None]:
     """Give 0 to 1 point: the fraction of its tests that the program in a completion passes; None where there
-    are no tests, or one that is not an assert statement about the program, and where the time of the batch is
-    over. Programs that hang cost SECONDS_PER_PROGRAM.
+    are no tests, or one that cannot be judged (docs/rewards.md; a warning names it), and where the time of
+    the batch is over.
 
     tests    a column: per row a list of assert statements as strings; each may begin with imports
     program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
@@ -33,149 +43,164 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     passes_tests(["def double(x):\\n    return 2 * x"], tests=[tests]) == [0.5]
     {"prompt": "Write a function double(x).", "tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
 
-    The expected values are never in the program's process. `assert abs(double(2) - 4) < 1e-9` is split:
-    double(2) is evaluated in one process after the program has run, and `abs(_ - 4) < 1e-9` in another one,
-    which receives nothing from the program but the value of double(2), parsed as a literal. So the program
-    cannot influence the comparison: exiting early, printing, patching builtins, reading frames or memory, or
-    an object that equals everything can only lose points.
-
-    A test that hands a value to eval, exec or a load function would run it beside the comparison: a warning
-    says so, and there is no score. Compare the value itself, or use ast.literal_eval or json.loads.
-
-    Not prevented: a program that knows the expected values from the prompt; guessing among few possible
-    values (`assert is_even(4)`); tests that leave the comparison to the program (`assert Point(1) ==
-    Point(1)`: an expression that begins with a capitalised name is evaluated in its process as a whole).
-    Values are numbers, text, bytes, None, and lists, tuples, sets and dicts of them. Subclasses count as
-    these, other iterables as lists; anything else fails the test, including infinity and NaN. Only the
-    standard library is available.
+    The expected values are never in the program's process. Of `assert abs(double(2) - 4) < 1e-9` it evaluates
+    double(2), and another process, which receives nothing but this value as JSON, `abs(_ - 4) < 1e-9`. So
+    exiting early, printing, patching builtins, or an object that equals everything can only lose points. Not
+    prevented: knowing the expected values from the prompt, or guessing among few (`assert is_even(4)`).
     """
 
-    def score(completion, row: list[str] | None) -> float | None:
-        parts = [split_test(test) for test in row or []]
-        if not parts or None in parts or time.monotonic() > deadline:
-            return None
-        return fraction_passed(extract_block(text_of(completion), "python|py"), parts)
+    def score(completion, parts: list[tuple | None]) -> float | None:
+        judged = parts and None not in parts and time.monotonic() < deadline
+        return fraction_passed(extract_block(text_of(completion), "python|py"), parts) if judged else None
 
     cores = usable_cores()
     deadline = time.monotonic() + SECONDS_PER_BATCH + len(completions) / cores
+    parts = [[split_or_warn(str(test)) for test in row or []] for row in tests]
     with ThreadPoolExecutor(cores) as threads:
-        return list(threads.map(score, completions, tests))
+        return list(threads.map(score, completions, parts))
 
 
 def fraction_passed(program: str, tests: list[tuple[str, list[str], str]]) -> float:
     """Evaluate each test's expressions in a process of its own, then run all assertions in another."""
-    assertions, deadline = [], time.monotonic() + SECONDS_PER_PROGRAM
+    asserted, deadline = [], time.monotonic() + SECONDS_PER_PROGRAM
     for assertion, expressions, imports in tests:
-        code = PROGRAM_TEMPLATE.format(program=program, imports=imports, expressions=expressions)
+        code = PROGRAM_TEMPLATE.format(program, expressions, imports, NAMES)
         left = deadline - time.monotonic()
         if left > 0 and (result := run_python(code, timeout_s=min(left, SECONDS_PER_TEST))).ok:
-            assertions.append((secrets.token_hex(16), f"{imports}\n{assertion}", result.stdout))
-    if not assertions:
+            asserted.append((secrets.token_hex(16), assertion, result.stdout))
+    if not asserted:
         return 0.0
-    result = run_python(ASSERTION_TEMPLATE.format(assertions=assertions), timeout_s=SECONDS_PER_TEST)
-    return len({token for token, *_ in assertions} & set(result.stdout.split())) / len(tests)
+    result = run_python(ASSERTION_TEMPLATE.format(asserted, NAMES), timeout_s=SECONDS_PER_TEST)
+    return len({token for token, *_ in asserted} & set(result.stdout.split())) / len(tests)
 
 
-# Runs the program, then prints the values of the expressions as literals of plain types. The program's own
-# output goes to stderr.
+# Runs the program, then prints the values of the expressions as JSON, in which {"tuple": [[1, 2]]} stands for
+# tuple([1, 2]). The program's own output goes to stderr.
 PROGRAM_TEMPLATE = '''
+import collections, json, os, sys
 def plain(value):
-    if value is None:
-        return None
-    for kind in (bool, int, float, complex, str, bytes):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, dict):
-        return {{plain(key): plain(item) for key, item in value.items()}}
-    kind = next((kind for kind in (tuple, set, frozenset) if isinstance(value, kind)), list)
-    return {{frozenset: set}}.get(kind, kind)(map(plain, value))
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, complex):
+        return {{"complex": [value.real, value.imag]}}
+    try:
+        items = list(map(plain, value.items() if isinstance(value, dict) else value))
+    except TypeError:
+        name = type(value).__name__
+        return {{name: plain([*value.__reduce__()[1]])}} if name in {3!r} else {{"object": []}}
+    kinds = dict, tuple, set, frozenset, bytes, bytearray, collections.deque
+    return next(({{kind.__name__: [items]}} for kind in kinds if isinstance(value, kind)), items)
 
-import os
-output = os.dup(1)
+output, space, imported = os.dup(1), {{"__name__": "program"}}, {{}}
 os.dup2(2, 1)
-space = {{"__name__": "program"}}
-exec(compile({program!r}, "program.py", "exec"), space)
-exec({imports!r}, space)
-os.write(output, repr([plain(eval(expression, space)) for expression in {expressions!r}]).encode())
+sys.set_int_max_str_digits(0)
+exec({2!r}, space)
+exec(compile({0!r}, "program.py", "exec"), space)
+exec({2!r}, imported)
+os.write(output, json.dumps([plain(eval(code, space, imported)) for code in {1!r}]).encode())
 '''
 
 
 # Runs the assertions, and prints the tokens of those that hold. Nothing in this process comes from the
-# program but the literals, and the program does not know the tokens.
+# program but JSON and instances of the classes below, and the program does not know the tokens.
 ASSERTION_TEMPLATE = '''
-import ast
-for token, assertion, values in {assertions!r}:
-    try:
-        exec(assertion, {{"_values": ast.literal_eval(values)}})
+import contextlib, json, sys
+sys.set_int_max_str_digits(0)
+modules = dict.fromkeys("bytearray bytes complex dict frozenset object set tuple".split(), "builtins") | {1!r}
+def decode(value):
+    return next(getattr(__import__(modules[name]), name)(*given) for name, given in value.items())
+for token, assertion, values in {0!r}:
+    with contextlib.suppress(BaseException):
+        exec(assertion, {{"_values": json.loads(values, object_hook=decode)}})
         print(token, flush=True)
-    except BaseException:
-        pass
 '''
 
 
-def split_test(test: str) -> tuple[str, list[str], str] | None:
-    """Split a test into an assertion on values, the expressions for them, and imports; None if it cannot
-    be split.
+@functools.cache
+def split_or_warn(test: str) -> tuple[str, list[str], str] | None:
+    """Return split_test(test), or None if it cannot be judged, with a warning, once for each test."""
+    try:
+        return split_test(test)
+    except (SyntaxError, ValueError, RecursionError) as reason:
+        warnings.warn(f"passes_tests: no score for rows with the test {test!r:.200}: {reason}", stacklevel=2)
+
+
+def split_test(test: str) -> tuple[str, list[str], str]:
+    """Split a test into an assertion on values, the expressions for them, and imports.
 
     split_test("assert abs(f(2) - 4) < 1e-9") == ("assert abs(_values[0] - 4) < 1e-09", ["f(2)"], "")
     """
-    try:
-        *imports, statement = ast.parse(test.strip()).body
-    except (SyntaxError, ValueError, AttributeError):
-        return None
-    are_imports = all(isinstance(line, ast.Import | ast.ImportFrom) for line in imports)
-    if not isinstance(statement, ast.Assert) or not are_imports:
-        return None
-    imported = {(alias.asname or alias.name).partition(".")[0] for line in imports for alias in line.names}
-    # Variables of a comprehension or a lambda: expressions with them would be evaluated once per value.
-    nodes = list(ast.walk(statement))
+    *imports, statement = ast.parse(test.strip()).body or [None]
+    if not isinstance(statement, ast.Assert) or {*map(type, imports)} - {ast.Import, ast.ImportFrom}:
+        raise ValueError("it is not an assert statement after imports")
+    aliases = [(getattr(line, "module", "") or name.name, name) for line in imports for name in line.names]
+    imported = {(name.asname or name.name).partition(".")[0] for _, name in aliases}
+    if "*" in imported or {module.partition(".")[0] for module, _ in aliases} - sys.stdlib_module_names:
+        raise ValueError("it imports *, or from outside of the standard library")
+    nodes = list(ast.walk(statement.test))
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    extractor = ExtractExpressions(imported | bound | set(dir(builtins)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - imported - bound - set(dir(builtins))
+    dotted = {getattr(node.value, "id", "") for node in nodes if isinstance(node, ast.Attribute)}
+    modules = {name for name in names & dotted if not name[0].isupper()}
+    if modules - MODULES:
+        raise ValueError(f"{min(modules - MODULES)} is not an imported module")
+    library = names & set(NAMES) if names - modules - set(NAMES) else set()     # alone, it is the program's
+    imports = [*map(ast.unparse, imports), *(f"import {name}" for name in modules)]
+    imports += [f"from {NAMES[name]} import {name}" for name in library]
+    executors = EXECUTORS | {name.asname for _, name in aliases if name.name in EXECUTORS}
+    extractor = ExtractExpressions(names - modules - library, bound, executors)
     comparison = extractor.visit(ast.Assert(statement.test))
-    if executes_answers(comparison, bound | {"_values"}, imports):
-        warnings.warn(
-            "passes_tests: no score for a test that hands the program's answer to a function which runs it: "
-            f"{test!r:.200}. Compare the answer itself, or use ast.literal_eval or json.loads.", stacklevel=2,
-        )
-        return None
-    assertion = ast.unparse(comparison)
-    nodes = [node for expression in extractor.expressions for node in ast.walk(ast.parse(expression))]
-    if not extractor.expressions or bound & {node.id for node in nodes if isinstance(node, ast.Name)}:
-        return None
-    return assertion, extractor.expressions, "\n".join(map(ast.unparse, imports))
-
-
-def executes_answers(comparison: ast.AST, variables: set[str], imports: list[ast.stmt]) -> bool:
-    """Return whether one of the EXECUTORS is in a comparison, but to be called without the variables."""
-    names = EXECUTORS | {a.asname for line in imports for a in line.names if a.name in EXECUTORS}
-    nodes = list(ast.walk(comparison))
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    harmless = [call.func for call in calls if not variables & {getattr(n, "id", "") for n in ast.walk(call)}]
-    return any(
-        getattr(node, "id", getattr(node, "attr", "")) in names and node not in harmless
-        and not ast.unparse(node).startswith(("json.load", "re.")) for node in nodes
-    )
+    asked = {getattr(node, "id", "") for text in extractor.expressions for node in ast.walk(ast.parse(text))}
+    compared = {getattr(node, "id", getattr(node, "arg", "")) for node in ast.walk(comparison)}
+    if not asked or bound & asked & compared:
+        raise ValueError("it asks the program for nothing, or for each value of its own variable")
+    return "\n".join([*imports, ast.unparse(comparison)]), extractor.expressions, "\n".join(imports)
 
 
 class ExtractExpressions(ast.NodeTransformer):
-    """Replace each expression whose value only the program knows by _values[i], and keep its source text.
-
-    These are calls of the program's functions, its variables, and, if the name begins with a capital, the
-    whole expression on that class (Stack().push(1).size).
+    """Replace each expression whose value only the program knows by _values[i], and keep its source text:
+    variables, calls, attributes and methods of objects, and all of one on a class (Stack().push(1).size).
     """
 
-    def __init__(self, known: set[str]):
-        self.known, self.expressions = known, []
+    def __init__(self, names: set[str], bound: set[str], executors: set[str]):
+        self.names, self.bound, self.executors, self.expressions = names, bound, executors, []
+
+    def root(self, node: ast.AST) -> str:
+        """Return the name of the program that an expression depends on, or ""."""
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.BinOp):
+            taken = isinstance(node, ast.Call) and TAKE_OBJECTS & {*ast.unparse(node.func).split(".")}
+            given = [*node.args[:1], *(keyword.value for keyword in node.keywords)] if taken else []
+            node = next(filter(self.is_whole, given), next(ast.iter_child_nodes(node)))
+        return node.id if isinstance(node, ast.Name) and node.id in self.names else ""
+
+    def is_whole(self, node: ast.AST) -> bool:
+        """Return whether the program's process evaluates all of an expression."""
+        if isinstance(node, ast.UnaryOp | ast.ListComp | ast.SetComp | ast.GeneratorExp):
+            return self.is_whole(getattr(node, "elt", None) or node.operand)
+        root, method = self.root(node), getattr(getattr(node, "func", None), "attr", "")
+        # Methods of text and collections are called on the value: their arguments may be expected values.
+        on_value = method in METHODS and (node.args or method in ("keys", "values", "items"))
+        on_value = (on_value or isinstance(node, ast.Subscript)) and not root[:1].isupper()
+        return root != "" and not on_value and not isinstance(node, ast.BinOp)
 
     def visit(self, node: ast.AST) -> ast.AST:
-        root = called = node
-        while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        while isinstance(called, ast.Call):
-            called = called.func
-        unknown = isinstance(root, ast.Name) and root.id not in self.known
-        if unknown and (called is root or root.id[0].isupper()):
+        if self.is_whole(node):
             self.expressions.append(ast.unparse(node))
             return ast.parse(f"_values[{len(self.expressions) - 1}]", mode="eval").body
-        return self.generic_visit(node)
+        executor = getattr(node, "id", getattr(node, "attr", "")) in self.executors
+        if executor and not ast.unparse(node).startswith(("json.load", "re.")):
+            raise ValueError("it hands the program's answer to a function which runs it")
+        if isinstance(node, ast.Call):
+            if not (self.names | self.bound) & {getattr(part, "id", "") for part in ast.walk(node)}:
+                return node
+            self.generic_visit(node.func)                       # the object of a method, not the method
+        node = self.generic_visit(node)
+        operands = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        values = ["_values[" in ast.unparse(part) for part in operands[isinstance(node, ast.Call):]]
+        if isinstance(node, ast.Call | ast.BinOp | ast.Compare) and len(values) > 1 and all(values):
+            raise ValueError("it compares values of the program with nothing but each other")
+        of_variable = isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in self.bound
+        if of_variable and node.attr not in METHODS:
+            raise ValueError("it asks for an attribute of its own variable")
+        return node

@@ -1,7 +1,9 @@
 """Programs are scored by the tests they pass, and programs that cheat get nothing."""
 
+import re
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,12 @@ if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
+
+
+@pytest.fixture(autouse=True)
+def tests_are_new():
+    programs.split_or_warn.cache_clear()
+
 
 TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert abs(square(0.5) - 0.25) < 1e-9"]
 
@@ -65,6 +73,7 @@ def test_no_cheat_earns_anything(monkeypatch):
     assert passes_tests([HONEST["plain"][0]], [TESTS]) == [1.0], "and the next program"
 
 
+@pytest.mark.filterwarnings("ignore:passes_tests")
 @pytest.mark.parametrize(
     "test,points",
     [
@@ -114,6 +123,136 @@ class Counted:
     def most(self): return collections.Counter(self.text)
 """
     assert passes_tests([program], [[test]]) == [points]
+
+
+BOX = """
+class Box:
+    def __init__(self, x): self.x = self.title = x
+    def size(self): return 3
+    def push(self, y): self.x += y; return self
+    def pop(self): return self.x
+    def __len__(self): return 0
+    def __str__(self): return f"<{self.x}>"
+    def __add__(self, other): return Box(self.x + other.x)
+    def __eq__(self, other): return self.x == other.x
+def f(x): return Box(x)
+"""
+ANY = """
+class Any:
+    def __eq__(self, other): return True
+    __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __eq__
+    def __getattr__(self, name): return lambda *_, **__: True
+    def __len__(self): return 0
+def f(x): return [Any()] if x else Any()
+"""
+COUNT = "from collections import Counter as C\ndef f(s): return C(s)"
+IDENTITY = "def f(x): return x"
+
+JUDGED = [
+    # Modules and names of the standard library, without an import, and a program that defines them.
+    ("import math as m\ndef area(r): return m.pi * r * r", "assert math.isclose(area(1), 3.14159, rel_tol=1e-3)", 1.0),
+    ("def area(r): return 3", "assert math.isclose(area(1), 3.14159, rel_tol=1e-3)", 0.0),
+    ("class math: isclose = lambda *_, **__: True\ndef area(r): return 3", "assert math.isclose(area(1), 3.14, rel_tol=1e-3)", 0.0),
+    ("isclose = lambda *_, **__: True\ndef area(r): return 3", "assert isclose(area(1), 3.14159, rel_tol=1e-3)", 0.0),
+    ("class math: pi = 0\ndef area(r): return 0", "assert area(1) == math.pi", 0.0),
+    ("class math: pi = 3\ndef f(x): return x", "assert f(math.pi) == math.pi", 1.0),
+    (COUNT, "assert f('aab') == collections.Counter('aab')", 1.0),
+    (COUNT, "assert f('aab') == Counter('aab')", 1.0),
+    (COUNT, "assert f('aab').most_common(1) == [('a', 2)]", 1.0),
+    ("Counter = lambda s: 1\ndef f(s): return 1", "assert f('aab') == Counter('aab')", 0.0),
+    ("Decimal = lambda x: 1\ndef f(x): return 0", "assert Decimal(f(1)) == Decimal('2')", 0.0),
+    ("from decimal import Decimal\ndef f(x): return Decimal(2)", "assert Decimal(f(1)) == Decimal('2')", 1.0),
+    ("from decimal import Decimal\ndef f(x): return Decimal('0.30')", "from decimal import Decimal\nassert f(1) == Decimal('0.3')", 1.0),
+    ("def f(a, b): return a + b", "assert f(Fraction(1, 2), Fraction(1, 3)) == Fraction(5, 6)", 1.0),
+    ("from collections import deque\ndef f(n): return deque(range(n))", "assert f(3) == deque([0, 1, 2])", 1.0),
+    ("import datetime\ndef f(d): return d + datetime.timedelta(1)", "from datetime import datetime\nassert f(datetime(2024, 2, 28)) == datetime(2024, 2, 29)", 1.0),
+    ("class Counter:\n    n = 0\n    def increment(self): self.n += 1; return self.n", "assert Counter().increment() == 1", 1.0),
+    ("def f(x): return math.sqrt(x)", "import math\nassert f(4) == 2", 1.0),
+    # Objects: their attributes, methods and lengths are asked for in the program's process.
+    (BOX, "assert f(1).x == 1 and f('a').title == 'a'", 1.0),
+    (BOX, "assert f(1).x == 2", 0.0),
+    (BOX, "assert f(1).size() == 3 and f(1).push(4).x == 5 and f(4).pop() == 4", 1.0),
+    (BOX, "assert len(f(1)) == 0 and str(f(1)) == '<1>' and not f(1)", 1.0),
+    (BOX, "assert isinstance(f(1), Box) and hasattr(f(1), 'x') and not isinstance(f(1), int)", 1.0),
+    (BOX, "assert f(1) is not None and [f(4)][0] is not None and f(1) != 1", 1.0),
+    (BOX, "assert (Box(1) + Box(2)).x == 3", 1.0),
+    ("def f(x): return {'a': x}", "assert f(1).keys() == {'a'} and f(1).get('a') == 1 and list(f(1).items()) == [('a', 1)]", 1.0),
+    ("import re\n" + IDENTITY, "import re\nassert re.match('a', f('abc')).group() == 'a'", 1.0),
+    (ANY, "assert f(0).x == 1", 0.0),
+    (ANY, "assert f(0).startswith('ab')", 0.0),
+    (ANY, "assert f(0).issubset({1, 2})", 0.0),
+    (ANY, "assert f(0).__eq__(4) is True", 0.0),
+    (ANY, "assert 5 in f(0)", 0.0),
+    (ANY, "assert all(map(lambda x: x == 4, f(1)))", 0.0),
+    (ANY, "assert all(x == 4 for x in f(1))", 0.0),
+    ("import builtins\nbuiltins.min = lambda *a: a[-1]\ndef f(x): return 0", "assert min(f(1), 4) == 4", 0.0),
+    ("class Bag:\n    def get(self, x): return x\n    __getitem__ = get", "assert Bag().get(3) == 3 and Bag()[5] == 5", 1.0),
+    ("import enum\nclass Color(enum.Enum): RED = 1", "assert Color.RED.value == 1 and Color['RED'].name == 'RED'", 1.0),
+    ("def f(x): return ['a', 'b']", "assert all(s.isalpha() for s in f(1)) and [s.upper() for s in f(1)] == ['A', 'B']", 1.0),
+    # Functions of the program, given to another function; iterators and coroutines.
+    (IDENTITY, "assert callable(f) and list(map(f, [1, 2])) == [1, 2]", 1.0),
+    ("f = 3", "assert callable(f)", 0.0),
+    ("def f(x): return -x", "assert sorted([1, 2, 3], key=f) == [3, 2, 1]", 1.0),
+    ("def f(g, xs): return [g(x) for x in xs]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]", 1.0),
+    (IDENTITY, "assert [f(x) for x in [1, 2]] == [1, 2] and all(f(i) for i in (1, 2))", 1.0),
+    ("import itertools\ndef f(): return itertools.count()", "assert list(itertools.islice(f(), 3)) == [0, 1, 2] and next(f()) == 0", 1.0),
+    ("async def f(x): return x", "assert asyncio.run(f(2)) == 2", 1.0),
+    # Values that Python's literals leave out.
+    ("def f(x): return [-x, (1, 2)]", "assert f(float('inf')) == [float('-inf'), (1, 2)]", 1.0),
+    ("def f(x): return 1e308", "assert f(1) == float('inf')", 0.0),
+    ("def f(x): return float('nan')", "assert math.isnan(f(1))", 1.0),
+    ("def f(x): return float('nan')", "assert f(1) == 2 or f(1) < 2 or f(1) >= 2", 0.0),
+    ("def f(x): return complex(x, 1)", "assert f(float('inf')) == complex(float('inf'), 1)", 1.0),
+    ("def f(n): return 10 ** n", "assert f(5000) == 10 ** 5000", 1.0),
+    ("def f(n): return 10 ** n + 1", "assert f(5000) == 10 ** 5000", 0.0),
+    ("def f(n): return {frozenset([n])}", "assert f(1) == {frozenset([1])}", 1.0),
+    ("def f(n): return b'\\xff' + bytes([n])", "assert f(0) == b'\\xff\\x00'", 1.0),
+    ("def f(n): return {(1, n): {n}, None: '\\ud800\\u20ac', True: [False]}", "assert f(2) == {(1, 2): {2}, None: '\\ud800\\u20ac', True: [False]}", 1.0),
+    ("def f(n): return bytearray([n])", "assert f(97) == b'a'", 1.0),
+    # The text that comes from the program is data.
+    ("import json\njson.dumps = lambda *_: '[{\"eval\": [\"print(1)\"]}]'\nf = lambda x: 1", "assert f(1) is None", 0.0),
+    ("import json\njson.dumps = lambda *_: '[{\"dict\": []}]'\nf = lambda x: 1", "assert f(1) == {}", 1.0),
+]
+
+
+@pytest.mark.parametrize("program,test,points", JUDGED)
+def test_what_can_be_judged_is_judged(program, test, points, recwarn):
+    assert passes_tests([program], [[test]]) == [points] and not recwarn.list
+
+
+NOT_JUDGED = [
+    ("f(2) == 4", "not an assert statement"),
+    ("x = f(2)\nassert x == 4", "not an assert statement"),
+    ("assert (", "never closed"),
+    ("", "not an assert statement"),
+    (None, "not an assert statement"),
+    ("assert abs(-1) == 1", "asks the program for nothing"),
+    ("assert all(f(i) == i for i in range(3))", "each value of its own variable"),
+    ("assert f(y := 2) == y", "each value of its own variable"),
+    ("assert [box.x for box in f(1)] == [1]", "attribute of its own variable"),
+    ("assert f(1) == pytest.approx(2)", "pytest is not an imported module"),
+    ("import pytest\nassert f(1) == pytest.approx(2)", "outside of the standard library"),
+    ("import math, numpy as np\nassert np.allclose(f(1), 2)", "outside of the standard library"),
+    ("from math import *\nassert isclose(f(1), 2)", "imports *"),
+    ("assert np.allclose(f(1), 2)", "np is not an imported module"),
+    ("assert f.__name__ == 'f'", "f is not an imported module"),
+    ("assert f(2) == sqrt(2)", "nothing but each other"),
+    ("assert abs(f(2) - 2 * sqrt(2)) < 1e-9", "nothing but each other"),
+    ("assert math.isclose(f(2), sqrt(2))", "nothing but each other"),
+    ("assert Matrix(f(1)) == Matrix([2])", "nothing but each other"),
+    ("assert Point(1) == Point(1)", "nothing but each other"),
+    ("assert f(1) == f(1)", "nothing but each other"),
+]
+
+
+@pytest.mark.parametrize("test,reason", NOT_JUDGED)
+def test_what_cannot_be_judged_is_named_once_and_not_scored(test, reason):
+    cheat = "f = sqrt = Matrix = Point = lambda *_: 0\nclass np: allclose = lambda *_: True"
+    with pytest.warns(UserWarning, match=re.escape(reason)) as caught, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        points = [passes_tests([cheat, "def f(x): return x"], [[test], ["assert f(1) == 0", test]]) for _ in range(2)]
+    assert points == [[None, None]] * 2
+    assert len(caught) == 1 and repr(str(test)) in str(caught[0].message)
 
 
 def test_without_tests_there_is_no_score():
