@@ -40,7 +40,7 @@ def load_tokenizer(config):
     variables = json.loads(config.chat_template_kwargs or "null")
     options = {} if variables is None else {"chat_template_kwargs": variables}   # saved with the tokenizer
     with loading_errors(config.model_path, "no tokenizer"):
-        check_model_path(config.model_path, config.trust_remote_code)
+        check_model_path(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(
             config.model_path, trust_remote_code=config.trust_remote_code, **options)
         tokenizer("1+1=?")

@@ -3,21 +3,15 @@ Compare the probabilities of an engine that samples with those of the trainer (t
 vllm).
 """
 
-from dataclasses import dataclass
-
-from torch import Tensor
+from typing import NamedTuple
 
 from experience import log_probs_of_rollout
 from sample import Rollout
 
 
-@dataclass
-class Comparison:
-    """Log-probabilities of N sampled tokens, each (N,), in nats, and what they say."""
+class Comparison(NamedTuple):
+    """What the probabilities of the sampled tokens say."""
 
-    ids: Tensor
-    trainer: Tensor             # under the distribution that was sampled from: temperature, top-k and top-p
-    engine: Tensor              # as the engine returned them
     mean_ratio: float           # mean of the trainer's probability divided by the engine's: 1 if they agree
     deviation: float            # largest difference of a log-probability, in nats
     kept_mass: float            # mean probability that top-k and top-p keep, by the trainer
@@ -33,7 +27,5 @@ def compare_rollout(model, rollout: Rollout, policy: dict, **forwarding) -> Comp
         log_probs_of_rollout(model, rollout, each, **forwarding).logp[mask] for each in (policy, unrestricted)
     )
     differences = trainer - rollout.sampling_logp[mask]
-    return Comparison(
-        rollout.completion_ids[mask], trainer, rollout.sampling_logp[mask], float(differences.exp().mean()),
-        float(differences.abs().max()), float((whole - trainer).exp().mean()),
-    )
+    ratio, deviation = float(differences.exp().mean()), float(differences.abs().max())
+    return Comparison(ratio, deviation, float((whole - trainer).exp().mean()))

@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForCausalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
 
@@ -27,7 +27,7 @@ REQUIRED = {
 }
 
 
-def check_model_path(path: str, trust_remote_code: bool) -> None:
+def check_model_path(path: str) -> None:
     """Raise ValueError, one line, if a path is not the folder or the hub id of a model that can be read."""
     problem = find_missing(path)
     if not problem and (adapter := adapter_settings(path)):
@@ -35,7 +35,9 @@ def check_model_path(path: str, trust_remote_code: bool) -> None:
         problem = find_missing(base)
         problem = problem and f"is an adapter for {base}, and that is not there: {problem}"
     elif not problem and Path(path).exists():
-        problem = find_unusable(Path(path), trust_remote_code)
+        for name, patterns in REQUIRED.items():
+            if not any(any(Path(path).glob(pattern)) for pattern in patterns):
+                problem = problem or f"the folder has no {name}; name a saved model, such as RUN/final"
     if problem:
         raise ValueError(f"--model_path={path}: {problem}")
 
@@ -89,18 +91,6 @@ def find_missing(path: str) -> str:
             f"{no_folder}, not downloaded before, and {constants.ENDPOINT} answers: {answer}; check the "
             "network, or name a folder"
         )
-    return ""
-
-
-def find_unusable(folder: Path, trust_remote_code: bool) -> str:
-    """Return what a folder lacks of a model, or ""."""
-    for name, patterns in REQUIRED.items():
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            return f"the folder has no {name}; name a saved model, such as RUN/final"
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        return f"config.json is unusable: {in_one_line(error)}"
     return ""
 
 

@@ -31,7 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from engine.adapters import adapted_weights
 from engine.devices import gather_from_ranks, num_processes
-from engine.errors import RunError, is_out_of_memory
+from engine.errors import RunError, in_one_line, is_out_of_memory
 from engine.logits import compute_logits
 from engine.precision import is_exact, precision_of
 from engine.sampling_state import SamplingState
@@ -100,8 +100,7 @@ class VLLMEngine:
         except Exception as error:
             if isinstance(error, RunError) or is_out_of_memory(error):
                 raise
-            text = " ".join(str(error).split())           # the reason may be on any line
-            raise RunError(f"vLLM raised {type(error).__name__}: {text:.300}.") from error
+            raise RunError(f"vLLM raised {in_one_line(error)}.") from error
 
     def call_on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function in the engine's thread of each rank; the first rank's error is raised on all."""

@@ -88,7 +88,7 @@ import json, sys
 from engine.model_files import check_model_path
 for path in sys.argv[1:]:
     try:
-        check_model_path(path, False)
+        check_model_path(path)
         print(json.dumps("found"))
     except ValueError as error:
         print(json.dumps(str(error)))
@@ -157,14 +157,14 @@ def test_a_folder_of_that_name_comes_before_the_hub(tmp_path, tokenizer, monkeyp
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "a/b/c", "a b", ".hidden", "tfds:gsm8k"])
 def test_what_cannot_be_an_id_is_not_looked_up(path):
     with pytest.raises(ValueError) as error:
-        check_model_path(path, False)
+        check_model_path(path)
     assert str(error.value) == (
         f"--model_path={path}: no such folder ({Path(path).absolute()}); ids on the hub look like gpt2 or owner/name")
 
 
 def test_weights_from_kaggle_are_named():
     with pytest.raises(ValueError) as error:
-        check_model_path("kaggle:google/gemma-2/transformers/2b", False)
+        check_model_path("kaggle:google/gemma-2/transformers/2b")
     assert str(error.value) == (
         "--model_path=kaggle:google/gemma-2/transformers/2b: weights from Kaggle are not loaded directly: download them with "
         'kagglehub.model_download("google/gemma-2/transformers/2b"), and name the folder that it returns')
@@ -173,6 +173,6 @@ def test_weights_from_kaggle_are_named():
 def test_an_adapter_needs_the_folder_of_its_base(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", f"{tmp_path}/base")
     with pytest.raises(ValueError, match=f"is an adapter for {tmp_path}/base, and that is not there: no such folder"):
-        check_model_path(str(adapter), False)
+        check_model_path(str(adapter))
     (tmp_path / "base").mkdir()
-    check_model_path(str(adapter), False)
+    check_model_path(str(adapter))
