@@ -25,15 +25,14 @@ MODULES = {"asyncio", "cmath", "collections", "functools", "inspect", "itertools
 NAMES = dict(Counter="collections", OrderedDict="collections", deque="collections", Decimal="decimal",
              Fraction="fractions", isclose="math", date="datetime", datetime="datetime", timedelta="datetime")
 # Called in the program's process if the first argument or a keyword is its function or its object.
-TAKE_OBJECTS = {"abs", "bool", "callable", "filter", "float", "getattr", "hasattr", "inspect", "int",
-                "isinstance", "islice", "len", "map", "next", "reduce", "repr", "run", "sorted", "str"}
+TAKE_OBJECTS = {"abs", "bool", "callable", "filter", "float", "getattr", "hasattr", "inspect", "int", "len",
+                "isinstance", "islice", "issubclass", "map", "next", "reduce", "repr", "run", "sorted", "str"}
 METHODS = {name for kind in (str, bytes, list, dict, set, float, complex) for name in dir(kind)}
 
 
 def passes_tests(completions, tests, **columns) -> list[float | None]:
     """Give 0 to 1 point: the fraction of its tests that the program in a completion passes; None where there
-    are no tests, or one that cannot be judged (docs/rewards.md; a warning names it), and where the time of
-    the batch is over.
+    are no tests, one that cannot be judged (docs/rewards.md; a warning names it), or no time for the batch.
 
     tests    a column: per row a list of assert statements as strings; each may begin with imports
     program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
@@ -74,10 +73,10 @@ def fraction_passed(program: str, tests: list[tuple[str, list[str], str]]) -> fl
     return len({token for token, *_ in asserted} & set(result.stdout.split())) / len(tests)
 
 
-# Runs the program, then prints the values of the expressions as JSON, in which {"tuple": [[1, 2]]} stands for
-# tuple([1, 2]). The program's own output goes to stderr.
+# Runs the program, then prints the values of the expressions as JSON, compressed; {"tuple": [[1, 2]]} stands
+# for tuple([1, 2]). The program's own output goes to stderr.
 PROGRAM_TEMPLATE = '''
-import collections, json, os, sys
+import collections, json, os, sys, zlib
 def plain(value):
     if value is None or isinstance(value, (int, float, str)):
         return value
@@ -97,21 +96,22 @@ sys.set_int_max_str_digits(0)
 exec({2!r}, space)
 exec(compile({0!r}, "program.py", "exec"), space)
 exec({2!r}, imported)
-os.write(output, json.dumps([plain(eval(code, space, imported)) for code in {1!r}]).encode())
+values = json.dumps([plain(eval(expression, space, imported)) for expression in {1!r}])
+os.write(output, zlib.compress(values.encode()).hex().encode())
 '''
 
 
 # Runs the assertions, and prints the tokens of those that hold. Nothing in this process comes from the
 # program but JSON and instances of the classes below, and the program does not know the tokens.
 ASSERTION_TEMPLATE = '''
-import contextlib, json, sys
+import contextlib, json, sys, zlib
 sys.set_int_max_str_digits(0)
 modules = dict.fromkeys("bytearray bytes complex dict frozenset object set tuple".split(), "builtins") | {1!r}
 def decode(value):
     return next(getattr(__import__(modules[name]), name)(*given) for name, given in value.items())
 for token, assertion, values in {0!r}:
     with contextlib.suppress(BaseException):
-        exec(assertion, {{"_values": json.loads(values, object_hook=decode)}})
+        exec(assertion, {{"_values": json.loads(zlib.decompress(bytes.fromhex(values)), object_hook=decode)}})
         print(token, flush=True)
 '''
 

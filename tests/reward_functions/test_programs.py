@@ -176,6 +176,7 @@ JUDGED = [
     (BOX, "assert isinstance(f(1), Box) and hasattr(f(1), 'x') and not isinstance(f(1), int)", 1.0),
     (BOX, "assert f(1) is not None and [f(4)][0] is not None and f(1) != 1", 1.0),
     (BOX, "assert (Box(1) + Box(2)).x == 3", 1.0),
+    ("class Wrong(Exception): pass", "assert issubclass(Wrong, Exception)", 1.0),
     ("def f(x): return {'a': x}", "assert f(1).keys() == {'a'} and f(1).get('a') == 1 and list(f(1).items()) == [('a', 1)]", 1.0),
     ("import re\n" + IDENTITY, "import re\nassert re.match('a', f('abc')).group() == 'a'", 1.0),
     (ANY, "assert f(0).x == 1", 0.0),
@@ -209,6 +210,7 @@ JUDGED = [
     ("def f(n): return b'\\xff' + bytes([n])", "assert f(0) == b'\\xff\\x00'", 1.0),
     ("def f(n): return {(1, n): {n}, None: '\\ud800\\u20ac', True: [False]}", "assert f(2) == {(1, 2): {2}, None: '\\ud800\\u20ac', True: [False]}", 1.0),
     ("def f(n): return bytearray([n])", "assert f(97) == b'a'", 1.0),
+    ("def f(n): return [(i, i) for i in range(n)]", "assert f(3000) == [(i, i) for i in range(3000)]", 1.0),
     # The text that comes from the program is data.
     ("import json\njson.dumps = lambda *_: '[{\"eval\": [\"print(1)\"]}]'\nf = lambda x: 1", "assert f(1) is None", 0.0),
     ("import json\njson.dumps = lambda *_: '[{\"dict\": []}]'\nf = lambda x: 1", "assert f(1) == {}", 1.0),
