@@ -149,7 +149,7 @@ def test_a_resumed_run_with_another_engine_has_its_default_importance_cap(tmp_pa
     assert Config.of(output_dir=str(tmp_path), resume=True, **flags).grpo.importance_cap == cap
 
 
-def test_a_vllm_that_is_asked_for_ten_seconds_too_long_fails_on_all_ranks(tmp_path):
+def test_a_call_of_vllm_that_takes_too_long_on_one_rank_fails_on_all(tmp_path):
     """One rank's call takes too long: both raise the same error, and their next collective fits together."""
     code = tmp_path / "ranks.py"
     code.write_text(
@@ -163,4 +163,5 @@ def test_a_vllm_that_is_asked_for_ten_seconds_too_long_fails_on_all_ranks(tmp_pa
         "try:\n    with engine.awake(None):\n        pass\nexcept RunError as error:\n    print(all_gather_object(str(error)[:24]))\n"
     )
     done = Ranks(2, str(code)).wait(60)
-    assert done.stdout == "['vLLM did not answer with', 'vLLM did not answer with']\n" * 2, done.stderr
+    printed = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]          # of torch 2.9
+    assert printed == ["['vLLM did not answer with', 'vLLM did not answer with']"] * 2, done.stderr
