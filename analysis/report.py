@@ -188,7 +188,8 @@ def phase_starts(lines: list[dict]) -> list[list]:
 
 def list_charts(runs: list[dict]) -> list[dict]:
     """Return {"section", "metric", "title", "unit"} for every metric of a run, in the order of the page."""
-    known = dict.fromkeys(name for run in runs for name in run["series"] if name not in NOT_DRAWN)
+    names = (name for run in runs for name in run["series"] if not name.startswith("eval_reward_"))    # ends
+    known = dict.fromkeys(name for name in names if name not in NOT_DRAWN)
     charts = []
     for section, pattern, title, unit in CHARTS:
         for name in known:

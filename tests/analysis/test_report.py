@@ -14,7 +14,7 @@ import infer
 from analysis import report
 from runs.command_line import parse_config
 from model import byte_tokenizer
-from analysis.report import write_report
+from analysis.report import list_charts, write_report
 
 HOSTILE = [
     "</script><script>window.pwned = 1</script>", "<!--<script>", "<img src=x onerror='window.pwned = 2'>",
@@ -1023,3 +1023,9 @@ def test_charts_are_drawn_when_they_come_into_view_and_all_of_them_for_paper(tmp
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert drawn.count() == drawings.count()
     assert page.locator("#charts details").count() == 1 and not page.is_visible("text=own_metric")
+
+
+def test_ends_of_intervals_are_no_charts_of_their_own():
+    names = "eval_reward/length", "eval_reward_low/length", "eval_reward_high/length", "eval_accuracy", "eval_accuracy_low"
+    charts = list_charts([{"series": {name: [[1], [0.5]] for name in names}}])
+    assert [chart["metric"] for chart in charts] == ["eval_accuracy", "eval_reward/length"]
