@@ -43,7 +43,7 @@ def load_tokenizer(config):
         check_model_path(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(
             config.model_path, trust_remote_code=config.trust_remote_code, **options)
-        tokenizer("1+1=?")
+        tokenizer("1+1=?")                                # some wrong settings raise only here
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:

@@ -10,7 +10,7 @@ from sample import Rollout
 
 
 class Comparison(NamedTuple):
-    """What the probabilities of the sampled tokens say."""
+    """Result of compare_rollout, over all sampled tokens."""
 
     mean_ratio: float           # mean of the trainer's probability divided by the engine's: 1 if they agree
     deviation: float            # largest difference of a log-probability, in nats

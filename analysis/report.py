@@ -188,7 +188,7 @@ def phase_starts(lines: list[dict]) -> list[list]:
 
 def list_charts(runs: list[dict]) -> list[dict]:
     """Return {"section", "metric", "title", "unit"} for every metric of a run, in the order of the page."""
-    names = (name for run in runs for name in run["series"] if not name.startswith("eval_reward_"))    # ends
+    names = (name for run in runs for name in run["series"] if not name.startswith("eval_reward_"))
     known = dict.fromkeys(name for name in names if name not in NOT_DRAWN)
     charts = []
     for section, pattern, title, unit in CHARTS:

@@ -19,12 +19,13 @@ LONGEST_ANSWER = 1000           # in characters; longer ones are compared as tex
 SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
 TEXT = r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}"
 WORDS = re.compile(r"[A-Za-z $]*[A-Za-z]{2}[A-Za-z $.]*")
-UNITS = r"""(?xi: dollar|cent|euro|second|sec|minute|min|hour|hr|day|week|month|year|yr|inch|in|foot|feet|ft
-    |yard|mile|mi|(kilo|centi|milli)?(gram|(met|lit)(er|re))|[kcm]m|[km]g|ml|acre|gallon|quart|pint|cup|ounce|oz
-    |pound|lb|ton|mph|degree|radian|celsius|fahrenheit|percent|calorie|people|person|student|children|piece|item
-    |page|book|point|time|way|integer|digit|unit)(e?s)?|[mghslLCF]"""
-UNITS = rf"((square|sq|cubic|per|{UNITS})(\^[23]|[²³])?[ ./]+)*({UNITS})"     # "square feet", "km/h"
-UNITS = rf"( |(?![A-Za-z]\b))(\\(text\w*|mbox|mathrm) ?\{{ ?{UNITS} ?\}}|{UNITS})(\^\{{?[23]\}}?|[²³])?$"
+UNIT = r"""(?xi: dollar|cent|euro|second|sec|minute|min|hour|hr|day|week|month|year|yr|inch|in|foot|feet|ft
+    |yard|mile|mi|(kilo|centi|milli)?(gram|(met|lit)(er|re))|[kcm]m|[km]g|ml|acre|gallon|quart|pint|cup
+    |ounce|oz|pound|lb|ton|mph|degree|radian|celsius|fahrenheit|percent|calorie|people|person|student
+    |children|piece|item|page|book|point|time|way|integer|digit|unit)(e?s)?|[mghslLCF]"""
+PHRASE = rf"((square|sq|cubic|per|{UNIT})(\^[23]|[²³])?[ ./]+)*({UNIT})"       # "square feet", "km/h"
+IN_LATEX = rf"\\(text\w*|mbox|mathrm) ?\{{ ?{PHRASE} ?\}}"
+UNITS = rf"( |(?![A-Za-z]\b))({IN_LATEX}|{PHRASE})(\^\{{?[23]\}}?|[²³])?$"     # after a number
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:

@@ -175,7 +175,7 @@ class ExtractExpressions(ast.NodeTransformer):
         return node.id if isinstance(node, ast.Name) and node.id in self.names else ""
 
     def is_whole(self, node: ast.AST) -> bool:
-        """Return whether the program's process evaluates all of an expression."""
+        """Return True if the program's process evaluates all of an expression."""
         if isinstance(node, ast.UnaryOp | ast.ListComp | ast.SetComp | ast.GeneratorExp):
             return self.is_whole(getattr(node, "elt", None) or node.operand)
         root, method = self.root(node), getattr(getattr(node, "func", None), "attr", "")
