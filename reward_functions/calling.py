@@ -205,7 +205,7 @@ def start_call(function: Callable, arguments: dict, reports: Reports, timeout: f
         with exits_as_errors():                           # SystemExit would end the event loop
             return await function(**own)
 
-    async def limited():                                  # ends by itself when nobody waits any more
+    async def limited():                                  # ends after the call below has given up
         return await asyncio.wait_for(awaited(), timeout + 1 if timeout else None)
 
     return asyncio.run_coroutine_threadsafe(limited(), event_loop()).result

@@ -196,7 +196,7 @@ def parse_config(argv: list[str]) -> Config:
     is_file = argv and not argv[0].startswith("-") and "=" not in Path(argv[0]).name
     settings, words = (read_settings(Path(argv[0])), argv[1:]) if is_file else ({}, argv)
     flags = vars(TrainParser().parse_all(words, "a file of settings comes before all flags"))
-    if is_file and Path(argv[0]).name == "config.json":   # of a run, perhaps somebody else's
+    if is_file and Path(argv[0]).name == "config.json":   # of a run, which another user may have written
         refuse_foreign_code(Path(argv[0]).parent, settings, flags)
     config = Config.of(**settings | flags)
     config.grpo.validate_functions()
