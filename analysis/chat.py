@@ -63,15 +63,19 @@ class ChatModel:
     shared_prompt: bool         # as for sample_completions_for_prompts
 
     @classmethod
-    def load(cls, source: ModelConfig, config: GRPOConfig, seed: int) -> "ChatModel":
-        """Load a model onto its device."""
+    def load(
+        cls, source: ModelConfig, config: GRPOConfig, seed: int, *, alone: bool = False
+    ) -> "ChatModel":
+        """Load a model onto its device. alone: for one completion at a time, which shares no prompt."""
         device = best_device(source.device)
         source = replace(source, precision=resolve_precision(source.precision, device))
         model, tokenizer = load_policy(source, trainable=False)
         refuse_endless_template(tokenizer)
         tokenizer.tools = getattr(load_environment(config.environment), "tools", None)
         move(model, device)
-        return cls(model, tokenizer, config, seed, can_share_prompts(model, tokenizer, "1+1=?"))
+        shared_prompt = not alone or device.type == "xla"
+        shared_prompt = shared_prompt and can_share_prompts(model, tokenizer, "1+1=?")
+        return cls(model, tokenizer, config, seed, shared_prompt)
 
     def check_length(self, prompts: list) -> None:
         """Raise ValueError if the model's positions are too few for a prompt and its completion."""

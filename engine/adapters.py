@@ -6,9 +6,6 @@ merging it into the weights.
 from collections.abc import Iterator
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 
 from engine.model_files import auto_class
@@ -22,6 +19,9 @@ def add_adapter(model: PreTrainedModel, config, saved: bool, options: dict) -> N
     config   a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
     options  arguments that the model was loaded with; they are saved with the adapter
     """
+    from peft import LoraConfig                           # here: few models have an adapter
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     if saved:
         model.load_adapter(config.model_path, is_trainable=True)
     else:
@@ -38,7 +38,7 @@ def add_adapter(model: PreTrainedModel, config, saved: bool, options: dict) -> N
 
 def has_adapter(model: PreTrainedModel) -> bool:
     """Return whether an adapter is trained instead of the weights."""
-    return any(isinstance(module, LoraLayer) for module in model.modules())
+    return any(hasattr(module, "lora_A") for module in model.modules())
 
 
 def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -82,11 +82,11 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         target.copy_(source)
 
 
-def adapted_weights(model: PreTrainedModel) -> dict[str, LoraLayer]:
-    """Return the layers of the adapter by the names of the weights to which they are added."""
+def adapted_weights(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """Return the LoRA layers by the names of the weights to which they are added."""
     return {
         f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}": layer
-        for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
+        for name, layer in model.named_modules() if hasattr(layer, "lora_A")
     }
 
 

@@ -3,6 +3,7 @@ Plot of the learning curve of a run.
 """
 
 import itertools
+import re
 from pathlib import Path
 
 from runs.records import read_jsonl
@@ -25,15 +26,15 @@ def draw_curves(folder: Path) -> None:
 
     line(top, steps, "mean_reward", "mean reward in training (points)", color="tab:orange", alpha=0.6)
     scores = {name for m in evals for name in m if name.startswith("eval_reward/")}
-    for i, name in enumerate(sorted(scores - {"eval_reward/correctness"})):
-        label = f"held out: {name.removeprefix('eval_reward/')} (points)"
-        line(top, evals, name, label, color=f"C{i + 2}", linestyle="--")
-    label = "held out: accuracy, sampled, 95 % interval"
-    line(top, evals, "eval_accuracy", label, color="tab:blue", marker=".")
-    known = [m for m in evals if m.get("eval_accuracy") is not None]
-    if known:
-        low, high = [m["eval_accuracy_low"] for m in known], [m["eval_accuracy_high"] for m in known]
-        top.fill_between([m["step"] for m in known], low, high, color="tab:blue", alpha=0.2)
+    scores.discard("eval_reward/correctness")             # the accuracy
+    for i, name in enumerate([*sorted(scores), "eval_accuracy"]):
+        what = name.removeprefix("eval_reward/") + " (points)" if name in scores else "accuracy"
+        color = f"C{i + 2}" if name in scores else "tab:blue"
+        line(top, evals, name, f"held out: {what}, 95 % interval", color=color, marker=".")
+        low, high = (re.sub("^eval_(reward|accuracy)", rf"eval_\1_{end}", name) for end in ("low", "high"))
+        known = [(m["step"], m[low], m[high]) for m in evals if m.get(low) is not None]
+        if known:
+            top.fill_between(*zip(*known, strict=True), color=color, alpha=0.2, linewidth=0)
     line(bottom, steps, "loss", "supervised loss (nat/token)")
     line(bottom, steps, "entropy", "entropy (nat/token)")
     line(bottom, steps, "tied_groups", "tied groups (share)")

@@ -1,0 +1,73 @@
+"""
+TRL on the task of examples/smollm2.json, with the same settings: seconds of each step, memory, and a folder to evaluate.
+
+    .venv-trl-1.10/bin/python bench/trl_smollm2.py STEPS OUTPUT [MODEL]         prints one line of JSON
+    .venv/bin/python infer.py --model_path OUTPUT --evaluate examples/sums_held_out.csv --prompt_column "What is {a} + {b}?" \
+        --reward_functions examples/smollm2_rewards.py:last_number --generation_max_length 24 --generation_temperature 1 ...
+
+MODEL is a folder or hub id, as model_path in that file. bench/against_trl.py makes the environment of TRL.
+"""
+
+import csv
+import json
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def last_number(completions, answer, **columns):
+    """The reward of examples/smollm2_rewards.py, for completions that are lists of messages."""
+    numbers = [re.findall(r"\d+", completion[0]["content"]) for completion in completions]
+    return [float(found[-1:] == [str(truth)]) for found, truth in zip(numbers, answer, strict=True)]
+
+
+class Clock(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_step_begin(self, *args, **kwargs):
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        self.steps.append(time.perf_counter() - self.began)
+
+
+def main(steps: int, output: str, model_path: str) -> None:
+    settings, clock = json.loads((EXAMPLES / "smollm2.json").read_text()), Clock()
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    with open(EXAMPLES / "sums.csv") as file:
+        rows = [
+            {"prompt": [{"role": "user", "content": settings["prompt_column"].format(**row)}], "answer": row["answer"]}
+            for row in csv.DictReader(file)
+        ]
+    config = trl.GRPOConfig(
+        output_dir=output, per_device_train_batch_size=settings["batch_size"] * settings["num_completions_per_prompt"],
+        num_generations=settings["num_completions_per_prompt"], max_completion_length=settings["generation_max_length"],
+        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, max_steps=steps, learning_rate=settings["learning_rate"],
+        lr_scheduler_type="constant_with_warmup", warmup_steps=4, gradient_checkpointing=False, bf16=False, use_cpu=not torch.cuda.is_available(),
+        report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0,
+    )
+    trainer = trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), reward_funcs=last_number, args=config,
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[clock],
+    )
+    trainer.train()
+    trainer.save_model(output)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({
+        "system": f"trl {trl.__version__}", "step": clock.steps, "peak_gb": peak / 1e9,
+        "reward": [entry["reward"] for entry in trainer.state.log_history if "reward" in entry],
+    }))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "HuggingFaceTB/SmolLM2-135M-Instruct")

