@@ -26,5 +26,5 @@ def parse(text):
     """Return what JSON text means, and None if it is none."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):                   # not JSON, or a thousand brackets
         return None

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -63,11 +65,40 @@ def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, 
 def test_there_is_a_script_and_a_file_for_each_situation_and_a_page_that_lists_them():
     for kind in ".py", ".json":
         found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example", "gsm8k"}
-        assert found == set(SITUATIONS)
+        assert {name for name in found if not name.startswith("smollm2")} == set(SITUATIONS)
     readme = (EXAMPLES.parent / "README.md").read_text()
     assert all(f"(examples/{name}.py)" in readme and f"(examples/{name}.json)" in readme for name in SITUATIONS)
     assert "(examples/rewards_example.py)" in readme
     assert "(../examples/gsm8k.json)" in (EXAMPLES.parent / "docs/recipes.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "smollm2_form", "smollm2_problems"])
+def test_the_tasks_of_the_pretrained_model_have_right_answers_and_held_out_problems_of_their_own(name, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    config = parse_config([f"examples/{name}.json"])
+    columns = {"prompt": config.data.prompt_column, "answer": ""}
+    training, held_out = (load_examples(source, columns=columns) for source in (config.data.dataset, config.data.eval_dataset))
+    prompts = [{example["prompt"] for example in examples} for examples in (training, held_out)]
+    assert len(held_out) == len(prompts[1]) == 256 and len(training) == len(prompts[0]) and not prompts[0] & prompts[1]
+    reward = load_reward_function(config.grpo.reward_functions[0])
+    for example in [*training, *held_out]:
+        numbers = [int(word) for word in re.findall(r"\d+", example["prompt"])]
+        if name == "smollm2_form":
+            right, wrong = (json.dumps({"name": example["name"], "age": numbers[0] + off}) for off in (0, 1))
+        else:
+            times, minus = "in each" in example["prompt"], "gives away" in example["prompt"]
+            right = math.prod(numbers) if times else numbers[0] - numbers[1] if minus else sum(numbers)
+            right, wrong = f"That is {right}.", f"That is {right + 1}."
+        rows = {column: [value] * 2 for column, value in example.items() if column != "prompt"}
+        assert reward([right, wrong], **rows) == [1.0, 0.0], example
+
+
+def test_the_rewards_of_the_pretrained_model_take_nothing_but_the_form_asked_for():
+    last_number, person = (load_reward_function(f"{EXAMPLES}/smollm2_rewards.py:{name}") for name in ("last_number", "person_as_json"))
+    texts = ["16 + 9 = 25", "25 or 26", "", "025", "1, 25\n"]
+    assert last_number(texts, answer=[25] * 5) == last_number(texts, answer=["25"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    texts = ['{"age": 5,\n "name": "Tom"}', '```json\n{"name": "Tom", "age": 5}\n```', '{"name": "Tom", "age": "5"}', "[5]", "NaN", "[" * 9000]
+    assert person(texts, name=["Tom"] * 6, age=["5"] * 6) == [1.0] + [0.0] * 5
 
 
 def test_the_reward_functions_pass_the_linter():
