@@ -81,7 +81,11 @@ def load_policy(config, *, trainable: bool = True):
             settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
             cls, options = auto_class(settings), options or eager_for_soft_caps(settings)
             with loading_shards():
-                policy = cls.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust, **options)
+                policy, found = cls.from_pretrained(
+                    path, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True, **options
+                )
+            if missing := sorted(found["missing_keys"]):  # transformers draws them at random
+                raise ValueError(f"its files lack {len(missing)} weights of the model, such as {missing[0]}")
         else:
             policy = tiny_gemma(tokenizer, **options).eval()
         remember_attention(policy, options)

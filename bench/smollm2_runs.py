@@ -17,7 +17,7 @@ from runs.records import read_jsonl
 
 def points_of(line: dict) -> tuple[float, float, float]:
     """The mean points of the reward function of a line of evaluation, and the ends of its interval."""
-    name = next(name for name in line if name.startswith("eval_reward/"))
+    name = next(name for name in line if name.startswith("eval_reward/") and name != "eval_reward/correctness")
     return tuple(line[name.replace("eval_reward", f"eval_reward{end}")] for end in ("", "_low", "_high"))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, run_folder
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs.startup_check import check_setup
@@ -232,6 +233,10 @@ FOREIGN = {
     "nested": lambda f: (f / "config.json").write_text("[" * 100_000),
     "activation": lambda f: broken(f, "config.json", hidden_act="zzz"),
     "cut weights": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-500]),
+    "no weights": lambda f: save_file({}, f / "model.safetensors", metadata={"format": "pt"}),
+    "a layer of another name": lambda f: save_file(
+        {name.replace("layers.1.mlp", "layers.7.mlp"): tensor for name, tensor in load_file(f / "model.safetensors").items()},
+        f / "model.safetensors", metadata={"format": "pt"}),
     "adapter without rank": lambda f: (f / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(f)})),
     "adapter without base": lambda f: (f / "adapter_config.json").write_text('{"r": 4}'),
     "tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
