@@ -84,12 +84,16 @@ def load_policy(config, *, trainable: bool = True):
                 policy, found = cls.from_pretrained(
                     path, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True, **options
                 )
-            if missing := sorted(found["missing_keys"]):  # transformers draws them at random
-                raise ValueError(f"its files lack {len(missing)} weights of the model, such as {missing[0]}")
         else:
-            policy = tiny_gemma(tokenizer, **options).eval()
+            policy, found = tiny_gemma(tokenizer, **options).eval(), {"missing_keys": set()}
         remember_attention(policy, options)
         freeze_towers(policy)
+        trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+        if missing := sorted(trained & set(found["missing_keys"])):    # drawn at random
+            raise ValueError(
+                f"--model_path={path}: its files lack {len(missing)} weights of the model, such as "
+                f"{missing[0]}; copy or download all of them"
+            )
         if adapter or config.lora_rank:
             add_adapter(policy, config, bool(adapter), options)
         if not trainable:

@@ -58,7 +58,8 @@ def sample_completions_for_prompts(
              generation_batch_size (completions at once, the others wait in a queue; 0: all)
     seed     the same seed, prompt and number in the group give the same completion in every batch
     num_completions     G, if not the config's
-    shared_prompt       False for models whose layers carry state, as in completion_log_probs
+    shared_prompt       False for models whose layers carry state, as in completion_log_probs; it will do for
+                        one completion of one prompt
     batch_size          completions at once, if not the config's
     prompt_occurrences  result of occurrences() for these prompts, if they are part of a larger batch
     responders          for each prompt a function of its conversation that returns the environment's message

@@ -63,9 +63,7 @@ class ChatModel:
     shared_prompt: bool         # as for sample_completions_for_prompts
 
     @classmethod
-    def load(
-        cls, source: ModelConfig, config: GRPOConfig, seed: int, *, alone: bool = False
-    ) -> "ChatModel":
+    def load(cls, source: ModelConfig, config: GRPOConfig, seed: int, *, alone: bool = False) -> "ChatModel":
         """Load a model onto its device. alone: for one completion at a time, which shares no prompt."""
         device = best_device(source.device)
         source = replace(source, precision=resolve_precision(source.precision, device))

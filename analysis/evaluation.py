@@ -12,7 +12,7 @@ if __name__ == "__main__":
     raise SystemExit("analysis/evaluation.py is no program; run: python infer.py --evaluate DATA")
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -31,24 +31,18 @@ from sample import sample_completions_for_prompts
 Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
 
 
-def evaluate(
-    model, tokenizer, examples: list[dict], config, *, seed: int, reward_functions=(), **options
-) -> dict:
+def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **options) -> dict:
     """Sample one completion of each problem and score it. Options: as for sample_and_score.
 
-    reward_functions  none: correctness
-    returns           eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
-                      eval_problems, eval_reward/<function> (mean points), eval_reward_low/ and
-                      eval_reward_high/ (95 %) and eval_truncated (share). No eval_accuracy without known
-                      answers, or if correctness is not among the functions.
+    returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
+             eval_problems, eval_reward/<function> (mean points), eval_reward_low/ and eval_reward_high/
+             (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
     """
     _, points, num_truncated, reports = sample_and_score(
-        model, tokenizer, examples, config, reward_functions or [correctness], seed=seed, num_completions=1,
-        **options,
+        model, tokenizer, examples, config, seed=seed, num_completions=1, **options
     )
     columns = {name: values[:, 0] for name, values in points.items()}            # (P,)
-    correct = columns.get("correctness", torch.empty(0))
-    correct = correct[~correct.isnan()]
+    correct = columns["correctness"][~columns["correctness"].isnan()]
     result = {f"eval_{name}": value for name, value in reports.means().items()}
     for name, values in columns.items():
         found = estimate_points(values[:, None].tolist())
@@ -64,9 +58,9 @@ def evaluate(
 
 
 def sample_and_score(
-    model, tokenizer, examples: list[dict], config, functions: Sequence[Callable], *, seed: int,
-    num_completions: int, on_error: str = "raise", reward_timeout: float = 0.0, batch_size: int = 64,
-    shared_prompt: bool = True, environment=None, trainer_state=None, engine=None,
+    model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int,
+    reward_functions=(correctness,), on_error: str = "raise", reward_timeout: float = 0.0,
+    batch_size: int = 64, shared_prompt: bool = True, environment=None, trainer_state=None, engine=None,
 ) -> tuple[list, dict[str, torch.Tensor], int, Reports]:
     """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
 
@@ -78,6 +72,7 @@ def sample_and_score(
     returns      completions (P * n, those of a problem adjacent: texts, or conversations), points of each
                  function (P, n), the number of completions that were truncated, and what functions logged
     """
+    functions = [correctness, *(f for f in reward_functions if f is not correctness)]
     local_examples = rank_slice([{"answer": None} | example for example in examples])
     earlier = rank_slice(occurrences([example["prompt"] for example in examples]))
 
@@ -113,9 +108,8 @@ def measure(
                       problems: prompt, answer; right (n bools) and majority (its majority_vote), None without
                       an answer; points by name (n each, None: unscored). --json writes the same
     """
-    functions = [correctness, *(f for f in reward_functions if f is not correctness)]
     completions, points, num_truncated, _ = sample_and_score(
-        model, tokenizer, examples, config, functions, num_completions=samples,
+        model, tokenizer, examples, config, num_completions=samples, reward_functions=reward_functions,
         on_error=config.reward_errors, **options,
     )
     rewards = {f"reward/{name_of(function)}": points[name_of(function)] for function in reward_functions}
@@ -132,7 +126,7 @@ def measure(
             "majority": majority_vote(votes, answer) if known else None,
             "points": {name: list(map(or_none, values[p])) for name, values in rewards.items()},
         })
-    note = note_on_form(functions, points, completions)
+    note = note_on_form([correctness, *reward_functions], points, completions)
     truncated = num_truncated / len(completions)
     return {"truncated": truncated, "note": note, "estimates": summarise(problems), "problems": problems}
 

@@ -16,9 +16,10 @@ from runs.records import read_jsonl
 
 
 def points_of(line: dict) -> tuple[float, float, float]:
-    """The mean points of the reward function of a line of evaluation, and the ends of its interval."""
+    """Return mean points of the reward function of a line of evaluation, and its interval; equal points have none."""
     name = next(name for name in line if name.startswith("eval_reward/") and name != "eval_reward/correctness")
-    return tuple(line[name.replace("eval_reward", f"eval_reward{end}")] for end in ("", "_low", "_high"))
+    found = [line[name.replace("eval_reward", f"eval_reward{end}")] for end in ("", "_low", "_high")]
+    return tuple(found[0] if points is None else points for points in found)
 
 
 def draw(runs: list[list[dict]], path: str) -> None:
@@ -41,7 +42,7 @@ def draw(runs: list[list[dict]], path: str) -> None:
 
 
 def differences(left, right) -> list[float]:
-    """The differences of two rows of numbers."""
+    """Return left - right for each pair of numbers."""
     return [a - b for a, b in zip(left, right, strict=True)]
 
 

@@ -27,7 +27,7 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addm
 
 
 def labelled(function, label: str):
-    """The function, with its operations in a group of the profile."""
+    """Return the function with its operations in a group of the profile."""
     def call(*args, **kwargs):
         with record_function(label):
             return function(*args, **kwargs)
@@ -35,7 +35,7 @@ def labelled(function, label: str):
 
 
 def group_of(event) -> str:
-    """The group of an operation, by its own name and the names of its callers."""
+    """Return the group of an operation, by its own name and the names of its callers."""
     names = []
     while event is not None:
         names.append(event.name)
@@ -68,7 +68,7 @@ def measure(name: str, function) -> None:
 
 
 def peak() -> float:
-    """Gigaflops of products of (2048, 2048) float32 matrices, the best of five."""
+    """Return gigaflops of products of (2048, 2048) float32 matrices, the best of five."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     times = []
     for _ in range(5):

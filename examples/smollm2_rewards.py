@@ -1,5 +1,5 @@
 """
-Reward functions of the three tasks on which SmolLM2-135M-Instruct is trained (docs/benchmarks.md).
+Reward functions of the three tasks on which SmolLM2-135M-Instruct is trained (docs/smollm2.md).
 
     python train.py examples/smollm2.json                 sums: last_number
     python train.py examples/smollm2_form.json            a form: person_as_json
@@ -17,7 +17,7 @@ def last_number(completions, answer, **columns):
 
 
 def person_as_json(completions, name, age, **columns):
-    """Give 1 point if a completion is JSON, and nothing but JSON, with this name and this age."""
+    """Give 1 point if a completion is JSON, and nothing but JSON, with this name and this age (31.0 is 31)."""
     return [float(parse(text) == {"name": who, "age": int(years)})
             for text, who, years in zip(completions, name, age, strict=True)]
 

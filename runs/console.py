@@ -144,7 +144,7 @@ class RunConsole:
         ends = {0: "before training" if self.config.model.model_path else "untrained"} | ends
         last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
         found = [m for m in metrics if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]]
-        lines = [f"  {ends[m['step']]:<22}{held_out_text(m)}" for m in found]
+        lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in found]
         self.print("\n".join(["", "what was learned, on held-out problems:", *lines] if lines else [""]))
         lowest = [m.get("eval_accuracy_low", 0) for m in found][-2:-1]           # before the last phase
         if lowest and found[-1].get("eval_accuracy_high", 1) < lowest[0] and "accuracy" in lines[-1]:

@@ -27,7 +27,8 @@ def draw_curves(folder: Path) -> None:
     line(top, steps, "mean_reward", "mean reward in training (points)", color="tab:orange", alpha=0.6)
     scores = {name for m in evals for name in m if name.startswith("eval_reward/")}
     scores.discard("eval_reward/correctness")             # the accuracy
-    for i, name in enumerate([*sorted(scores), "eval_accuracy"]):
+    some_right = not scores or any(m.get("eval_accuracy") for m in evals)      # else of another form
+    for i, name in enumerate([*sorted(scores), *["eval_accuracy"] * some_right]):
         what = name.removeprefix("eval_reward/") + " (points)" if name in scores else "accuracy"
         color = f"C{i + 2}" if name in scores else "tab:blue"
         line(top, evals, name, f"held out: {what}, 95 % interval", color=color, marker=".")

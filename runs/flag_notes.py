@@ -73,8 +73,6 @@ def flags_without_effect(settings: Config) -> list[str]:
         ("with a file, which has no splits", held_out.suffix in READERS, ["eval_split"]),
         ("without --cold_start_steps", not training.cold_start_steps,
          ["cold_start_learning_rate", "cold_start_accuracy"]),
-        ("without the reward function correctness", "correctness" not in config.reward_functions,
-         ["cold_start_accuracy"]),
         ("without --engine vllm", config.engine != "vllm", ["engine_memory", "engine_timeout"]),
         ("with --engine vllm, which decides itself", config.engine == "vllm", ["generation_batch_size"]),
         ("with --loss_type reinforce", config.loss_type == "reinforce", ["clip_low", "clip_high"]),

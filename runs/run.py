@@ -338,7 +338,7 @@ class Run:
                 trainer_state=self.trainer_state, engine=self.engine,
             )
         self.folder.log(self.progress.step, "eval", result)
-        self.console.print(f"held out at step {self.progress.step}: {held_out_text(result)}")
+        self.console.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
         return result.get("eval_accuracy", math.nan)
 
     def log_step(self, metrics: dict, experience: Experience) -> None:

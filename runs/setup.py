@@ -6,13 +6,14 @@ is read, the tokenizer loaded, and prompts are counted in tokens. The model and 
 """
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from transformers import set_seed
 
 from config import Config, GRPOConfig, ModelConfig, TrainingConfig
 from engine.adapters import AdapterReference, copy_into
@@ -172,7 +173,8 @@ def set_up(
     precision = resolve_precision(config.model.precision, device)                # in config.json
     config = replace(config, model=replace(config.model, precision=precision))
     training = config.training
-    set_seed(training.seed)                               # of Python, numpy and torch
+    for seed in random.seed, np.random.seed, torch.manual_seed:      # transformers.set_seed imports trainers
+        seed(training.seed)
     if device.type == "xla" and config.model.precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
     if training.adam_8bit:

@@ -1,9 +1,13 @@
 """Adapters: nothing at first, merged and back without a trace, and what peft itself makes of the file."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, QUICK, comparable, run_folder, with_noise
 from peft import PeftModel
+from project_files import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infer
@@ -26,6 +30,11 @@ def saved(request, tmp_path, tokenizer):
     torch.manual_seed(0)
     save_policy(ARCHITECTURES[request.param]().eval(), tokenizer, tmp_path / "base")
     return tmp_path / "base"
+
+
+def test_the_programs_do_not_import_peft_before_a_model_has_an_adapter():
+    code = "import infer, train, sys; sys.exit('peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def load(folder, **more):

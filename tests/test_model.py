@@ -253,6 +253,22 @@ def test_whatever_a_library_raises_while_a_model_is_loaded_is_one_line_with_the_
         load_policy(ModelConfig(str(tmp_path)))
     message = str(error.value)
     assert message.startswith(f"--model_path={tmp_path}: ") and "\n" not in message and message.count("--model_path") == 1
+    assert ("its files lack" in message) == (fault in LACKING)
+
+
+LACKING = "no weights", "a layer of another name"
+
+
+def test_weights_of_a_tower_that_text_does_not_pass_may_be_missing(tmp_path, tokenizer):
+    save_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "vision_tower" not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_policy(ModelConfig(str(tmp_path)))
+    save_file(dict(list(kept.items())[1:]), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="its files lack 1 weights of the model, such as "):
+        load_policy(ModelConfig(str(tmp_path)))
 
 
 @pytest.mark.parametrize("stop", [-1, 10**6, "a", [1, -1], [[1]]])

@@ -40,7 +40,7 @@ def folder(example, tmp_path_factory):
 
 
 def run(folder, output, *flags):
-    """The settings of the example, shortened, with a reward that no group ties at."""
+    """Train with the settings of the example, shortened, with a reward that no group ties at."""
     digits = folder.parent / "digits.py"
     digits.write_text("def digits(completions, **columns):\n    return [sum(map(str.isdigit, text)) for text in completions]\n")
     words = ["examples/smollm2.json", "--model_path", str(folder), "--output_dir", str(output), "--reward_functions", f"{digits}:digits"]
@@ -49,7 +49,7 @@ def run(folder, output, *flags):
 
 @torch.no_grad()
 def plain_logp(model, rollout):
-    """Log-probabilities of each completion by transformers alone, a row at a time, without padding."""
+    """Compute log-probabilities of each completion by transformers alone, a row at a time, without padding."""
     rows = []
     for row, (ids, mask) in enumerate(zip(rollout.completion_ids, rollout.completion_mask, strict=True)):
         group = row * len(rollout.prompt_ids) // len(rollout.completion_ids)
@@ -76,8 +76,8 @@ def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(fo
     assert not (tmp_path / "stopped/final").exists()
     train.main(["--output_dir", str(tmp_path / "stopped"), "--resume"])
     assert comparable(tmp_path / "stopped") == comparable(tmp_path / "whole")
-    whole, stopped, before = weights_of(tmp_path / "whole"), weights_of(tmp_path / "stopped"), example["AutoModelForCausalLM"]
-    before = before.from_pretrained(folder).state_dict()
+    whole, stopped = weights_of(tmp_path / "whole"), weights_of(tmp_path / "stopped")
+    before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(whole[name], stopped[name]) for name in before)
     assert any(not torch.equal(whole[name], before[name]) for name in before)
 

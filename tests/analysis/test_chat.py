@@ -56,6 +56,12 @@ def test_a_question_is_answered_word_by_word_with_reasoning_set_apart(folder, to
     assert [piece for piece in pieces if piece] == ["<reasoning>1 ", "and ", "1</reasoning><answer>2</answer>"]
 
 
+def test_a_single_answer_does_not_wait_for_the_check_of_packing(folder, capsys, monkeypatch):
+    monkeypatch.setattr(chat, "can_share_prompts", lambda *_: pytest.fail("seconds"))
+    infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
+    assert capsys.readouterr().out
+
+
 def test_a_truncated_answer_is_marked(folder, capsys):
     infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
     assert "(truncated at --generation_max_length=5)" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 
 from analysis import chat, evaluation
 import infer
-from config import ModelConfig
+from config import Config, ModelConfig
 from data import load_examples
 from analysis.evaluation import (
     estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, powers_of_two, summarise,
@@ -295,7 +295,7 @@ def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
     examples = load_examples("arithmetic", "test", limit=40)
     result = evaluate(model, tokenizer, examples, settings, seed=0)
     assert 0 < result["eval_accuracy"] < 1
-    assert capsys.readouterr().out == held_out_text(result) + "\n"
+    assert capsys.readouterr().out == held_out_text(result, Config()) + "\n"
 
 
 def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from config import GRPOConfig
+from config import Config, GRPOConfig
 from conftest import length_reward, made_up_rollout, run_folder
 from experience import Groups, compute_experience, shape_rewards
 from grpo import compute_group_advantages
@@ -142,7 +142,7 @@ def test_held_out_points_of_ones_own_reward_have_an_interval(tmp_path, capsys):
     assert low < mean < high
     assert f"after GRPO            length {mean:.3f} [{low:.3f}, {high:.3f}] points" in capsys.readouterr().out
     equal = line | {"eval_reward_low/length": None, "eval_reward_high/length": None}
-    assert held_out_text(equal) == f"length {mean:.3f} points"
+    assert held_out_text(equal, Config.of(use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"
 
 
 def test_an_integer_beyond_all_floats_is_infinite(tmp_path):
