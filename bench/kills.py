@@ -78,7 +78,7 @@ def killed_run(folder: Path, flags: list[str], kills: int, draws: random.Random,
         before = num_steps(folder)
         while process.poll() is None and num_steps(folder) == before:
             time.sleep(0.005)
-        if killed % 3 == 2:                               # in the middle of a save
+        if killed % 3 == 1:                               # in the middle of a save
             while process.poll() is None and not (folder / "checkpoints/writing").exists():
                 pass
         else:

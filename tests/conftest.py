@@ -186,6 +186,11 @@ def without_curves(monkeypatch):
     monkeypatch.setattr("runs.folder.draw_curves", lambda folder: None)
 
 
+def exhaustive(*values, **options):
+    """Parameters of a test that `make test` leaves out, because it has other ones."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive, **options)
+
+
 def length_reward(folder):
     """A reward that hardly ever ties a group."""
     (folder / "length.py").write_text("def length(completions, **columns):\n    return [len(c) for c in completions]\n")

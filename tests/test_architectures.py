@@ -1,10 +1,12 @@
 """Current architectures with default flags; mixtures of experts. The first test is the table in docs/benchmarks.md."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, WITH_TOWERS, build_qwen3_5_vision, length_reward, made_up_rollout, run_folder,
-    with_noise,
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, WITH_TOWERS, build_qwen3_5_vision, exhaustive, length_reward, made_up_rollout,
+    run_folder, with_noise,
 )
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import ParamWrapper
@@ -41,11 +43,14 @@ def save(tokenizer, tmp_path):
     return save
 
 
+# In make test each has one of the four combinations, in turn.
+COMBINATIONS = [(0, "float32"), (4, "bfloat16"), (4, "float32"), (0, "bfloat16")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank,precision,name", [
-    *((rank, precision, name) for rank, precision in ((0, "float32"), (4, "bfloat16")) for name in MODELS),
-    *((rank, precision, name) for rank, precision in ((0, "bfloat16"), (4, "float32"))
-      for name in ("gemma3", "gemma4_shared_keys", "qwen3_moe", "gpt_oss", "qwen3_5")),
+@pytest.mark.parametrize("name,lora_rank,precision", [
+    (name, *combination) if number % 4 == at else exhaustive(name, *combination)
+    for (number, name), (at, combination) in itertools.product(enumerate(MODELS), enumerate(COMBINATIONS))
 ])
 def test_two_steps_with_default_flags(name, lora_rank, precision, save, tmp_path, capsys):
     base, reward = save(name), tmp_path / "reward.py"

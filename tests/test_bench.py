@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_of_a_gpu_is_filled_on_the_cpu(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "bench/gpu.py", "--tiny", "--output", tmp_path / "gpu.md"],

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import exhaustive
 
 import train
 from analysis.reward_linter import lint
@@ -51,7 +52,8 @@ def shortened(monkeypatch, tmp_path):
     return seen
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", ["demo", exhaustive("gsm8k_lora"), exhaustive("ema_reference"), "conversation"])
 def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, shortened, tmp_path):
     train.main([f"examples/{situation}.json"])
     runpy.run_path(str(EXAMPLES / f"{situation}.py"), run_name="__main__")

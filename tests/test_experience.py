@@ -3,17 +3,23 @@
 import functools
 import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import experience_of, with_settings
 
+import experience
 import train
-from sources.batches import ShuffledBatches
-from experience import minibatches, shape_rewards
+from config import GRPOConfig
+from engine.errors import RunError
+from engine.precision import with_precision
+from experience import Experience, Groups, minibatches, shape_rewards, token_advantages
 from grpo import compute_group_advantages
-from logprobs import completion_log_probs
+from logprobs import LogProbs, completion_log_probs
+from sample import Rollout
+from sources.batches import ShuffledBatches
 from train import sample_groups
 
 
@@ -186,3 +192,94 @@ def test_token_advantages_come_from_gae_over_the_last_tokens_reward(base):
             expected = sum((0.9 * 0.8) ** k * delta for k, delta in enumerate(deltas[t:]))
             assert float(experience.advantages[row, t]) == pytest.approx(expected, abs=1e-4)
             assert float(experience.returns[row, t]) == pytest.approx(expected + v[t], abs=1e-4)
+
+def numbers(*rows):
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("rewards,penalty", [(numbers([2.0], [-1.0]), torch.zeros(2, 5)), (numbers([0.5], [4.0]), torch.rand(2, 5))])
+def test_points_of_turns_stand_at_their_ends_and_what_is_left_at_the_last_token(normalize, rewards, penalty):
+    """By loops over the chosen tokens, with and without centring and scaling over all of them."""
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0]]).bool()
+    turn_points, values = numbers([0, 3.0, 5.0, 1.0, 0], [0, -2.0, 0, 0, 7.0]), torch.randn(2, 5)
+    config = GRPOConfig(
+        gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=normalize, advantage_epsilon=0.1,
+        reward_functions=["environment"], reward_weights=[0.5])
+    advantages, returns = token_advantages(config, rewards, penalty, values, mask, turn_points)
+    expected = torch.zeros(2, 5)
+    for row in range(2):
+        chosen = mask[row].nonzero()[:, 0].tolist()
+        points = {t: 0.5 * float(turn_points[row, t]) for t in chosen}
+        points[chosen[-1]] += float(rewards[row]) - sum(points.values())
+        later = next_value = 0.0
+        for t in reversed(chosen):
+            later = points[t] - float(penalty[row, t]) + 0.9 * next_value - float(values[row, t]) + 0.72 * later
+            next_value, expected[row, t] = float(values[row, t]), later
+    torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0))
+    if normalize:
+        every = expected[mask]
+        expected = torch.where(mask, (expected - every.mean()) / (every.std() + 0.1), 0.0)
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_one_token_alone_is_not_scaled():
+    """A standard deviation needs two."""
+    mask = torch.tensor([[True, False]])
+    advantages, _ = token_advantages(GRPOConfig(), numbers([3.0]), torch.zeros(1, 2), numbers([1.0, 0.0]), mask)
+    assert advantages.tolist() == [[2.0, 0.0]]
+
+
+def test_gdpo_scales_the_clipped_points_of_each_function():
+    config = GRPOConfig(
+        reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5], reward_clips=[2.0, 0.0],
+        advantage_epsilon=0.25)
+    a, b = numbers([0.0, 1.0, -9.0, 9.0]), numbers([5.0, 1.0, 1.0, 1.0])
+    shaped = shape_rewards(config, None, a + b, {"a": a, "b": b})
+    parts = [(x - x.mean()) / (x.std() + 0.25) for x in (numbers([0.0, 1.0, -2.0, 2.0]), b)]
+    torch.testing.assert_close(shaped, parts[0] + 0.5 * parts[1])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "built_in"])
+def test_what_is_measured_between_sampler_and_trainer(monkeypatch, engine):
+    """Two rows, of which one is not scored: deviations are those of all sampled tokens."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    sampler, trainer = numbers([-1.0, -2.0, -3.0], [-1.0, 0.0, 0.0]), numbers([-1.5, -2.0, -2.0], [-1.2, 0.0, 0.0])
+    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, **options: LogProbs(trainer, sampler))
+    rollout = Rollout(torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(2, 3), mask, sampler, torch.tensor([True, True]), ["", ""])
+    groups = Groups([{}], rollout, None, {}, numbers([1.0, math.nan]))
+    config = GRPOConfig(engine=engine, importance_cap=1.5, num_completions_per_prompt=2)
+    made = experience.compute_experience(groups, numbers([0.0, 0.0]), config, torch.nn.Linear(1, 1))
+    log_ratios = [-0.5, 0.0, 1.0, -0.2]
+    ratios = [math.exp(x) for x in log_ratios]
+    expected = {
+        "sampler_deviation": sum(abs(x - 1) for x in ratios) / 4, "importance_weight": (ratios[0] + ratios[1] + 1.5) / 3,
+        **({"engine_ratio": sum(ratios) / 4, "engine_deviation": 1.0} if engine == "vllm" else {}),
+    }
+    assert made.metrics == pytest.approx(expected) and made.old_logp is trainer
+
+
+@pytest.mark.parametrize("settings,kept", [
+    ({}, [True, False, False]), (dict(entropy_coef=0.1), [True, True, False]), (dict(use_value_head=True), [True, True, False]),
+    (dict(use_kl_penalty=True), [True, True, False]), (dict(use_kl_penalty=True, kl_in="reward"), [True, False, False]),
+])
+def test_tied_rows_are_forwarded_only_for_terms_without_advantages_and_rows_without_tokens_never(settings, kept):
+    mask, logp = torch.tensor([[1, 1], [1, 0], [0, 0]]).bool(), torch.zeros(3, 2)
+    made = Experience([], None, mask, numbers([1.0], [0.0], [1.0]), logp, logp)
+    assert made.has_gradient(torch.arange(3), GRPOConfig(**{"use_kl_penalty": False} | settings)).tolist() == kept
+    assert made.has_gradient(torch.tensor([2, 0]), GRPOConfig(**settings)).tolist() == [False, True]
+    assert made.denominators(torch.tensor([0, 2]), 7) == dict(num_tokens=2, num_sequences=1, max_tokens=7)
+    assert made.denominators(torch.tensor([2]), 7) == dict(num_tokens=1, num_sequences=1, max_tokens=7)
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+@pytest.mark.parametrize("precision,tolerance", [("float32", 0.01), ("bfloat16", 0.1)])
+def test_first_ratios_may_differ_from_1_by_so_much(model, vllm, precision, tolerance):
+    with_precision(model, precision)
+    logp = torch.zeros(1, 1)
+    for measured in {}, {"sampler_deviation": None}:
+        for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
+            deviation = tolerance * factor * (3 if vllm else 1)
+            made = Experience([], None, logp.bool(), logp, logp, logp, metrics={name: deviation for name in measured})
+            with pytest.raises(RunError, match="first ratios must be 1") if wrong else nullcontext():
+                experience.require_first_ratios_of_1(made, 9.0 if measured else deviation, model, engine=object() if vllm else None)

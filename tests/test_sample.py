@@ -1,15 +1,20 @@
 """Sampling: the right distribution, the same numbers as in training, masks by position, reproducible streams."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PROMPTS
 
+import sample
 from config import GRPOConfig
 from data import encode_prompt
+from engine.packing import left_pad, pad_rows
 from logprobs import completion_log_probs
-from sample import sample_completions_for_prompts, sampling_mode, stop_token_ids
+from sample import (
+    Rollout, join_rollouts, sample_completions_for_prompts, sampling_mode, select_groups, stop_token_ids,
+)
 
 
 def test_sampler_and_trainer_agree_on_every_log_probability(architecture, tokenizer, settings):
@@ -75,12 +80,63 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(mod
 
 
 def test_temperature_zero_takes_the_likeliest_token(model, tokenizer):
-    config = GRPOConfig(generation_temperature=0.0, generation_max_length=5)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], config, seed=0)
-    ids = encode_prompt(tokenizer, PROMPTS[0])
-    for token in rollout.completion_ids[0, :3].tolist():
-        assert token == model(torch.tensor([ids])).logits[0, -1].argmax()
-        ids.append(token)
+    config = GRPOConfig(generation_temperature=0.0, generation_max_length=8)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
+    for row, completion in enumerate(rollout.completion_ids):
+        ids = encode_prompt(tokenizer, PROMPTS[row // 4])
+        for token in completion[rollout.completion_mask[row]].tolist():
+            assert token == model(torch.tensor([ids])).logits[0, -1].argmax()
+            ids.append(token)
+    assert not rollout.sampling_logp.any() and rollout.completion_mask.sum() > 64
+
+
+@pytest.mark.parametrize("shared_prompt,ends,expected", [
+    (True, [1, 1, 3, 2, 5], "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"),
+    (False, [1, 1, 4, 3, 3], "new 012, decode 6, decode 5, decode 4, new 345, decode 6, decode 3"),
+])
+def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch, shared_prompt, ends, expected):
+    """Groups of two completions, three at once. ends: how many rows end in each call of decode."""
+    trace, ends = [], iter(ends)
+
+    def prefill(model, prompts, new, state, cache, group_size):
+        trace.append(f"new {''.join(map(str, new))}")
+        return [p * group_size + g for p in new for g in range(group_size)]
+
+    def decode(model, active, state, cache, group_size):
+        trace.append(f"decode {len(active)}")
+        return active[next(ends) :]
+
+    for name, stand_in in ("prefill", prefill), ("decode", decode), ("PrefixCache", str), ("PlainCache", str):
+        monkeypatch.setattr(sample, name, stand_in)
+    sample.sample_from_queue(
+        None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3, shared_prompt=shared_prompt)
+    assert ", ".join(trace) == expected
+
+
+@pytest.mark.parametrize("with_turns", [False, True])
+def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
+    def rollout(first, widths, lengths):
+        ids = [[first + 10 * row + t for t in range(n)] for row, n in enumerate(lengths)]
+        prompts, completions = [list(range(first, first + n)) for n in widths], pad_rows(ids)
+        mask = pad_rows([[True] * n for n in lengths])
+        points = completions / 8 if with_turns else None
+        return Rollout(*left_pad(prompts, 0), completions, mask, -completions / 4, mask[:, 0], [f"{first}-{n}" for n in lengths], points)
+
+    parts = rollout(100, [2, 3], [4, 1, 2, 2]), rollout(200, [5], [6, 3])
+    joined = join_rollouts(parts)
+    assert [ids[mask].tolist() for ids, mask in zip(joined.prompt_ids, joined.prompt_mask)] == [[100, 101], [100, 101, 102], [*range(200, 205)]]
+    assert joined.prompt_mask.tolist() == [[False] * 3 + [True] * 2, [False] * 2 + [True] * 3, [True] * 5]
+    assert joined.completion_mask.sum(dim=1).tolist() == [4, 1, 2, 2, 6, 3] and not (joined.completion_mask[:, 1:] & ~joined.completion_mask[:, :-1]).any()
+    assert joined.completion_ids[4].tolist() == [200, 201, 202, 203, 204, 205] and joined.completion_ids[0].tolist() == [100, 101, 102, 103, 0, 0]
+    assert torch.equal(joined.sampling_logp, -joined.completion_ids / 4) and joined.finished.all()
+    assert joined.completions == ["100-4", "100-1", "100-2", "100-2", "200-6", "200-3"]
+    chosen = select_groups(joined, torch.tensor([False, True, True]))
+    for part in (joined, chosen) if with_turns else ():
+        assert torch.equal(part.turn_points, part.completion_ids / 8)
+    assert chosen.completions == joined.completions[2:] and torch.equal(chosen.prompt_ids, joined.prompt_ids[1:])
+    for name in "prompt_mask", "completion_ids", "completion_mask", "sampling_logp", "finished":
+        assert torch.equal(getattr(chosen, name), getattr(joined, name)[1 if name == "prompt_mask" else 2 :]), name
+    assert with_turns or chosen.turn_points is joined.turn_points is None
 
 
 def test_sampling_leaves_the_model_as_it_was(model):

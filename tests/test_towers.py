@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, length_reward, run_folder
+from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, exhaustive, length_reward, run_folder
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -81,7 +81,8 @@ def test_it_samples_and_scores_as_its_text_model_alone(tokenizer, settings, tmp_
         assert towers.pass_bytes(*arguments) == pytest.approx(text.pass_bytes(*arguments), rel=1e-3), "layers for text are counted"
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [exhaustive(0), 4])
 def test_a_run_leaves_the_towers_as_they_were_and_resumes_and_its_final_loads(base, lora_rank, tmp_path, monkeypatch, capsys):
     flags = [*FLAGS, "--model_path", str(base), "--lora_rank", str(lora_rank), "--reward_functions", length_reward(tmp_path)]
     whole = run_folder(tmp_path / "whole", *flags)

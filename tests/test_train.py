@@ -2,11 +2,10 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch
 from experience import Experience
 import train
 from conftest import comparable, length_reward, run_folder, start_run
-from grpo import LOSSES
 from runs.records import read_jsonl
 
 
@@ -67,23 +65,18 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
     assert len(steps) == 1 and ("Saved to" in error) == any((tmp_path / "run/checkpoints").glob("step-*"))
 
 
-def test_the_hard_assertions_hold_under_python_O(tmp_path):
-    """Groups of another shape, and advantages that do not sum to 0, end the step whatever the interpreter's options are."""
-    code = (
-        "import sys, pytest, torch, train\nfrom pathlib import Path\nfrom conftest import start_run\nassert False\n"
-        "run = start_run(Path(sys.argv[1]), '--use_grpo', '--cold_start_steps', '0')\n"
-        "real, shape = train.compute_group_advantages, train.shape_rewards\n"
-        "train.compute_group_advantages = lambda rewards, **options: torch.ones_like(rewards)\n"
-        "with pytest.raises(AssertionError, match='rows must sum to 0'):\n    train.grpo_training_step(run, next(run.batches))\n"
-        "train.compute_group_advantages = real\n"
-        "train.shape_rewards = lambda *args: shape(*args)[:, :3]\n"
-        "with pytest.raises(AssertionError, match='groups.rewards.shape'):\n    train.grpo_training_step(run, next(run.batches))\n"
-    )
-    root = Path(train.__file__).parent
-    path = os.pathsep.join([str(root), str(root / "tests")])
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", code, str(tmp_path)], cwd=root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
+    """Groups of another shape, and advantages that do not sum to 0, end the step: train.py is compiled as by python -O."""
+    source, optimized = Path(train.__file__).read_text() + "\nassert False", ModuleType("optimized")
+    exec(compile(source, "train.py", "exec", optimize=1), vars(optimized))
+    run, shape = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0"), train.shape_rewards
+    for name, wrong, message in (
+        ("compute_group_advantages", lambda rewards, **options: torch.ones_like(rewards), "rows must sum to 0"),
+        ("shape_rewards", lambda *args: shape(*args)[:, :3], "groups.rewards.shape"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match=message):
+            patch.setattr(optimized, name, wrong)
+            optimized.grpo_training_step(run, next(run.batches))
 
 
 def test_an_update_that_is_not_made_leaves_nothing_behind(tmp_path):
@@ -184,8 +177,7 @@ def test_a_supervised_step_has_the_gradient_of_the_models_own_cross_entropy(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
+def test_the_built_in_model_learns_a_one_token_task(tmp_path):
     """A random policy finds the one byte in 263 that is rewarded more than others, and sticks to it."""
     file = tmp_path / "seven.py"
     file.write_text("def seven(completions, **columns):\n    return [float(c == '7') for c in completions]\n")
@@ -193,7 +185,7 @@ def test_the_built_in_model_learns_a_one_token_task(tmp_path, loss_type):
     data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8)))
     settings = (
         "--use_grpo --cold_start_steps 0 --generation_max_length 1 --num_completions_per_prompt 16 --batch_size 8 "
-        f"--max_steps 30 --num_epochs 100 --learning_rate 2e-3 --eval_limit 0 --loss_type {loss_type}"
+        "--max_steps 30 --num_epochs 100 --learning_rate 2e-3 --eval_limit 0"
     )
     folder = run_folder(tmp_path / "out", *settings.split(), "--dataset", str(data), "--reward_functions", f"{file}:seven")
     rewards = [m["mean_reward"] for m in read_jsonl(folder / "metrics.jsonl")]
@@ -247,6 +239,7 @@ def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_r
 ATTACKED = """
 import itertools, json, os, time
 from pathlib import Path
+from types import ModuleType
 from reward_functions import programs
 from reward_functions.sandbox import run_python
 programs.SECONDS_PER_TEST, programs.SECONDS_PER_PROGRAM = 0.3, 0.6
@@ -266,16 +259,17 @@ def attacked(completions, **columns):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 @pytest.mark.filterwarnings("ignore:passes_tests")
-def test_twenty_steps_go_on_whatever_programs_their_rewards_meet(tmp_path):
+def test_a_run_goes_on_whatever_programs_its_rewards_meet(tmp_path):
     folder, attacks = Path(__file__).parent / "reward_functions", []
     preamble = (folder / "test_sandbox.py").read_text().partition('PREAMBLE = f"""')[2].partition('"""')[0]
     preamble = preamble.replace('{SECRET[:3]}', "hunt").replace('{SECRET[3:]}', "er2") + f"\nVICTIM = HOME = {str(tmp_path)!r}\n"
     for name, before in ("hostile_programs.txt", preamble), ("cheating_programs.txt", ""):
         attacks += [before + part.split("\n", 1)[1] for part in (folder / name).read_text().split("\n== ")[1:]]
+    attacks = attacks[::5]                                # the tests of sandbox and programs meet all of them
     (tmp_path / "attacks.json").write_text(json.dumps(attacks))
     (tmp_path / "attacked.py").write_text(ATTACKED)
-    flags = "--use_grpo --cold_start_steps 0 --max_steps 20 --batch_size 4 --num_completions_per_prompt 4"
+    flags = "--use_grpo --cold_start_steps 0 --eval_limit 0 --max_steps 2 --batch_size 4 --num_completions_per_prompt 4"
     run = run_folder(tmp_path / "out", *flags.split(), "--reward_functions", f"{tmp_path}/attacked.py:attacked")
     steps = [m for m in read_jsonl(run / "metrics.jsonl") if m["phase"] == "grpo"]
-    assert len(attacks) > 150 and [m["step"] for m in steps] == list(range(1, 21))
+    assert len(attacks) > 30 and [m["step"] for m in steps] == [1, 2]
     assert all(math.isfinite(m["mean_reward"]) for m in steps)

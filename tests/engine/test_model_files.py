@@ -125,6 +125,7 @@ def test_what_the_hub_answers_is_one_line_with_what_to_do(hub, tmp_path):
     assert problems(["gated/model"], hub, tmp_path / "home", HF_TOKEN="hf_unknown") == [gated]
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_one_line_at_once_in_both_programs(tmp_path):
     nowhere = "http://127.0.0.1:9"
     wanted = f"no such folder ({ROOT}/own/model), not downloaded before, and {nowhere} answers: [Errno 111] Connection refused; "

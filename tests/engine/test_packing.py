@@ -32,6 +32,18 @@ def test_who_sees_whom():
     )
 
 
+def test_a_pass_of_siblings_and_a_lone_completion_written_out():
+    rollout = made_up_rollout([2, 3], [3, 2, 1, 4])
+    batch = pack_rows(rollout, torch.tensor([1, 3, 0]), True)
+    prompts = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
+    rows = [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+    assert batch.ids[0].tolist() == prompts[0] + rows[1] + rows[0] + prompts[1] + rows[3]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6] and batch.mask.all()
+    # The first token is predicted by the end of the prompt, at 1 or 9, every other one by the token before it.
+    assert [row[mask].tolist() for row, mask in zip(batch.predictor, rollout.completion_mask[[1, 3, 0]])] == [
+        [1, 2], [9, 10, 11, 12], [1, 4, 5]]
+
+
 def visible_tokens(layout, size: int, window):
     """(L, L) bool, from the blocks of a layout."""
     sees = torch.zeros(size, size, dtype=torch.bool)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, WITH_TOWERS, exhaustive
 from forked import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -29,14 +30,14 @@ def start_ranks(processes: int, *command: str) -> str:
 
 
 @pytest.mark.parametrize("processes,mesh,names", [
-    (3, {"replicate": 1, "fsdp": 3, "tp": 1}, []),                     # sizes that do not divide evenly
-    (4, {"replicate": 2, "fsdp": 2, "tp": 1}, ["gemma3", "qwen3_moe"]),
-    (4, {"replicate": 1, "fsdp": 2, "tp": 2}, ["gemma3", "qwen3", "gemma3_vision"]),
-    (6, {"replicate": 1, "fsdp": 6, "tp": 1}, ["qwen3_moe", "gemma4_experts"]),        # more processes than experts
+    # Sizes that do not divide evenly.
+    (3, {"replicate": 1, "fsdp": 3, "tp": 1}, ["gemma3", "gpt2", "gpt_oss", "gemma4_shared_keys", "lfm2", "gemma3_vision"]),
+    exhaustive(3, {"replicate": 1, "fsdp": 3, "tp": 1}, []),
+    exhaustive(4, {"replicate": 2, "fsdp": 2, "tp": 1}, ["gemma3", "qwen3_moe"]),
+    exhaustive(4, {"replicate": 1, "fsdp": 2, "tp": 2}, ["gemma3", "qwen3", "gemma3_vision"]),
+    exhaustive(6, {"replicate": 1, "fsdp": 6, "tp": 1}, ["qwen3_moe", "gemma4_experts"]),        # more processes than experts
 ])
 def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mesh, names):
-    from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, WITH_TOWERS
-
     for name, build in (ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS).items():
         if not names or name in names:
             torch.manual_seed(0)
@@ -45,6 +46,7 @@ def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mes
     assert re.findall(r"(\S+): the same", printed) == sorted(path.name for path in tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_process_never_holds_the_whole_model(tmp_path):
     printed = start_ranks(2, str(ROOT / "bench/loading.py"), "--load", str(write_model(tmp_path)))
     for line in re.findall(r"process \d: (.*)", printed):

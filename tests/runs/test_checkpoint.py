@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import comparable, run_folder, weights_of
+from conftest import comparable, exhaustive, run_folder, weights_of
 from forked import Ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,20 +48,20 @@ def start_forked(folder, *flags, processes=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["several epochs", "two processes"])            # the bench has more
+@pytest.mark.parametrize("kind", ["several epochs", exhaustive("two processes")])         # the bench has more
 def test_a_run_that_is_killed_again_and_again_is_the_same_bit_for_bit(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(kills, "start", start_forked)
     monkeypatch.setattr(kills, "kill", lambda process: process.kill())
-    flags = [*kills.QUICK.split(), *kills.KINDS[kind].split(), "--max_steps", "12"]
+    flags = [*kills.QUICK.split(), *kills.KINDS[kind].split(), "--max_steps", "6"]
     processes = 2 if kind == "two processes" else 1
     kills.finish(kills.start(tmp_path / "whole", *flags, processes=processes))
-    killed, _ = kills.killed_run(tmp_path / "killed", flags, 3, random.Random(kind), processes)
-    assert killed == 3
+    killed, _ = kills.killed_run(tmp_path / "killed", flags, 2, random.Random(kind), processes)
+    assert killed == 2
     assert kills.outcome(tmp_path / "whole") == kills.outcome(tmp_path / "killed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["cut", "flip", "remove"])
+@pytest.mark.parametrize("harm", [exhaustive("cut"), "flip", exhaustive("remove")])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, whole, harm, capsys):
     stopped = stop_at(tmp_path, 3)
     newest = latest_checkpoint(stopped)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import numpy
 import pytest
 import torch
-from conftest import QUICK, comparable, run_folder, weights_of
+from conftest import QUICK, comparable, exhaustive, run_folder, weights_of
 
 import train
 from reward_functions.loading import function_from_file
@@ -20,15 +20,15 @@ from runs.run import Run
 # Whatever a run carries from step to step: reference, coefficient, running mean, value head, order of minibatches, advice.
 CARRIED = (
     "--reference_mode ema --ema_alpha 0.5 --kl_target 0.01 --kl_horizon 20 --baseline global_mean --ppo_epochs 2 "
-    "--minibatch_size 8 --dynamic_sampling 1 --max_steps 16"
+    "--minibatch_size 8 --dynamic_sampling 1"
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after,more", [
-    (0, ""), (2, ""), (5, ""), (20, CARRIED), (5, "--use_value_head"),
-    (3, "--precision bfloat16 --cold_start_steps 0 --reference_mode ema --ema_alpha 0.5 --kl_estimator exact"),
-    (3, "--precision bfloat16 --cold_start_steps 0 --reference_mode periodic --reference_update_freq 2"),
+    (0, ""), exhaustive(2, ""), (5, "--use_value_head"), exhaustive(20, CARRIED + " --max_steps 16"), (8, CARRIED + " --max_steps 8"),
+    (2, "--precision bfloat16 --cold_start_steps 0 --reference_mode ema --ema_alpha 0.5 --kl_estimator exact"),
+    exhaustive(3, "--precision bfloat16 --cold_start_steps 0 --reference_mode periodic --reference_update_freq 2"),
     pytest.param(5, "--adam_8bit", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")),
 ])
 def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, more, capsys):
@@ -166,10 +166,10 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
     ("train.clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
      "--max_tokens_per_forward 1024 --gradient_checkpointing --generation_batch_size 16", 2, 0),
-    ("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2, 0),
+    exhaustive("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2, 0),
     ("runs.console.RunConsole.print_step", OSError("no such console"), "Saved to", 3, 0),          # after the update
     ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), "From the last checkpoint: continue with less", 2, 2),     # in it
-    ("train.clip_gradient", KeyError("again"), "fix it", 2, 2),                                # with a checkpoint of this step
+    exhaustive("train.clip_gradient", KeyError("again"), "fix it", 2, 2),                      # with a checkpoint of this step
 ])
 def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
     tmp_path, monkeypatch, capsys, where, error, shown, saved, save_steps
@@ -177,7 +177,7 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
     file = tmp_path / "drawn.py"
     file.write_text("import random\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
     flags = f"--use_grpo --cold_start_steps 0 --max_steps 4 --eval_limit 0 --baseline global_mean --prefer_mixed --batch_size 8 " \
-        f"--limit 20 --log_rollouts_every 1 --save_steps {save_steps} --reward_functions {file}:drawn".split()
+        f"--limit 20 --generation_max_length 8 --log_rollouts_every 1 --save_steps {save_steps} --reward_functions {file}:drawn".split()
     random.seed(0)
     never = run_folder(tmp_path / "never", *flags)
     real, calls = pydoc.locate(where), []
