@@ -48,6 +48,9 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     settings = with_settings(base, generation_max_length=20, overlong="penalise").config.grpo
     expected = [0.0] * 12 + [-0.25, -0.5, -0.75, -1.0]    # the buffer is a fifth of the limit
     torch.testing.assert_close(shape_rewards(settings, every_length, torch.zeros(4, 4)).flatten(), torch.tensor(expected))
+    short = replace(settings, generation_max_length=4)
+    four = replace(rollout, completion_mask=torch.arange(4) < torch.arange(1, 5)[:, None])
+    assert shape_rewards(short, four, torch.zeros(1, 4)).tolist() == [[0.0, 0.0, 0.0, -1.0]], "a buffer of one token"
 
 
 def test_with_gdpo_points_of_an_unscored_completion_do_not_count_for_its_siblings(base):

@@ -1,12 +1,14 @@
 """Log-probabilities of completions: against the model's own logits, packed against plain rows, under any split."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PROMPTS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import logprobs
 from engine import chunked_head
 from config import GRPOConfig
 from engine.logits import restrict_logits
@@ -39,6 +41,15 @@ def test_equal_to_the_models_own_logits_with_entropy(architecture, tokenizer, se
             torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(ours.entropy[row, mask], entropy, atol=2e-5, rtol=1e-5)
             assert not ours.logp[row, ~mask].any()
+
+
+def test_a_call_without_options_forwards_prompts_once_and_the_head_nothing_but_completions(model, tokenizer, settings, monkeypatch):
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    heads, passes, apply, forward = [], [], chunked_head.HeadLogProbs.apply, logprobs.forward_packed
+    monkeypatch.setattr(logprobs, "HeadLogProbs", SimpleNamespace(apply=lambda *args: heads.append(len(args[0])) or apply(*args)))
+    monkeypatch.setattr(logprobs, "forward_packed", lambda model, ids, *rest: passes.append(ids.numel()) or forward(model, ids, *rest))
+    completion_log_probs(model, rollout)
+    assert heads == [rollout.completion_mask.sum()] and passes == [rollout.prompt_mask.sum() + rollout.completion_mask.sum()]
 
 
 def gradient(model, rollout, batches, **options):

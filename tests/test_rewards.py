@@ -205,3 +205,12 @@ def test_reward_settings_that_make_no_sense_are_refused():
             parse_config(["--use_grpo", *flags.split()])
     notes = flag_notes(parse_config(["--use_grpo", "--reward_combination", "gdpo"]))
     assert any("advantage_scale batch" in line for line in notes)
+
+
+def test_a_conversation_whose_environment_raised_is_unscored():
+    turn_points = torch.tensor([[0.0, 1.0, 0.0], [math.nan, 0.5, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 0.0]])
+    total, points = compute_rewards_for_completions(
+        [lambda completions, turn_points, **columns: [sum(row) for row in turn_points]], [2.0], rollout_of("a", "b", "c", "d"), EXAMPLES,
+        turn_points=turn_points)
+    assert [[None if math.isnan(x) else x for x in row] for row in total.tolist()] == [[2.0, None], [0.5, 0.0]]
+    assert points["<lambda>"].isnan().sum() == 1

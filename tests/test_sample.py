@@ -66,7 +66,7 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
-def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(model, tokenizer):
+def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(model, tokenizer, monkeypatch):
     model.generation_config.eos_token_id = list(range(1, 30))                    # rows end at different times
     config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
     together = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7)
@@ -74,6 +74,12 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(mod
     for i, prompt in enumerate(PROMPTS[:3]):
         alone = sample_completions_for_prompts(model, tokenizer, [prompt], config, seed=7)
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
+    for steps in 3, 100:                                  # between two looks at which rows have ended
+        monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", steps)
+        monkeypatch.setattr(sample, "INITIAL_CAPACITY", 5)
+        seldom = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7)
+        assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
+        torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
     other_seed = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=8)
     assert other_seed.completions != together.completions
     assert len(set(together.completions)) > 6, "siblings differ"

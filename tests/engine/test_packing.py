@@ -7,7 +7,9 @@ import torch
 from conftest import PROMPTS, made_up_rollout
 
 from engine import prefix_attention
-from engine.packing import left_pad, micro_batches, pack_rows, pad_rows, positions_of
+from engine.packing import (
+    CPU, SHORTEST_ON_XLA, left_pad, micro_batches, pack_rows, pad_rows, padded_indices, positions_of,
+)
 from sample import sample_completions_for_prompts
 
 
@@ -82,6 +84,16 @@ def test_rows_are_padded_on_either_side():
     ids, mask = left_pad([[5, 6, 7], [8]], 4)
     assert ids.tolist() == [[5, 6, 7], [4, 4, 8]] and mask.tolist() == [[True] * 3, [False, False, True]]
     assert positions_of(mask).tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
+def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each():
+    valid = [[True, True, False], [True, True, True]]
+    assert [x.tolist() for x in padded_indices([(3, 2), (5, 3)], CPU)] == [[[3, 4, 4], [5, 6, 7]], valid]
+    index, mask = padded_indices([(3, 2), (5, 3)], CPU, left=True)
+    assert index.tolist() == [[3, 3, 4], [5, 6, 7]] and mask.tolist() == [row[::-1] for row in valid]
+    index, mask = padded_indices([(3, 2), (5, 3), (8, 1)], torch.device("xla"))
+    assert index.shape == mask.shape == (4, SHORTEST_ON_XLA) and mask.sum(axis=1).tolist() == [2, 3, 1, 0]
+    assert index[0].tolist() == [3] + [4] * (SHORTEST_ON_XLA - 1)
 
 
 def test_plain_rows_written_out():

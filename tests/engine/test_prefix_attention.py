@@ -82,6 +82,42 @@ def test_values_and_gradients_are_those_of_dense_attention(
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("decode", [prefix_attention.decode_in_one_softmax, prefix_attention.decode_in_halves])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("prompt_of", [[0, 0, 1, 1], [1, 0, 1]], ids=["in order", "ragged"])
+def test_a_new_token_attends_to_its_prompt_and_its_own_columns_as_in_one_softmax(decode, softcap, sinks, masked, prompt_of):
+    """Two key heads with three query heads each, a row at a time."""
+    draws, heads, repeats, size, rows = torch.Generator().manual_seed(0), 2, 3, 8, len(prompt_of)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draws, dtype=torch.float64)
+
+    query, keys, values = normal(rows, heads, repeats, size), normal(rows, heads, 5, size), normal(rows, heads, 5, size)
+    prompt_keys, prompt_values = normal(2, heads, 7, size), normal(2, heads, 7, size)
+    sink, options = normal(heads, repeats) if sinks else None, Options(None, softcap, 0.4)
+    own_mask = torch.zeros(rows, 5, dtype=torch.float64)
+    own_mask[1, 3:] = -1e30
+    prompt_mask = torch.zeros(rows, 7, dtype=torch.float64)
+    prompt_mask[:2, :4] = -1e30
+    slots = [sum(p == prompt for p in prompt_of[:row]) + 2 * prompt for row, prompt in enumerate(prompt_of)]
+    table = torch.zeros(4, dtype=torch.long).scatter(0, torch.tensor(slots), torch.arange(rows)).view(2, 2)
+    siblings = prefix_attention.Siblings(table, torch.tensor(slots), slots == [0, 1, 2, 3])
+    masks = [mask[:, None].repeat_interleave(heads, dim=0) for mask in (prompt_mask, own_mask)]
+    flat = [x.flatten(0, 1) for x in (query, keys, values, prompt_keys, prompt_values)]
+    found = decode(*flat, masks[0] if masked else None, masks[1], None if sink is None else sink.flatten(), siblings, options)
+    for row, prompt in enumerate(prompt_of):
+        for head in range(heads):
+            key, value = (torch.cat(x) for x in ((prompt_keys[prompt, head], keys[row, head]), (prompt_values[prompt, head], values[row, head])))
+            scores = query[row, head] @ key.mT * 0.4
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            scores = scores + torch.cat([prompt_mask[row] * masked, own_mask[row]])
+            scores = torch.cat([scores, sink[head][:, None]], dim=1) if sinks else scores
+            expected = scores.softmax(dim=1)[:, :12] @ value
+            torch.testing.assert_close(found.view(rows, heads, repeats, size)[row, head], expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [None, 4, 13, 64])
 @pytest.mark.parametrize("chunk", [256, 5])
 def test_rounded_sizes_change_neither_values_nor_gradients_and_padding_is_finite(window, chunk, monkeypatch):

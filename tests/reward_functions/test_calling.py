@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from conftest import start_run
 from test_rewards import EXAMPLES, length, rollout_of
 
 from data import load_examples
+from reward_functions import calling
 from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function
 from train import grpo_training_step
 
@@ -168,9 +170,10 @@ def test_failures_are_kept_with_the_completion_that_caused_them():
         return [1.0 / len(text) for text in completions]
 
     reports = Reports()
-    compute_rewards_for_completions(
+    total, points = compute_rewards_for_completions(
         [fussy, length], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", reports=reports
     )
+    assert total[0].isnan().all() and total[1].tolist() == [2.0, 2.0] and points["fussy"][1].tolist() == [1.0, 1.0]
     assert reports.failures == [{"function": "fussy", "error": "ZeroDivisionError: float division by zero", "completion": ""}]
 
 
@@ -222,6 +225,36 @@ def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     points, _ = compute_rewards_for_completions(
         [names["leaves"], length], [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none", reports=reports)
     assert points[1].isnan().all() and len(reports.failures) >= 1
+
+
+def test_an_alarm_that_was_set_before_comes_when_it_is_due():
+    came = []
+    before = signal.signal(signal.SIGALRM, lambda *_: came.append(time.monotonic()))
+    try:
+        start = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        calling.call_with_timeout(5.0, lambda: time.sleep(0.3))
+        while not came and time.monotonic() < start + 5:
+            time.sleep(0.01)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert 0.3 <= came[0] - start < 0.8
+
+
+@pytest.mark.parametrize("returned,points", [
+    ([{"a": 1.0, "b": 2.0}, None, {"a": 3.0}, {"a": 4.0, "b": 0.5}], [3.0, None, None, 4.5]),
+    ([{"score": 1.0, "b": 2.0}, {"b": 7.0}, {"score": 3.0}, None], [1.0, None, 3.0, None]),
+    ({"a": [1.0, 2.0, None, 4.0], "b": torch.ones(4)}, [2.0, 3.0, None, 5.0]),
+])
+def test_several_outputs_are_added_up_unless_one_is_the_score(returned, points):
+    reports = Reports()
+    total, _ = compute_rewards_for_completions(
+        [lambda completions: returned], [1.0], rollout_of("a", "b", "c", "d"), [EXAMPLES[0]], reports=reports)
+    assert [None if math.isnan(p) else p for p in total[0].tolist()] == points
+    assert [row["<lambda>/b"] for row in reports.extra][0] in (2.0, 1.0)
+    values = [row["b"] for row in returned if row and "b" in row] if isinstance(returned, list) else [1.0] * 4
+    assert reports.means()["reward/<lambda>/b"] == pytest.approx(sum(values) / len(values))
 
 
 def test_ctrl_c_in_a_function_is_no_error_of_it():

@@ -289,6 +289,32 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, 
     assert ("rollouts.jsonl", []) in flushed and find_damage(target) == ""
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_that_cannot_be_begun_is_said_and_nothing_is_left(tmp_path, exists):
+    def fails(partial):
+        if exists:
+            partial.mkdir()
+        raise RuntimeError("no\nroom")
+
+    with pytest.raises(checkpoint.NotSaved, match=f"^could not save {tmp_path}/b: no$"):
+        checkpoint.write_folder(tmp_path / "a", tmp_path / "b", fails)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_checkpoints_go(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(checkpoint, "save_policy", lambda model, tokenizer, folder, weights: (
+        saved.append((model, folder.name, sorted(weights))), folder.mkdir(parents=True)))
+    model, reference, adapter = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False), checkpoint.AdapterReference.__new__(checkpoint.AdapterReference)
+    for step, other in enumerate([None, adapter, reference, reference], start=1):
+        checkpoint.write_checkpoint(tmp_path / "checkpoints", min(step, 3), model, None, other, STATE, keep=2)
+    assert saved == [(model, "writing", ["bias", "weight"])] * 3 + [
+        (reference, "reference", ["weight"]), (model, "writing", ["bias", "weight"]), (reference, "reference", ["weight"])]
+    kept = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-00000003", "step-00000003+"], "of a step that was saved twice both"
+    assert all((path / "reference").is_dir() and find_damage(path) == "" for path in kept)
+
+
 def test_the_final_model_loads_without_this_project(finished):
     model = AutoModelForCausalLM.from_pretrained(finished / "final")
     tokenizer = AutoTokenizer.from_pretrained(finished / "final")
