@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -76,6 +77,13 @@ def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
 
 STEP = ["sample_completions_for_prompts", "compute_rewards_for_completions", "compute_group_advantages",
         "completion_log_probs", "policy_loss"]
+
+
+def test_every_module_has_a_row_in_the_table_of_tests_and_these_exist():
+    rows = re.findall(r"^\| (\S+\.py) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert [name for name, _ in rows] == [str(path.relative_to(ROOT)) for path in modules_of_the_program()]
+    for name, tests in rows:
+        assert all((ROOT / folder / f"{test}.py").exists() for test in tests.split(", ") for folder in ["" if test == "test_grpo" else "tests"]), name
 
 
 def test_the_installation_declares_every_module_package_and_data_file():

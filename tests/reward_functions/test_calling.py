@@ -252,7 +252,7 @@ def test_several_outputs_are_added_up_unless_one_is_the_score(returned, points):
     total, _ = compute_rewards_for_completions(
         [lambda completions: returned], [1.0], rollout_of("a", "b", "c", "d"), [EXAMPLES[0]], reports=reports)
     assert [None if math.isnan(p) else p for p in total[0].tolist()] == points
-    assert [row["<lambda>/b"] for row in reports.extra][0] in (2.0, 1.0)
+    assert reports.extra[0]["<lambda>/b"] in (2.0, 1.0)
     values = [row["b"] for row in returned if row and "b" in row] if isinstance(returned, list) else [1.0] * 4
     assert reports.means()["reward/<lambda>/b"] == pytest.approx(sum(values) / len(values))
 
