@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import experience_of, with_settings
-from forked import Program
 from torch.nn.functional import pad
 
 import experience
@@ -136,50 +134,6 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
         assert differ(cut, whole) < tolerance, f"{budget=} {shared=}: {differ(cut, whole)}"
         for metric, value in losses.items():
             assert parts[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
-
-
-WORKER = """
-import sys, torch
-sys.path[:0] = [{root!r}, {tests!r}]
-import torch.distributed as dist
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-from dataclasses import replace
-from pathlib import Path
-from conftest import start_run
-from grpo import LOSSES
-from test_updates import TERMS, gradient, off_policy, with_settings
-base = start_run(Path(folder), "--use_grpo", "--cold_start_steps", "0")
-jobs = [*((loss_type, "with KL and entropy") for loss_type in LOSSES), ("grpo", "loss alone"), ("grpo", "with exact KL")]
-made = []
-for loss_type, terms in jobs:
-    run = with_settings(base, loss_type=loss_type, **TERMS[terms])
-    experience = off_policy(run)
-    made.append((run, experience, *gradient(run, experience)))
-# From here on there are two processes that share the packs: an odd number of them, or one, or as many as rows.
-dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet", rank=rank, world_size=2)
-for (loss_type, terms), (run, experience, alone, losses) in zip(jobs, made):
-    for budget in 8192, 110, 1:
-        run.config = replace(run.config, training=replace(run.config.training, max_tokens_per_forward=budget))
-        mine, parts = gradient(run, experience)
-        dist.all_reduce(mine)
-        off = max(abs(parts[name] - value) for name, value in losses.items())
-        print(loss_type, terms, float((mine - alone).norm() / alone.norm()), off, sep=",")
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_that_share_the_packs_have_the_gradient_and_the_losses_of_one(tmp_path):
-    here = Path(__file__).parent
-    code = WORKER.format(root=str(here.parent), tests=str(here))
-    (tmp_path / "worker.py").write_text(code)
-    workers = [Program(tmp_path / "worker.py", str(rank), str(tmp_path)) for rank in range(2)]
-    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0]
-    results = [line.split(",") for line in outputs[0].splitlines() if line.count(",") == 3 and line.split(",")[0] in LOSSES]
-    assert len(results) == 3 * (len(LOSSES) + 2)
-    for loss_type, terms, difference, off in results:
-        assert float(difference) < 2e-6 and float(off) < 1e-5, f"{loss_type} {terms}: {difference} {off}"
 
 
 # ---- on policy, and after an update --------------------------------------------------------------------------------
