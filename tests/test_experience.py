@@ -286,3 +286,11 @@ def test_first_ratios_may_differ_from_1_by_so_much(model, vllm, precision, toler
             made = Experience([], None, logp.bool(), logp, logp, logp, metrics={name: deviation for name in measured})
             with pytest.raises(RunError, match="first ratios must be 1") if wrong else nullcontext():
                 experience.require_first_ratios_of_1(made, 9.0 if measured else deviation, model, engine=object() if vllm else None)
+
+
+def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
+    logp = numbers([25.0, 1.0])
+    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), logp - logp, logp - logp, reference_logp=logp - logp)
+    kl = made.sampled_kl(logp, GRPOConfig(use_kl_penalty=True))
+    expected = [math.exp(20) * (math.exp(-25) + 25 - 1), math.exp(1) * (math.exp(-1) + 1 - 1)]
+    torch.testing.assert_close(kl, numbers(expected))

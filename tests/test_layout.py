@@ -98,6 +98,7 @@ def test_the_installation_declares_every_module_package_and_data_file():
     assert callable(getattr(importlib.import_module(module), function))
 
 
+@pytest.mark.slow
 def test_the_installed_command_and_imports_work_from_another_folder(tmp_path):
     command = Path(sys.executable).parent / "plain-grpo"
     if not command.exists():

@@ -32,6 +32,7 @@ def saved(request, tmp_path, tokenizer):
     return tmp_path / "base"
 
 
+@pytest.mark.slow
 def test_the_programs_do_not_import_peft_before_a_model_has_an_adapter():
     code = "import infer, train, sys; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

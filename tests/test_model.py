@@ -91,6 +91,7 @@ def test_an_adapter_remembers_the_attention_that_was_chosen_for_it(tokenizer, tm
     assert not [str(w.message) for w in recwarn if "nexpected keyword" in str(w.message)], "peft knows every field"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_final_and_checkpoints_of_a_run_have_its_attention(tmp_path, lora_rank):
     flags = f"--use_grpo --cold_start_steps 0 --max_steps 2 --save_steps 1 --generation_max_length 8 --lora_rank {lora_rank}"

@@ -31,7 +31,8 @@ def test_its_first_cell_says_how_to_run_it_and_what_to_set(cells):
     assert "REPOSITORY = " in "".join(cells[0]["source"])
 
 
-@pytest.mark.slow                                          # 30 to 60 seconds
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 def test_the_notebook_runs_downloads_nothing_and_learns(cells, monkeypatch):
     matplotlib.use("Agg", force=True)                     # a window would wait for somebody to close it

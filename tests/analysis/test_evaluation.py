@@ -108,6 +108,7 @@ def voted(problems, votes):
     return [problem | {"majority": votes[sum(problem["right"])]} for problem in problems]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size,n,name", [
     (100, 1, "accuracy"), (60, 16, "accuracy"), (60, 4, "pass@2"), (60, 4, "pass@4"), (60, 8, "pass@4"), (60, 4, "majority@4"),
     (60, 5, "majority@5"),
@@ -188,6 +189,7 @@ COVERED = [                     # estimate, its interval, chances, problems, com
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,kind,chances,size,n", COVERED)
 def test_the_coverage_in_the_docs_is_that_of_a_simulation(name, kind, chances, size, n):
     generator, gain = np.random.default_rng(0), 0.05 * (kind == "difference")

@@ -122,6 +122,7 @@ def run_script(folder, *flags, **env):
     return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
 @pytest.mark.parametrize("device", ["TPU", "CPU"])
 def test_the_script_without_torch_xla_ends_with_one_line(tmp_path, device):

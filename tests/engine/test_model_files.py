@@ -109,6 +109,7 @@ def write_adapter(folder, base):
     return folder
 
 
+@pytest.mark.slow
 def test_what_the_hub_answers_is_one_line_with_what_to_do(hub, tmp_path):
     adapter = write_adapter(tmp_path / "adapter", "gated/base")
     paths = ["gated/model", "nobody/model", "model", adapter, "gpt2", "own/notes"]

@@ -397,7 +397,7 @@ def test_a_profile_may_bring_an_environment_to_which_flags_add():
 
 
 GAME = (
-    "--use_grpo --profile guess_letter --cold_start_steps 40 --num_epochs 0.01 --batch_size 4 --num_completions_per_prompt 4 "
+    "--use_grpo --profile guess_letter --cold_start_steps 20 --num_epochs 0.01 --batch_size 4 --num_completions_per_prompt 4 "
     "--save_steps 1 --keep_checkpoints 9 --log_rollouts_every 1 --eval_limit 8 --report_to none --eval_steps 0 "
     "--use_value_head --reward_functions environment correctness --reward_weights 1 0.5"
 ).split()
@@ -410,6 +410,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_of_conversations_writes_them_down(finished):
     lines = [line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"]
     records = [record for record in read_jsonl(finished / "rollouts.jsonl") if record["step"] == lines[-1]["step"]]
@@ -424,6 +425,7 @@ def test_a_run_of_conversations_writes_them_down(finished):
         assert record["rewards"]["environment"] == pytest.approx(sum(record["turn_points"]), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_report_of_conversations_shows_who_said_what(finished):
     page = (finished / "report.html").read_text()
     blocks = dict(re.findall(r'<script type="application/json" id="(.*?)">(.*?)</script>', page))
@@ -440,6 +442,7 @@ def test_the_report_of_conversations_shows_who_said_what(finished):
     assert given > 0
 
 
+@pytest.mark.slow
 def test_a_step_of_conversations_is_explained(finished, capsys):
     train.main(["--use_grpo", "--profile", "guess_letter", "--explain", "--model_path", str(finished / "final"),
                 "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
@@ -448,6 +451,7 @@ def test_a_step_of_conversations_is_explained(finished, capsys):
     assert "assistant: " in printed and "7. log-probability of each completion" in printed and " nan" not in printed
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
     file = tmp_path / "result.json"
     ask = ["--evaluate", "guess_letter", "--limit", "24", "--json", str(file)]
@@ -481,6 +485,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(finished, tmp_path
         assert before == after
 
 
+@pytest.mark.slow
 def test_a_step_replayed_has_its_numbers(finished, capsys):
     logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"}
     last = max(logged)

@@ -196,6 +196,7 @@ def dripping(asked, n, handler):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:judge helpful")
 @pytest.mark.parametrize(
     "reply,requests",
@@ -366,6 +367,7 @@ MISBEHAVIOUR = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way,scheme", [*((way, "http") for way in MISBEHAVIOUR), ("silence", "https"), ("headers byte by byte", "https")],
 )

@@ -97,6 +97,7 @@ def no_longer_than_a_minute():
 COUNTERS = "repetition_penalty", "diversity"              # their tables outgrow the processor's caches; quadratic would be 100
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_longer_than_a_minute")
 @pytest.mark.parametrize("name", READERS)
 def test_the_time_of_a_reward_function_is_linear_in_the_completion(name):

@@ -129,6 +129,7 @@ def test_the_demonstration_of_the_lecture_gets_one_advice_and_a_verdict():
     assert verdict(history, CONFIG) == "mean_reward 0.33 -> 0.63 in 100 rollouts; open advice: ties"
 
 
+@pytest.mark.slow
 def test_healthy_runs_get_no_advice():
     for name, start, end in ("that rise to 0.85", 0.3, 0.85), ("that stay at 0.5", 0.5, 0.5):
         alarms = sum(bool(play(healthy(seed, 150, start, end))[0]) for seed in range(50))

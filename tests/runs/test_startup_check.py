@@ -180,6 +180,7 @@ def test_a_template_that_ignores_the_prompt_is_found(model, tokenizer, settings)
     assert not any(f.ok is False for f in check_template(with_template(tokenizer, "hello"), [5, 6, 7])), "token ids need none"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 @pytest.mark.parametrize("template,limit", [
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "time"), ("{{ 'x' * 10000000000 }}", "memory"),

@@ -87,6 +87,7 @@ def test_what_the_page_calls_missing_is_missing_and_all_else_is_there(system, ty
         assert "(" not in name or error is None or error.startswith("AttributeError"), error     # the class is there
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_first_system_run_with_the_changes_that_the_page_names(type_line, tmp_path, capsys):
     short = "--max_steps 1 --cold_start_steps 0 --limit 20 --eval_limit 4 --batch_size 2 --report_to none"
     ((error, folder),) = re.findall(r"the second ends\swith the error `(.*?)`; it runs with `(--output_dir .*?)`", PARTS[FIRST])
