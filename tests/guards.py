@@ -3,18 +3,19 @@ Which tests guard which file: writes the table of CONTRIBUTING.md, from the cove
 
     pip install pytest-cov && python tests/guards.py
 
-A file's guards are the test files of its name, then those that reach most of its other lines, until nine of ten lines that any
-test reaches are reached; three at most. Lines that importing the file runs do not count.
+A file's guards are the test file of its name, then those that reach most of its other lines, until nine of ten lines that any
+test reaches are reached; three at most. Lines that importing the file runs do not count. Without any, the files that name it.
 """
 
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from coverage import CoverageData
 from project_files import ROOT, modules_of_the_program
 
-COMMAND = "-m pytest -q -n auto --maxprocesses 4 --cov=. --cov-context=test --cov-report= -m".split()
+COMMAND = "-m pytest -q -n auto --cov=. --cov-context=test --cov-report= -m".split()
 
 
 def lines_by_tests(data: CoverageData, path: str) -> dict[str, set[int]]:
@@ -26,15 +27,16 @@ def lines_by_tests(data: CoverageData, path: str) -> dict[str, set[int]]:
     return reached
 
 
-def guards(name: str, reached: dict[str, set[int]]) -> list[str]:
-    """Return the test files that guard the file of a name."""
-    chosen = [test for test in reached if re.search(rf"(^|/)test_{name}\.py$", test)]
-    left, enough = set().union(*reached.values()), 0.1 * len(set().union(*reached.values()))
-    left -= set().union(*(reached[test] for test in chosen))
-    while len(left) > enough and len(chosen) < 3:
+def guards(path: Path, reached: dict[str, set[int]]) -> list[str]:
+    """Return the test files that guard a file."""
+    files = {str(test.relative_to(ROOT)): test for test in [ROOT / "test_grpo.py", *(ROOT / "tests").rglob("test_*.py")]}
+    chosen = [name for name, test in files.items() if test.stem == f"test_{path.stem}" and test.parent.name in (path.parent.name, "tests")]
+    every = set().union(*reached.values())
+    left = every.difference(*(reached.get(name, ()) for name in chosen))
+    while len(left) > 0.1 * len(every) and len(chosen) < 3:
         chosen.append(max(sorted(reached), key=lambda test: len(reached[test] & left)))
         left -= reached[chosen[-1]]
-    return chosen
+    return chosen or sorted(name for name, test in files.items() if path.stem in test.read_text())
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
     data.read()
     rows = []
     for path in modules_of_the_program():
-        tests = guards(path.stem, lines_by_tests(data, str(path)))
+        tests = guards(path, lines_by_tests(data, str(path)))
         names = ", ".join(test.removeprefix("tests/").removesuffix(".py") for test in tests)
         rows.append(f"| {path.relative_to(ROOT)} | {names} |\n")
     page = ROOT / "CONTRIBUTING.md"

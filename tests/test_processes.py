@@ -77,7 +77,7 @@ def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5):
 
 EVERYTHING = (
     "--use_grpo --use_kl_penalty true --max_steps 3 --log_rollouts_every 1 --learning_rate 1e-6 "
-    "--cold_start_learning_rate 1e-6 --save_steps 1"
+    "--cold_start_learning_rate 1e-6 --save_steps 1 --generation_max_length 8"
 )
 
 
@@ -171,7 +171,7 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
         "    return [float(len(c)) for c in completions]\n"
     )
     done = launch(
-        2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True, by_torchrun=True)
+        2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
     assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RewardError") >= 1, done.stderr[-3000:]
 
 

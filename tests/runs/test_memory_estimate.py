@@ -28,6 +28,11 @@ ALONE = {"replicate": 1, "fsdp": 1, "tp": 1}
 POLICY = GRPOConfig().policy
 
 
+@pytest.fixture(autouse=True)
+def estimate(monkeypatch, without_estimates):
+    monkeypatch.setattr(memory_estimate, "memory_of_process", without_estimates)
+
+
 @pytest.fixture
 def configured(tmp_path):
     """A folder with nothing but the config.json of a model with untied head and five equal layers."""
