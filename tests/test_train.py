@@ -12,7 +12,7 @@ import torch
 
 from experience import Experience
 import train
-from conftest import comparable, length_reward, run_folder, start_run
+from conftest import comparable, exhaustive, length_reward, run_folder, start_run
 from runs.records import read_jsonl
 
 
@@ -100,7 +100,7 @@ def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kl_in,estimator", [("loss", "k2"), ("loss", "exact"), ("reward", "k1")])
+@pytest.mark.parametrize("kl_in,estimator", [exhaustive("loss", "k2"), ("loss", "exact"), ("reward", "k1")])
 def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator):
     flags = (
         "--use_grpo --cold_start_steps 0 --max_steps 6 --eval_limit 0 --learning_rate 3e-3 --use_kl_penalty "

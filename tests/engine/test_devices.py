@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import start_run
+from conftest import exhaustive, start_run
 
 from analysis.chat import ChatModel
 from analysis.infer_flags import parse_arguments
@@ -124,7 +124,7 @@ def run_script(folder, *flags, **env):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
-@pytest.mark.parametrize("device", ["TPU", "CPU"])
+@pytest.mark.parametrize("device", ["TPU", exhaustive("CPU")])
 def test_the_script_without_torch_xla_ends_with_one_line(tmp_path, device):
     chosen = {} if device == "TPU" else {"PJRT_DEVICE": device}
     code, printed, errors = run_script(tmp_path, "--use_grpo", "--output_dir", str(tmp_path / "run"), **chosen)

@@ -1,11 +1,13 @@
 """The time of reward functions on texts made to be slow to read, and that reading them in linear time changes no points."""
 
+import itertools
 import re
 import signal
 import sys
 import time
 
 import pytest
+from conftest import exhaustive
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_rewards import COLUMNS, needs_math_verify
@@ -99,13 +101,13 @@ COUNTERS = "repetition_penalty", "diversity"              # their tables outgrow
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_longer_than_a_minute")
+@pytest.mark.parametrize("every", [5, exhaustive(1)])
 @pytest.mark.parametrize("name", READERS)
-def test_the_time_of_a_reward_function_is_linear_in_the_completion(name):
+def test_the_time_of_a_reward_function_is_linear_in_the_completion(name, every):
     units = [*TAGS, *BRACKETS, *DIGITS, *WORDS, *THEIR_OWN.get(name, [])]
-    for frame in FRAMES:
-        for unit in units:
-            ratio = growth(READERS[name], lambda size, frame=frame, unit=unit: fill(frame, unit, size))
-            assert ratio <= (50 if name in COUNTERS else MOST), (frame, unit)
+    for frame, unit in list(itertools.product(FRAMES, units))[list(READERS).index(name) % every :: every]:
+        ratio = growth(READERS[name], lambda size, frame=frame, unit=unit: fill(frame, unit, size))
+        assert ratio <= (50 if name in COUNTERS else MOST), (frame, unit)
 
 
 def wall_time(function, text, calls):
