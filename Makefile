@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 10
-FAST := $(PYTEST) -m "not slow and not exhaustive"
+FAST := $(PYTEST) -m "not slow"
 
 .PHONY: demo real test check test-all test-exhaustive test-tpu test-vllm test-gpu test-oldest clean
 

@@ -197,7 +197,7 @@ def without_curves(monkeypatch):
 
 def exhaustive(*values, **options):
     """Parameters of a test that `make test` leaves out, because it has other ones."""
-    return pytest.param(*values, marks=pytest.mark.exhaustive, **options)
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.exhaustive], **options)
 
 
 def length_reward(folder):

@@ -40,7 +40,7 @@ def guards(path: Path, reached: dict[str, set[int]]) -> list[str]:
 
 
 def main() -> None:
-    subprocess.run([sys.executable, *COMMAND, "not slow and not exhaustive"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, *COMMAND, "not slow"], cwd=ROOT, check=True)
     data = CoverageData(str(ROOT / ".coverage"))
     data.read()
     rows = []

@@ -289,8 +289,24 @@ def test_first_ratios_may_differ_from_1_by_so_much(model, vllm, precision, toler
 
 
 def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
-    logp = numbers([25.0, 1.0])
-    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), logp - logp, logp - logp, reference_logp=logp - logp)
+    before, logp = numbers([-26.0, -2.0]), numbers([-1.0, -1.0])
+    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), before, before, reference_logp=logp - 1)
     kl = made.sampled_kl(logp, GRPOConfig(use_kl_penalty=True))
-    expected = [math.exp(20) * (math.exp(-25) + 25 - 1), math.exp(1) * (math.exp(-1) + 1 - 1)]
-    torch.testing.assert_close(kl, numbers(expected))
+    k3 = math.exp(-1) + 1 - 1
+    torch.testing.assert_close(kl, numbers([math.exp(20) * k3, math.exp(1) * k3]))
+
+
+def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on(monkeypatch):
+    mask, policy, reference = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    logp = {policy: numbers([-1.0, -2.0], [-1.0, 0.0], [-1.0, -1.0]), reference: numbers([-2.0, -2.5], [-1.5, 0.0], [-9.0, -9.0])}
+    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda model, *args, **options: LogProbs(logp[model], None))
+    rollout = Rollout(
+        torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(3, 2), mask, logp[policy], torch.ones(3).bool(), [""] * 3)
+    groups = Groups([{}], rollout, None, {}, numbers([1.0, 2.0, math.nan]))
+    config = GRPOConfig(use_kl_penalty=True, kl_in="reward", num_completions_per_prompt=3)
+    made = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, policy, reference=reference, kl_coef=0.5)
+    assert made.metrics == {"kl": pytest.approx((1.0 + 0.5 + 0.5) / 3)}
+    # Sums of 1.5 and 0.5 nats, half a point each, around their mean.
+    torch.testing.assert_close(made.advantages, numbers([0.25 - 0.25], [-0.25 + 0.25], [0.0]))
+    plain = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, policy, reference=reference)
+    assert plain.advantages.tolist() == [[0.25], [-0.25], [0.0]]
