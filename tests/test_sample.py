@@ -10,6 +10,7 @@ from conftest import PROMPTS
 import sample
 from config import GRPOConfig
 from data import encode_prompt
+from engine import cache
 from engine.packing import left_pad, pad_rows
 from logprobs import completion_log_probs
 from sample import (
@@ -74,9 +75,14 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(mod
     for i, prompt in enumerate(PROMPTS[:3]):
         alone = sample_completions_for_prompts(model, tokenizer, [prompt], config, seed=7)
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
+    monkeypatch.setattr(sample, "PlainCache", None)       # prompts are shared unless it is said otherwise
+    monkeypatch.setattr(sample, "INITIAL_CAPACITY", 5)
+    monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
+    queued = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7, batch_size=8)
+    assert queued.completions == together.completions
+    torch.testing.assert_close(queued.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
         monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", steps)
-        monkeypatch.setattr(sample, "INITIAL_CAPACITY", 5)
         seldom = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
