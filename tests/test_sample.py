@@ -78,9 +78,10 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(mod
     monkeypatch.setattr(sample, "PlainCache", None)       # prompts are shared unless it is said otherwise
     monkeypatch.setattr(sample, "INITIAL_CAPACITY", 5)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
-    queued = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7, batch_size=8)
-    assert queued.completions == together.completions
-    torch.testing.assert_close(queued.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
+    at_once, queued = (sample_completions_for_prompts(
+        model, tokenizer, PROMPTS * 2, config, seed=7, num_completions=1, batch_size=size) for size in (8, 3))
+    assert queued.completions == at_once.completions      # some begin while others are long
+    torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
         monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", steps)
         seldom = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7)
