@@ -35,15 +35,27 @@ def test_who_sees_whom():
 
 
 def test_a_pass_of_siblings_and_a_lone_completion_written_out():
-    rollout = made_up_rollout([2, 3], [3, 2, 1, 4])
+    rollout = made_up_rollout([2, 3], [4, 3, 1, 4])
     batch = pack_rows(rollout, torch.tensor([1, 3, 0]), True)
     prompts = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
     rows = [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     assert batch.ids[0].tolist() == prompts[0] + rows[1] + rows[0] + prompts[1] + rows[3]
-    assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6] and batch.mask.all()
-    # The first token is predicted by the end of the prompt, at 1 or 9, every other one by the token before it.
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6] and batch.mask.all()
+    # The first token is predicted by the end of the prompt, at 1 or 11, every other one by the token before it.
     assert [row[mask].tolist() for row, mask in zip(batch.predictor, rollout.completion_mask[[1, 3, 0]])] == [
-        [1, 2], [9, 10, 11, 12], [1, 4, 5]]
+        [1, 2, 3], [11, 12, 13, 14], [1, 5, 6, 7]]
+    layout, siblings = batch.layout, range(2, 9)
+    for blocks, names, slots, tokens in (
+        (layout.own, ("queries", "query_positions"), layout.own_slots, range(16)),
+        (layout.prefix, ("queries", "query_positions"), layout.prefix_query_slots, siblings),
+        (layout.prefix, ("keys", "key_positions"), layout.prefix_key_slots, range(2)),
+    ):
+        held, positions = (torch.cat([getattr(block, name).flatten() for block in blocks]) for name in names)
+        for token in range(16):
+            if token in tokens:
+                assert held[slots[token]] == token and positions[slots[token]] == batch.positions[0, token], "not on padding"
+            else:
+                assert slots[token] == len(held)
 
 
 def visible_tokens(layout, size: int, window):
