@@ -78,6 +78,19 @@ def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the
     }
 
 
+def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_asks_for():
+    rollout, points = rollout_of("a", "b"), torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [6.0, 7.0, 8.0, 9.0, 0.0]])
+    rollout.completion_mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 1, 1]]).bool()
+    rollout.completion_ids = rollout.sampling_logp = points
+
+    def asks(completions, prompt_ids, sampling_logp, turn_points): ...
+
+    arguments = calling.build_arguments(rollout, EXAMPLES[:1], points, None, [asks])
+    assert arguments["turn_points"] == [[2.0, 4.0], [6.0, 0.0]] and arguments["prompt_ids"] == [[7], [7]]
+    assert arguments["sampling_logp"] == arguments["completion_ids"] == [[1.0, 2.0, 4.0], [6.0, 9.0, 0.0]]
+    assert not {"sampling_logp", "prompt_ids", "turn_points"} & set(calling.build_arguments(rollout, EXAMPLES[:1], None, None, []))
+
+
 def test_a_function_that_raises_names_itself_the_completion_and_the_exception():
     def fussy(completions, **columns):
         return [1.0 / len(text) for text in completions]
