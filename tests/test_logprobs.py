@@ -1,6 +1,5 @@
 """Log-probabilities of completions: against the model's own logits, packed against plain rows, under any split."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ import logprobs
 from engine import chunked_head
 from config import GRPOConfig
 from engine.logits import restrict_logits
-from engine.packing import micro_batches, pack_rows
+from engine.packing import micro_batches
 from engine.recomputation import recompute_activations
 from grpo import policy_loss
 from logprobs import completion_log_probs
@@ -108,18 +107,6 @@ def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer,
         for row, mask in enumerate(rollout.completion_mask):
             logp, _ = dense_log_probs(model, rollout, row, 1.0)
             torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
-
-
-def test_several_groups_share_a_pass_without_padding_and_the_gradient_stays(architecture, tokenizer, settings):
-    """One long group and short ones, each token once, the gradient of rows."""
-    _, model = architecture
-    prompts = ["a prompt that is much longer than all of the other ones put together, I would say", "1+1=?", "é", "x"]
-    rollout = sample_completions_for_prompts(model, tokenizer, prompts, replace(settings, num_completions_per_prompt=2), seed=0)
-    everything = torch.arange(len(rollout.completions))
-    batch = pack_rows(rollout, everything, shared_prompt=True)
-    assert batch.ids.shape == (1, int(rollout.prompt_mask.sum() + rollout.completion_mask.sum())) and batch.mask.all()
-    plain = gradient(model, rollout, [everything], shared_prompt=False)
-    assert (gradient(model, rollout, [everything]) - plain).norm() / plain.norm() < 1e-5
 
 
 def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, settings):

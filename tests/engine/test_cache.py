@@ -138,10 +138,6 @@ def test_a_model_with_state_forwards_prompts_once_and_is_trained_in_rows(name, t
     assert findings["packing"].ok is None and "plain rows instead" in findings["packing"].found and findings["sampler"].ok
 
 
-def test_a_model_with_keys_and_values_alone_can(model, tokenizer):
-    assert can_share_prompts(model, tokenizer, "1+1=?")
-
-
 def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, compactions):
     """Sixty prompts, four at once: rows have room for a completion, whatever number of them has been there before."""
     model.generation_config.eos_token_id = EARLY
