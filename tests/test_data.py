@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import run_folder
 
 from data import encode_completion, encode_prompt, load_examples, with_instruction
 from runs.command_line import parse_config
-from runs.records import read_jsonl
 from runs.setup import load_data
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
@@ -105,27 +103,6 @@ def test_trls_formats_are_read(name, suffix, tmp_path):
     table, path = datasets.Dataset.from_list([row | {"solution": "2"}] * 3), tmp_path / f"data.{suffix}"
     (table.to_json if suffix == "jsonl" else table.to_parquet)(path)
     assert load_examples(str(path)) == [row | example | {"solution": "2", "answer": "2"}] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["prompt and completion", "conversational prompt", "messages"])
-def test_trls_formats_and_reward_functions_run_unchanged(name, tmp_path):
-    row, example = FORMATS[name]
-    path = write_lines(tmp_path / "data.jsonl", [row | {"solution": str(i)} for i in range(8)])
-    chat = isinstance(example["prompt"], list)
-    (tmp_path / "trl.py").write_text(
-        "def points(prompts, completions, completion_ids, answer, **kwargs):\n"
-        f"    texts = [c[0]['content'] if {chat} else c for c in completions]\n"
-        f"    assert all(p == {example['prompt']!r} for p in prompts) and len(answer) == len(texts)\n"
-        "    return [float(len(ids) % 5 + len(text) % 3) for ids, text in zip(completion_ids, texts)]\n"
-    )
-    cold = "1" if "completion" in example else "0"
-    folder = run_folder(
-        tmp_path / "run", "--use_grpo", "--dataset", path, "--eval_limit", "0", "--cold_start_steps", cold, "--max_steps", "1",
-        "--reward_functions", f"{tmp_path}/trl.py:points",
-    )
-    lines = read_jsonl(folder / "metrics.jsonl")
-    assert [m["phase"] for m in lines] == ["cold_start"] * int(cold) + ["grpo"] and lines[-1]["grad_norm"] > 0
 
 
 @pytest.fixture

@@ -176,19 +176,23 @@ def numbers(*rows):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("rewards,penalty", [(numbers([2.0], [-1.0], [math.nan]), torch.zeros(3, 5)), (numbers([0.5], [4.0], [1.0]), torch.rand(3, 5))])
-def test_points_of_turns_stand_at_their_ends_and_what_is_left_at_the_last_token(normalize, rewards, penalty):
+@pytest.mark.parametrize("rewards,penalty,weights", [
+    (numbers([2.0], [-1.0], [math.nan]), torch.zeros(3, 5), {"environment": 0.5}),
+    (numbers([0.5], [4.0], [1.0]), torch.rand(3, 5), {"correctness": 1.0, "environment": 2.0}),
+    (numbers([0.5], [4.0], [1.0]), torch.rand(3, 5), {"correctness": 1.0}),
+])
+def test_points_of_turns_stand_at_their_ends_and_what_is_left_at_the_last_token(normalize, rewards, penalty, weights):
     """By loops over the chosen tokens, with and without centring and scaling over all of them. The last row is not trained on."""
     mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
     turn_points, values = numbers([0, 3.0, 5.0, 1.0, 0], [0, -2.0, 0, 0, 7.0], [1.0, 0, 0, 0, 0]), torch.randn(3, 5)
     config = GRPOConfig(
         gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=normalize, advantage_epsilon=0.1,
-        reward_functions=["environment"], reward_weights=[0.5])
+        reward_functions=list(weights), reward_weights=list(weights.values()))
     advantages, returns = token_advantages(config, rewards, penalty, values, mask, turn_points)
     expected = torch.zeros(3, 5)
     for row in range(2):
         chosen = mask[row].nonzero()[:, 0].tolist()
-        points = {t: 0.5 * float(turn_points[row, t]) for t in chosen}
+        points = {t: weights.get("environment", 0.0) * float(turn_points[row, t]) for t in chosen}
         points[chosen[-1]] += float(rewards[row]) - sum(points.values())
         later = next_value = 0.0
         for t in reversed(chosen):

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import PROMPTS
+from test_chat_template import PUBLISHED
 
 import infer
 import sample
 import train
 from analysis.replay import rollout_of
-from config import GRPOConfig
 from data import encode_completion, encode_demonstration, encode_prompt
 from engine.chat_template import encode_reply, render
 from engine.packing import completion_lengths, micro_batches
@@ -22,14 +22,13 @@ from environments.conversations import (
     MAX_MESSAGE_CHARACTERS, Conversation, EnvironmentRaised, describe_conversations,
 )
 from environments.loading import load_environment
-from experience import Experience, Groups, shape_rewards, token_advantages
+from experience import Experience, Groups, shape_rewards
 from grpo import policy_loss
 from logprobs import completion_log_probs
 from model import byte_tokenizer
 from rewards import compute_rewards_for_completions, correctness, environment
-from runs.command_line import parse_config
 from runs.records import completion_records, read_jsonl
-from sample import demonstrations_as_rollout, join_rollouts, sample_completions_for_prompts, select_groups
+from sample import demonstrations_as_rollout, sample_completions_for_prompts
 
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
 
@@ -118,15 +117,8 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
         assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
-def test_rollouts_can_be_joined_selected_and_written_down(model, tokenizer, settings):
+def test_rollouts_can_be_written_down(model, tokenizer, settings):
     rollout = sample_conversations(model, tokenizer, settings)
-    keep = torch.tensor([True, False] * 3)
-    halves = join_rollouts([select_groups(rollout, keep), select_groups(rollout, ~keep)])
-    order = [row for p in (0, 2, 4, 1, 3, 5) for row in range(4 * p, 4 * p + 4)]
-    assert halves.completions == [rollout.completions[row] for row in order]
-    assert torch.equal(halves.turn_points, rollout.turn_points[order])
-    assert torch.equal(halves.completion_mask, rollout.completion_mask[order])
-
     examples = [{"prompt": prompt} for prompt in PROMPTS + CHATS]
     rewards = {"environment": torch.arange(24.0).view(6, 4)}
     groups = Groups(examples, rollout, rewards["environment"], rewards, rewards["environment"])
@@ -147,10 +139,7 @@ def test_rollouts_can_be_joined_selected_and_written_down(model, tokenizer, sett
 
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 TEMPLATES = {
-    "chatml": (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
+    "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"), "llama": (PUBLISHED["Llama 3"], "<|eot_id|>"),
     "thoughts": (                                         # Qwen 3: earlier thoughts are left out, a tool speaks as user
         "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set at.last = loop.index0 %}"
         "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
@@ -162,10 +151,6 @@ TEMPLATES = {
         "{{ bos_token }}{% for m in messages %}" + ALTERNATE + "<start_of_turn>"
         "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
-    "llama": (
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        "<|eot_id|>"),
     "mistral": (                                          # a tool's message is left out; the last turn gets the instruction
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}", "<eos>"),
@@ -351,24 +336,6 @@ def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenize
     assert environment(["a"]) == [0.0]
 
 
-def test_points_of_turns_are_rewards_of_their_last_tokens_in_gae():
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 0, 0, 0, 0]]).bool()
-    turn_points = torch.zeros(2, 8)
-    turn_points[0, 1], turn_points[0, 5], turn_points[1, 2] = 0.5, -1.0, 0.25
-    config = GRPOConfig(
-        reward_functions=["environment", "correctness"], reward_weights=[2.0, 1.0], environment="calculator", max_turns=3,
-        normalize_advantages=False, gae_gamma=1.0, gae_lambda=1.0,
-    )
-    total = torch.tensor([[2 * -0.5 + 3.0], [2 * 0.25]])  # correctness gave 3 and 0
-    nothing = torch.zeros(2, 8)
-    advantages, _ = token_advantages(config, total, nothing, nothing, mask, turn_points)
-    expected = torch.tensor([[2.0, 2.0, 0, 0, 1.0, 1.0, 0, 3.0], [0.5, 0.5, 0.5, 0, 0, 0, 0, 0]])
-    torch.testing.assert_close(advantages, expected)
-    unused = replace(config, reward_functions=["correctness"], reward_weights=[1.0])
-    advantages, _ = token_advantages(unused, total, nothing, nothing, mask, turn_points)
-    torch.testing.assert_close(advantages, total.expand(2, 8) * mask)
-
-
 def test_overlong_counts_everything_and_lengths_count_the_policys_tokens(model, tokenizer, settings):
     rollout = sample_conversations(model, tokenizer, settings)
     described = describe_conversations(rollout)
@@ -388,12 +355,6 @@ def test_a_chat_template_is_told_about_the_tools():
     text = tokenizer.decode(encode_prompt(tokenizer, "p"))
     assert '"name": "calculate"' in text and "Compute an arithmetic expression." in text and '"expression"' in text
     assert encode_reply(tokenizer, "p", {"role": "tool", "content": "2"}, [tokenizer.eos_token_id]) == before
-
-
-def test_a_profile_may_bring_an_environment_to_which_flags_add():
-    config = parse_config("--use_grpo --profile guess_letter --max_turns 7".split())
-    assert config.grpo.environment == "guess_letter" and config.grpo.max_turns == 7
-    assert config.grpo.environment_weight == 1.0
 
 
 GAME = (

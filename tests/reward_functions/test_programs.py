@@ -61,19 +61,14 @@ CHEATS = read_programs("cheating_programs.txt") | {
 }
 
 
-def test_there_are_enough_cheats():
-    assert len(CHEATS) >= 40
-
-
 def test_no_cheat_earns_anything(monkeypatch):
     monkeypatch.setattr("reward_functions.programs.SECONDS_PER_TEST", 1.0)
     monkeypatch.setattr(programs, "usable_cores", lambda: 8)       # some at once: they wait for their time to end
     points = passes_tests(list(CHEATS.values()), [TESTS] * len(CHEATS))
-    assert dict(zip(CHEATS, points)) == dict.fromkeys(CHEATS, 0.0)
+    assert dict(zip(CHEATS, points)) == dict.fromkeys(CHEATS, 0.0) and len(CHEATS) >= 40
     assert passes_tests([HONEST["plain"][0]], [TESTS]) == [1.0], "and the next program"
 
 
-@pytest.mark.filterwarnings("ignore:passes_tests")
 @pytest.mark.parametrize(
     "test,points",
     [
@@ -99,14 +94,6 @@ def test_no_cheat_earns_anything(monkeypatch):
         ("assert f(2) == 5", 0.0),
         ("assert missing(2) == 4", 0.0),
         ("assert 2 ** f(10 ** 10) == 0", 0.0),                     # the judge runs out of time
-        ("assert all(f(i) == 2 * i for i in range(3))", None),     # a variable that only the judge has
-        ("assert max([1, 2], key=lambda n: f(n)) == 2", None),
-        ("assert 1 == 1", None),
-        ("assert abs(-1) == 1", None),
-        ("f(2) == 4", None),
-        ("x = f(2)\nassert x == 4", None),
-        ("assert (", None),
-        ("", None),
     ],
 )
 def test_a_test_is_taken_apart(test, points, monkeypatch):
@@ -231,6 +218,7 @@ NOT_JUDGED = [
     ("assert abs(-1) == 1", "asks the program for nothing"),
     ("assert all(f(i) == i for i in range(3))", "each value of its own variable"),
     ("assert f(y := 2) == y", "each value of its own variable"),
+    ("assert max([1, 2], key=lambda n: f(n)) == 2", "each value of its own variable"),
     ("assert [box.x for box in f(1)] == [1]", "attribute of its own variable"),
     ("assert f(1) == pytest.approx(2)", "pytest is not an imported module"),
     ("import pytest\nassert f(1) == pytest.approx(2)", "outside of the standard library"),

@@ -57,21 +57,6 @@ def test_at_least_one_way_is_tested():
     assert AVAILABLE
 
 
-def test_a_module_is_imported_from_wherever_the_caller_finds_it(method, monkeypatch):
-    with tempfile.TemporaryDirectory() as folder:                  # tmp_path is for its owner alone
-        package = Path(folder) / "outside_package"
-        package.mkdir()
-        (package / "__init__.py").write_text("")
-        (package / "part.py").write_text("VALUE = 5")
-        (Path(folder) / "beside.txt").write_text(SECRET)
-        os.chmod(folder, 0o755)
-        monkeypatch.syspath_prepend(folder)
-        code = f"from outside_package.part import VALUE; import os; print(VALUE, os.path.exists('{folder}/beside.txt'))"
-        readable = method == "user"                                # without Landlock; `stat` is permitted with it
-        assert run_python(code, method=method, modules=("outside_package",)).stdout == f"5 {readable}\n"
-        assert not run_python(code, method=method).ok
-
-
 @pytest.mark.parametrize(
     "code,ok,stdout,reason",
     [
@@ -109,10 +94,6 @@ def test_files_are_written_to_the_scratch_folder_alone_and_nowhere_without_one(m
         assert result.stdout == "[]\nb\n", result
     else:
         assert result.stdout.count("\n") <= 1 and ("Errno 30" in result.stderr or "Errno 13" in result.stderr), result
-
-
-def test_a_traceback_is_in_stderr(method):
-    assert "ZeroDivisionError" in run_python("1 / 0", method=method).stderr
 
 
 def test_many_threads_may_call_at_once(method):
@@ -203,11 +184,13 @@ def test_only_packages_that_modules_load_are_visible(method, monkeypatch):
             (Path(folder) / name).mkdir()
             (Path(folder) / name / "__init__.py").write_text("")
         (Path(folder) / "package_elsewhere" / "part.py").write_text("VALUE = 5")
+        (Path(folder) / "beside.txt").write_text(SECRET)
         os.chmod(folder, 0o755)
         monkeypatch.syspath_prepend(folder)
-        code = "from package_elsewhere.part import VALUE; print(VALUE)\nimport another_package"
+        code = f"import os\nfrom package_elsewhere.part import VALUE\nprint(VALUE, os.path.exists('{folder}/beside.txt'))\nimport another_package"
         result = run_python(code, method=method, modules=("package_elsewhere",))
-        assert result.stdout == "5\n" and "another_package" in result.stderr, result
+        readable = method == "user"                                # without Landlock; `stat` is permitted with it
+        assert result.stdout == f"5 {readable}\n" and "another_package" in result.stderr, result
         assert "No module named 'package_elsewhere'" in run_python(code, method=method).stderr
         for server in sandbox.idle_servers.pop((method, ("package_elsewhere",))):
             server.communicate()

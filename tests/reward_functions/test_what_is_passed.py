@@ -42,7 +42,7 @@ def test_a_function_that_raises_leaves_the_totals_of_its_groups_unscored_and_sco
     assert total[0].isnan().all(), "not the points of the other function alone"
     assert total[1].tolist() == [1 / 3 + 3, 1 / 4 + 4]
     assert points["fussy"][0].isnan().all() and points["length"].isfinite().all()
-    assert [failure["completion"] for failure in reports.failures] == [""]
+    assert reports.failures == [{"function": "fussy", "error": "ZeroDivisionError: float division by zero", "completion": ""}]
     config = GRPOConfig(reward_functions=["fussy", "length"], reward_weights=[1.0, 1.0], reward_combination="gdpo")
     combined = shape_rewards(config, rollout, total, points)
     assert combined[0].isnan().all() and combined[1].isfinite().all(), "in --reward_combination gdpo as well"
@@ -75,22 +75,22 @@ def test_an_error_that_does_not_come_again_is_counted_and_costs_nothing():
     assert reports.failures == [{"function": "at_first", "error": "ConnectionError: reset", "completion": "all of 4"}]
 
 
-def test_a_failed_function_is_counted_as_unscored_in_a_step(tmp_path):
-    def sometimes(completions, prompts, trainer_state, **columns):
-        if trainer_state.max_steps > 1 and prompts[0] in completions_of_one_prompt(prompts):
-            raise ValueError("bad")
+def test_a_failed_function_is_counted_as_unscored_in_a_step_and_kept_in_the_run_folder(tmp_path):
+    def sometimes(completions, prompts, **columns):
+        if seen.setdefault("prompt", prompts[0]) == prompts[0]:            # all groups together, and the first one
+            raise KeyError("x")
         return [float(len(c)) for c in completions]
 
-    def completions_of_one_prompt(prompts):
-        seen.setdefault("prompt", prompts[0])
-        return {seen["prompt"]}
-
     seen = {}
-    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none")
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--reward_errors", "none", "--reward_timeout", "30")
     run.reward_functions = [sometimes, *run.reward_functions[1:]]
+    run.folder.open(0)
     metrics, experience = grpo_training_step(run, next(run.batches))
     assert metrics["unscored"] == 1 / 4 and metrics["reward_errors"] == 1 and math.isfinite(metrics["grad_norm"])
     assert not experience.mask[:4].any() and experience.mask[4:].any(), "they are not trained on"
+    run.log_step(metrics | {"skipped": 0}, experience)
+    (line,) = read_jsonl(run.folder.path / "reward_errors.jsonl")
+    assert (line["step"], line["function"], line["error"]) == (1, "sometimes", "KeyError: 'x'")
 
 
 # ---- what is passed ------------------------------------------------------------------------------------------
@@ -216,23 +216,25 @@ def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_
 # ---- several outputs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("returned,points", [
-    ({"form": [1.0, 0.0, 1, 0], "right": [2.0, 2.0, None, 1.0]}, [3.0, 2.0, None, 1.0]),
-    ({"form": torch.tensor([1.0, 0.0, 1.0, 0.0]), "right": (2, 2, 0, 1)}, [3.0, 2.0, 1.0, 1.0]),
-    ({"score": [1.0, 2.0, 3.0, 4.0], "form": [1.0, 0.0, 1.0, 0.0], "read": ["a", "b", "c", None]}, [1.0, 2.0, 3.0, 4.0]),
-    ([{"score": 1.0, "form": 1.0}, {"score": 2}, None, {"score": True, "form": 0.0}], [1.0, 2.0, None, 1.0]),
+@pytest.mark.parametrize("returned,points,form", [
+    ({"form": [1.0, 0.0, 1, 0], "right": [2.0, 2.0, None, 1.0]}, [3.0, 2.0, None, 1.0], [1, 0, 1, 0]),
+    ({"form": torch.tensor([1.0, 0.0, 1.0, 0.0]), "right": (2, 2, 0, 1)}, [3.0, 2.0, 1.0, 1.0], [1, 0, 1, 0]),
+    ({"score": [1.0, 2.0, 3.0, 4.0], "form": [1.0, 0.0, 1.0, 0.0], "read": ["a", "b", "c", None]}, [1.0, 2.0, 3.0, 4.0], [1, 0, 1, 0]),
+    ([{"score": 1.0, "form": 1.0}, {"score": 2}, None, {"score": True, "form": 0.0}], [1.0, 2.0, None, 1.0], [1, None, None, 0]),
+    ([{"a": 1.0, "form": 2.0}, None, {"a": 3.0}, {"a": 4.0, "form": 0.5}], [3.0, None, None, 4.5], [2, None, None, 0.5]),
+    ([{"score": 1.0, "form": 2.0}, {"form": 7.0}, {"score": 3.0}, None], [1.0, None, 3.0, None], [2, 7, None, None]),
 ])
-def test_several_outputs_are_logged_each_and_their_score_or_sum_counts(returned, points):
+def test_several_outputs_are_logged_each_and_their_score_or_sum_counts(returned, points, form):
     def outputs(completions, **columns):
         return returned
 
     reports = Reports()
     _, found = compute_rewards_for_completions([outputs], [1.0], rollout_of(*"abcd"), EXAMPLES, reports=reports)
     assert [None if math.isnan(p) else p for p in found["outputs"].flatten().tolist()] == points
-    form = [row["outputs/form"] for row in reports.extra]
     numbers = [value for value in form if value is not None]
+    assert [row["outputs/form"] for row in reports.extra] == form
     assert reports.means()["reward/outputs/form"] == pytest.approx(sum(numbers) / len(numbers))
-    assert numbers and (reports.extra[0].get("outputs/read") in ("a", None)) and "reward/outputs/read" not in {
+    assert (reports.extra[0].get("outputs/read") in ("a", None)) and "reward/outputs/read" not in {
         name for name, values in reports.metrics.items() if values}
 
 
@@ -388,7 +390,13 @@ def test_handlers_and_timers_of_before_are_restored():
         score(length, *"ab", examples=EXAMPLES[:1], timeout=0.3)
         time.sleep(0.5)
         assert len(fired) == 1 and threading.active_count() < 20
+        started = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)          # due within the call: it comes when that has ended
+        score(lambda completions: time.sleep(0.3) or [1.0] * 2, *"ab", examples=EXAMPLES[:1], timeout=5.0)
+        time.sleep(0.1)
+        assert len(fired) == 2 and 0.3 <= fired[1] - started < 0.8
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert [signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGVTALRM)] == handlers
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +16,9 @@ import pytest
 import torch
 from conftest import comparable, exhaustive, run_folder, weights_of
 from forked import Ranks
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import load_policy
-from runs.run import Run
 from runs import checkpoint
-from runs import run as runs_run
 import train
 from runs.checkpoint import find_damage, latest_checkpoint
 
@@ -61,50 +57,16 @@ def test_a_run_that_is_killed_again_and_again_is_the_same_bit_for_bit(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", [exhaustive("cut"), "flip", exhaustive("remove")])
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, whole, harm, capsys):
-    stopped = stop_at(tmp_path, 3)
-    newest = latest_checkpoint(stopped)
-    victim = newest / ("state.pt" if harm == "remove" else "model.safetensors")
-    if harm == "cut":
-        victim.write_bytes(victim.read_bytes()[:-5])
-    elif harm == "flip":
-        content = bytearray(victim.read_bytes())
-        content[len(content) // 2] ^= 1
-        victim.write_bytes(content)
-    else:
-        victim.unlink()
-    capsys.readouterr()
-    train.main(["--output_dir", str(stopped), "--resume"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"checkpoint {newest} is damaged ('{victim.name}'" in said
-    assert_same(whole, stopped)
-
-
-@pytest.mark.slow
-def test_when_all_checkpoints_are_damaged_it_says_so(tmp_path, capsys):
-    stopped = stop_at(tmp_path, 2)
-    for state in stopped.glob("checkpoints/*/state.pt"):
-        state.write_bytes(b"")
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--output_dir", str(stopped), "--resume"])
-    assert stop.value.code == 2 and "all its checkpoints are damaged" in capsys.readouterr().err
-
-
-def stop_at(tmp_path, step):
-    """A run of FLAGS that Ctrl-C stopped after so many steps."""
-    original = Run.log_step
-
-    def press_ctrl_c(run, *rest):
-        original(run, *rest)
-        if run.progress.step == step:
-            signal.raise_signal(signal.SIGINT)
-
-    Run.log_step = press_ctrl_c
-    try:
-        return run_folder(tmp_path / "stopped", *FLAGS)
-    finally:
-        Run.log_step = original
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it(tmp_path, whole, capsys):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(folder / "final")
+    newest = latest_checkpoint(folder)
+    content = bytearray((newest / "model.safetensors").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "model.safetensors").write_bytes(content)
+    train.main(["--output_dir", str(folder), "--resume"])
+    assert f"checkpoint {newest} is damaged ('model.safetensors'" in " ".join(capsys.readouterr().out.split())
+    assert_same(whole, folder)
 
 
 @pytest.mark.slow
@@ -125,11 +87,6 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whol
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006", "step-00000008"]
     assert all(find_damage(path) == "" for path in (folder / "checkpoints").iterdir())
-
-
-def test_checksums_can_be_verified_without_this_project(whole):
-    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=latest_checkpoint(whole), capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("OK") >= 5, done.stdout + done.stderr
 
 
 def test_the_random_state_of_a_gpu_comes_back_on_one_of_its_kind(monkeypatch):
@@ -160,15 +117,6 @@ def test_random_states_come_back():
     checkpoint.set_random_states(torch.load(buffer, weights_only=True))
     again = torch.rand(3), random.random(), np.random.rand(3)
     assert torch.equal(first[0], again[0]) and first[1] == again[1] and (first[2] == again[2]).all()
-
-
-@pytest.mark.slow
-def test_a_run_begun_with_other_versions_says_that_it_is_not_bit_for_bit(tmp_path, monkeypatch, capsys):
-    stopped = stop_at(tmp_path, 2)
-    now = checkpoint.versions()
-    monkeypatch.setattr(runs_run, "versions", lambda: now | {"torch": "9.9"})
-    train.main(["--output_dir", str(stopped), "--resume"])
-    assert "not bit for bit" in " ".join(capsys.readouterr().out.split())
 
 
 STATE = {"progress": {"step": 1}, "settings": {}, "versions": {}, "random_states": {}}
@@ -209,6 +157,9 @@ def test_a_state_with_the_right_checksum_that_cannot_be_read_is_damage(tmp_path,
     fake_checkpoint(tmp_path / "checkpoints/step-00000002", state)
     assert latest_checkpoint(tmp_path, lines.append) == good
     assert len(lines) == 1 and "(state.pt " in lines[0] and "\n" not in lines[0]
+    shutil.rmtree(good)
+    with pytest.raises(ValueError, match="all its checkpoints are damaged"):
+        latest_checkpoint(tmp_path, lines.append)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "state.pt", "SHA256SUMS"])
@@ -315,7 +266,3 @@ def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_c
     assert all((path / "reference").is_dir() and find_damage(path) == "" for path in kept)
 
 
-def test_the_final_model_loads_without_this_project(finished):
-    model = AutoModelForCausalLM.from_pretrained(finished / "final")
-    tokenizer = AutoTokenizer.from_pretrained(finished / "final")
-    assert model(**tokenizer("1+1=?", return_tensors="pt")).logits.isfinite().all()

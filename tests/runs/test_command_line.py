@@ -151,13 +151,6 @@ def test_profile_then_file_then_flags(tmp_path):
     assert parse_config(["--use_grpo", "--model_path", "some/model"]).grpo == GRPOConfig(), "no profile for a real model"
 
 
-def test_a_run_can_be_repeated_from_its_config_json(tmp_path):
-    config = parse_config(["--use_grpo", "--reward_functions", "correctness", "check_numbers", "--no_use_kl_penalty"])
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config.as_dict()))
-    assert parse_config([str(file)]) == config
-
-
 def data_file(folder, name, text):
     (folder / name).write_text(text)
     return str(folder / name)
@@ -168,12 +161,9 @@ MISTAKES = {
     "unknown flag": (["--learning_rat", "1"], "--learning_rat: unknown flag; did you mean --learning_rate"),
     "stray word": (["--seed", "1", "2"], "2: belongs to no flag; see --help"),
     "not a number": (["--seed", "x"], "--seed.*'x'"),
-    "unknown profile": (["--profile", "dmeo"], "--profile=dmeo: choose one of demo"),
-    "unknown loss": (["--loss_type", "ppo"], "--loss_type=ppo: choose one of dapo"),
     "learning rate": (["--learning_rate", "1e6"], "--learning_rate=1000000.0: must be at least 0 and at most 0.1"),
     "learning rate of the cold start": (["--cold_start_learning_rate", "1"], "--cold_start_learning_rate=1.0: must be .*at most 0.1"),
     "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: all completions of a prompt would be equal"),
-    "top-p": (["--generation_top_p", "1.5"], "--generation_top_p=1.5"),
     "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
     "exact offloaded": (
         ["--use_kl_penalty", "--kl_estimator", "exact", "--reference_offload"], "--reference_offload: .*ratio_k3"),
@@ -193,18 +183,11 @@ MISTAKES = {
     "buffer too long": (["--overlong", "penalise", "--overlong_buffer", "40"], "--overlong_buffer=40: must be below .*=40"),
     "no epochs": (["--ppo_epochs", "0"], "--ppo_epochs=0: must be above 0"),
     "alpha": (["--ema_alpha", "1.5"], "--ema_alpha=1.5: must be at least 0 and at most 1"),
-    "unknown estimator": (["--kl_estimator", "k4"], "--kl_estimator=k4: choose one of ratio_k3"),
     "negative clip": (["--reward_clip", "-1"], "--reward_clip=-1.0: must be at least 0"),
-    "replay of nothing": (["--replay", "{tmp}/no.jsonl"], "--replay=.*no.jsonl: no such file"),
     "weights": (["--reward_weights", "1", "2"], "--reward_weights.*2 weights for 3 reward functions"),
-    "unknown reward": (["--reward_functions", "corectness"], "corectness: unknown; did you mean correctness\\?"),
     "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
     "missing column": (["--reward_functions", "{tmp}/needs.py:f"], "needs the column tests"),
-    "narrow reward": (["--reward_functions", "{tmp}/narrow.py:f"], "add completions, a list"),
-    "taken name": (["--reward_functions", "{tmp}/needs.py:correctness"], "a built-in reward function correctness"),
     "demonstration wanted": (["--reward_functions", "{tmp}/needs.py:g"], "needs the column completion"),
-    "missing data": (["--dataset", "{tmp}/none.jsonl"], "none.jsonl: no such file"),
-    "empty data": (["--dataset", "{tmp}/empty.jsonl"], "empty.jsonl: the file is empty"),
     "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*; train.py and the linter have --bad_lines skip"),
     "half a pair": (["--dataset", "{tmp}/pair.jsonl"], r"pair.jsonl: line 2 is not JSON: 'utf-8' codec can't encode character '\\ud800'"),
     "half a pair in .json": (["--dataset", "{tmp}/pair.json"], "pair.json: not JSON: 'utf-8' codec can't encode"),
@@ -218,21 +201,18 @@ MISTAKES = {
     "hot": (["--generation_temperature", "inf"], "--generation_temperature=inf: must be a number of at most"),
     "no end of time": (["--reward_timeout", "1e300"], "--reward_timeout=1e.300: must be a number of at most"),
     "no time": (["--reward_timeout", "1e-9"], "--reward_timeout=1e-09: at least 0.001 seconds, or 0 for no limit"),
+    "alpha of LoRA": (["--lora_alpha", "0"], "--lora_alpha=0.0: must be above 0"),
     "rank": (["--lora_rank", "1000000000"], "--lora_rank=1000000000: must be at least 0 and at most 65536"),
     "batch": (["--batch_size", str(10**30)], "--batch_size=1.*: must be above 0 and at most 1048576"),
     "steps": (["--max_steps", str(10**30)], "--max_steps=1.*: must be a number of at most"),
     "nested settings": (["{tmp}/deep.json"], "deep.json: not a readable JSON file of settings: it is nested too deeply"),
     "nested data": (["--dataset", "{tmp}/deep.jsonl"], "deep.jsonl: line 2 is not JSON: it is nested too deeply"),
-    "Latin-1": (["--dataset", "{tmp}/latin.jsonl"], "latin.jsonl: line 2 is not UTF-8 .invalid continuation byte, byte 0xe9.; correct it"),
     "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
     "held-out row of two meanings": (
         ["--reward_functions", "multiple_choice", "--dataset", "{tmp}/choices.jsonl", "--eval_dataset", "{tmp}/ambiguous.jsonl",
          "--cold_start_steps", "0"], "--reward_functions multiple_choice: a letter .*could mean two of the choices"),
-    "wrong columns": (["--dataset", "{tmp}/columns.jsonl"], "columns.jsonl: example 1 has columns text"),
-    "unknown column": (["--dataset", "{tmp}/bare.jsonl", "--prompt_column", "q"], "--prompt_column=q: .*has columns prompt"),
-    "kaggle's form": (["--dataset", "kaggle:a/b"], "kaggle:a/b: write kaggle:owner/name/file"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
                           "=5 needs demonstrations, .*for 2 of 2 examples.*--completion_column.*or pass --cold_start_steps 0"),
     "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
@@ -241,7 +221,6 @@ MISTAKES = {
     "no weights": (["--model_path", "{tmp}/no_weights"], "error: --model_path=[^:]*no_weights: the folder has no weights"),
     "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: the folder has no a? ?tokenizer"),
     "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
-    "nothing to resume": (["--output_dir", "{tmp}/empty", "--resume"], "--output_dir=.*empty: there is no run in it"),
     "resume what": (["--resume"], "--resume: needs --output_dir"),
     "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is not a writable folder"),
     "settings behind flags": (["--seed", "1", "settings.json"], "settings.json: .*comes before all flags"),
@@ -253,9 +232,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_nothing(mistake, tmp_path, capsys, monkeypatch):
     data_file(tmp_path, "broken.py", "def f(:\n")
-    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns): ...\ndef g(completion, **columns): ...\n"
-              "def correctness(completions, **columns): ...\n")
-    data_file(tmp_path, "narrow.py", "def f(texts): ...\n")
+    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns): ...\ndef g(completion, **columns): ...\n")
     data_file(tmp_path, "empty.jsonl", "")
     data_file(tmp_path, "bad.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
     data_file(tmp_path, "pair.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud800"}\n')                    # a pair, and a half
@@ -263,12 +240,10 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     (tmp_path / "u16.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-16")
     data_file(tmp_path, "deep.json", "[" * 100_000)
     data_file(tmp_path, "deep.jsonl", '{"prompt": "a"}\n' + '{"prompt": "a", "x": ' + "[" * 100_000)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9 au"}\n')
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
     data_file(tmp_path, "choices.jsonl", '{"prompt": "Which?", "answer": "A", "choices": ["x", "y"]}\n')
     data_file(tmp_path, "ambiguous.jsonl", '{"prompt": "What?", "answer": "A", "choices": ["B", "A"]}\n')
-    data_file(tmp_path, "columns.jsonl", '{"text": "a"}\n')
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":
         (tmp_path / name).parent.mkdir(exist_ok=True)

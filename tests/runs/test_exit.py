@@ -28,23 +28,6 @@ FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_che
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, number):
-    endless = ["--max_steps", "1000", "--save_steps", "0", "--num_epochs", "99"]
-    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, *endless]
-    process = Program("train.py", *flags)
-    while kills.num_steps(tmp_path / "run") < 3:
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "--resume" in output
-    saved = latest_checkpoint(tmp_path / "run")
-    last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"]
-    assert torch.load(saved / "state.pt", weights_only=True)["progress"]["step"] == last
-
-
-@pytest.mark.slow
 def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
     pid, terminal = pty.fork()
     if pid == 0:

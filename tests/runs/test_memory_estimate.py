@@ -60,13 +60,14 @@ def test_what_does_not_fit_is_said_with_what_to_turn():
     assert "--gradient_checkpointing" in describe(config, memory=0.1)[1]
 
 
-def test_an_estimate_that_fails_ends_no_run(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("no fake kernel\nand more"), AttributeError("no head_dim"), AssertionError()])
+def test_an_estimate_that_fails_ends_no_run(monkeypatch, error):
     def fail(*arguments):
-        raise RuntimeError("no fake kernel\nand more")
+        raise error
 
     monkeypatch.setattr(memory_estimate, "pass_bytes", fail)
     config = Config.of(use_grpo=True, max_tokens_per_forward=2048)
-    assert describe(config)[1] == "memory: no estimate for this model: no fake kernel"
+    assert describe(config)[1] == f"memory: no estimate for this model: {(str(error) or 'AssertionError').splitlines()[0]}"
     chosen = resolve_memory_settings(Config.of(use_grpo=True), "cuda", 20, ALONE, 24.0).training
     assert (chosen.max_tokens_per_forward, chosen.gradient_checkpointing) == (8192, False)
 

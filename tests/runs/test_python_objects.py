@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from config import Config, DataConfig, GRPOConfig, TrainingConfig
+from config import Config, GRPOConfig, TrainingConfig
 from rewards import correctness
 from runs.records import read_jsonl
 from runs.setup import set_up
@@ -140,13 +140,3 @@ def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, 
     assert message in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
-def test_an_unknown_argument_is_named(tmp_path):
-    with pytest.raises(TypeError, match="reward_funcs"):
-        train.train(config_of(tmp_path / "run"), reward_funcs=[shorter])
-
-
-def test_prompts_of_a_file_that_is_a_json_list_of_texts_still_work(tmp_path):
-    (tmp_path / "prompts.json").write_text(json.dumps({"prompts": ["a", "b", "c"]}))
-    config = Config(data=DataConfig(dataset=str(tmp_path / "prompts.json"), eval_limit=0), grpo=GRPOConfig(reward_functions=["reasoning_coherence"]),
-                    training=TrainingConfig(use_grpo=True, cold_start_steps=0, output_dir=tmp_path / "run"))
-    assert [example["prompt"] for example in set_up(config).train_set] == ["a", "b", "c"]

@@ -2,15 +2,13 @@
 
 import json
 import random
-import signal
 import statistics
 from collections import Counter
 
 import pytest
-from conftest import comparable, run_folder, start_run, weights_of
+from conftest import start_run
 
 import train
-from runs.run import Run
 from sources.batches import PromptMemory, ShuffledBatches, prompt_key
 
 
@@ -20,24 +18,6 @@ def test_prompts_that_say_the_same_have_one_key_and_others_have_not():
     others = ["What is 2+3?", [{"role": "system", "content": "What is 2+2?"}], [5, 6], [5, 7],
               [{"role": "user", "content": "What is"}, {"role": "user", "content": "2+2?"}]]
     assert len({prompt_key(prompt) for prompt in [same[0], *others]}) == 6
-
-
-def test_every_epoch_hands_out_each_example_once_in_a_new_order():
-    batches = ShuffledBatches(list(range(10)), batch_size=4, seed=0)
-    stream = [example for _ in range(10) for example in next(batches)]
-    epochs = [stream[i : i + 10] for i in range(0, 40, 10)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-
-
-def test_the_position_is_the_whole_state():
-    examples = list(range(7))
-    first = ShuffledBatches(examples, batch_size=3, seed=5)
-    for _ in range(4):
-        next(first)
-    second = ShuffledBatches(examples, batch_size=3, seed=5)
-    second.position = first.position
-    assert [next(first) for _ in range(5)] == [next(second) for _ in range(5)]
 
 
 def test_without_a_memory_the_order_depends_on_seed_and_position_alone():
@@ -51,6 +31,9 @@ def test_without_a_memory_the_order_depends_on_seed_and_position_alone():
         batches = ShuffledBatches(list(range(7)), batch_size=3, seed=seed)
         assert [e for _ in range(7) for e in next(batches)] == list(as_it_always_was(seed))
         assert batches.position == 21 and batches.take(0) == []
+        batches = ShuffledBatches(list(range(7)), batch_size=3, seed=seed)
+        batches.position = 12                             # the whole state
+        assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
 
 
 def examples_of(*prompts):
@@ -68,31 +51,17 @@ def test_a_memory_of_nothing_leaves_the_order_as_it_is():
 def test_the_chance_of_a_prompt_is_the_formula_of_the_docstring():
     generator = random.Random(0)
     prompts = [f"prompt {i}" for i in range(5)]
-    rounds = [[[generator.choice([0.3, 1.3, 0.5]) for _ in range(4)] for _ in prompts] for _ in range(3)]
+    rounds = [[[generator.choice([0.3, 2.3, 0.5]) for _ in range(4)] for _ in prompts] for _ in range(3)]
     memory, all_of = PromptMemory(), {prompt: [] for prompt in prompts}
     for groups in rounds:
         memory.record(prompts, groups)
         for prompt, group in zip(prompts, groups):
             all_of[prompt] += group
-    lowest, highest = 0.3, 1.3
+    lowest, highest = 0.3, 2.3
     for prompt, rewards in all_of.items():
         expected = 4 * statistics.pvariance([*rewards, lowest, highest]) / (highest - lowest) ** 2
         assert memory.probability(prompt) == pytest.approx(expected, rel=1e-12) and 0 < expected <= 1
     assert memory.probability("never asked") == 1.0
-
-
-@pytest.mark.parametrize("offset,scale", [(0.0, 1.0), (-2.0, 5.0)])
-def test_with_two_rewards_the_chance_is_that_of_laplaces_success_rate(offset, scale):
-    memory, count = PromptMemory(), 8
-    for right in range(count + 1):
-        memory.record([f"{right} right"], [[offset + scale * (i < right) for i in range(count)]])
-    for right in range(count + 1):
-        p = (right + 1) / (count + 2)
-        assert memory.probability(f"{right} right") == pytest.approx(4 * p * (1 - p))
-    assert memory.probability("4 right") == pytest.approx(1.0) and memory.probability("new") == 1.0
-    four_failures = PromptMemory()
-    four_failures.record(["a", "b"], [[0.0] * 4, [1.0]])
-    assert four_failures.probability("a") == pytest.approx(0.5556, abs=1e-4), "what the docstring says"
 
 
 def test_a_memory_leaves_out_what_could_not_be_scored_and_knows_prompts_by_what_they_say():
@@ -142,42 +111,6 @@ def test_position_and_memory_are_the_whole_state():
     rest = go_on(whole, 12)
     assert go_on(resumed, 12) == rest and whole.position == resumed.position > (9 + 12) * 3, "some were passed over"
     assert go_on(ShuffledBatches(examples, 3, 7, PromptMemory()), 21) == first + rest
-
-
-@pytest.mark.slow
-def test_a_run_that_prefers_mixed_prompts_remembers_them_when_it_is_resumed(tmp_path, monkeypatch):
-    (tmp_path / "some.py").write_text(                    # half of the prompts earn nothing, whatever is answered
-        "def some(completions, prompts, **columns):\n"
-        "    return [float(len(c) % 2 * int(p[0]) % 2) for c, p in zip(completions, prompts)]\n"
-    )
-    flags = (
-        f"--use_grpo --cold_start_steps 0 --limit 8 --eval_limit 0 --num_epochs 9 --max_steps 9 --learning_rate 1e-3 "
-        f"--save_steps 0 --prefer_mixed --reward_functions {tmp_path}/some.py:some"
-    ).split()
-    positions, real = {}, Run.log_step
-
-    def note(run, *rest):
-        real(run, *rest)
-        positions[run.folder.path.name, run.progress.step] = run.batches.position, dict(run.progress.prompt_memory.earned)
-
-    monkeypatch.setattr(Run, "log_step", note)
-    whole = run_folder(tmp_path / "whole", *flags)
-
-    def stop(run, *rest):
-        note(run, *rest)
-        if run.progress.step == 5:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Run, "log_step", stop)
-    stopped = run_folder(tmp_path / "stopped", *flags)
-    monkeypatch.setattr(Run, "log_step", note)
-    train.main(["--output_dir", str(stopped), "--resume"])
-    assert comparable(stopped) == comparable(whole)
-    assert all(positions["whole", step] == positions["stopped", step] for step in range(1, 10))
-    position, earned = positions["whole", 9]
-    assert position > 9 * 4 and sum(count for count, *_ in earned.values()) == 9 * 4 * 4 and len(earned) == 8
-    for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
-        assert left.equal(right), name
 
 
 def test_what_dynamic_sampling_replaces_is_remembered_too(tmp_path):

@@ -3,12 +3,10 @@
 import re
 
 import pytest
-from conftest import run_folder
 from test_data import data_of
 
 from data import load_examples
 from rewards import correctness, countdown, reasoning_coherence
-from runs.records import read_jsonl
 from sources.tasks import PROBLEMS
 
 
@@ -51,23 +49,6 @@ def test_every_countdown_problem_is_solved_by_its_demonstration_and_never_both_t
     assert set(countdown(texts, **columns)) == set(reasoning_coherence(texts)) == {1.0}
     assert all(any(part in text for text in texts) for part in ("+", "-", "*", "/", "<answer>(", ")</answer>"))
     assert train == load_examples("countdown", "train", seed=1) != load_examples("countdown", "train", seed=2)
-
-
-@pytest.mark.slow
-def test_a_run_on_countdown_needs_its_reward_and_says_what_it_earned(tmp_path, capsys):
-    flags = ["--use_grpo", "--dataset", "countdown", "--max_steps", "1", "--cold_start_steps", "0"]
-    folder = run_folder(tmp_path / "run", *flags, "--reward_functions", "countdown", "reasoning_coherence")
-    assert "reward/countdown" in read_jsonl(folder / "metrics.jsonl")[1]
-    assert "held out at step 1: countdown 0.000 points, reasoning_coherence 0." in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        run_folder(tmp_path / "other", *flags)
-    assert "correctness: needs the column answer, which countdown does not have" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("source", PROBLEMS)
-def test_a_built_in_problem_has_no_other_split(source):
-    with pytest.raises(ValueError, match=f"{source}: there is no split validation; it has train and test"):
-        load_examples(source, "validation")
 
 
 @pytest.mark.parametrize("task", PROBLEMS)
