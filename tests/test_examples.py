@@ -53,7 +53,7 @@ def shortened(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("situation", ["demo", exhaustive("gsm8k_lora"), exhaustive("ema_reference"), "conversation"])
+@pytest.mark.parametrize("situation", ["demo", exhaustive("gsm8k_lora"), exhaustive("ema_reference"), exhaustive("conversation")])
 def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, shortened, tmp_path):
     train.main([f"examples/{situation}.json"])
     runpy.run_path(str(EXAMPLES / f"{situation}.py"), run_name="__main__")

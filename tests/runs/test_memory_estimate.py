@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CURRENT_ARCHITECTURES, exhaustive, start_run
+from conftest import CURRENT_ARCHITECTURES, start_run
 from transformers import Qwen3Config
 
 import train
@@ -278,10 +278,11 @@ def test_candidates_leave_out_what_was_given(configured):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [
     "--batch_size 64 --max_tokens_per_forward 16384",
-    exhaustive("--batch_size 16 --max_tokens_per_forward 8192 --generation_max_length 400"),
-    exhaustive("--batch_size 16 --max_tokens_per_forward 8192 --generation_max_length 400 --gradient_checkpointing"),
+    "--batch_size 16 --max_tokens_per_forward 8192 --generation_max_length 400",
+    "--batch_size 16 --max_tokens_per_forward 8192 --generation_max_length 400 --gradient_checkpointing",
 ])
 def test_the_estimate_is_near_the_measured_peak(tmp_path, flags):
     """In a process of its own, on untrained weights, where hardly a completion ends before the limit."""

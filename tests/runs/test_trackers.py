@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import QUICK
+from conftest import QUICK, exhaustive
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -33,7 +33,7 @@ def fake_service(monkeypatch, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("service", ["wandb", "trackio"])
+@pytest.mark.parametrize("service", ["wandb", exhaustive("trackio")])
 def test_a_service_gets_every_number_once_and_completions_and_continues_after_a_resume(tmp_path, monkeypatch, service):
     calls = fake_service(monkeypatch, service)
     folder = tmp_path / "run"
