@@ -290,3 +290,19 @@ def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_
     torch.testing.assert_close(made.advantages, numbers([0.25 - 0.25], [-0.25 + 0.25], [0.0]))
     plain = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, policy, reference=reference)
     assert plain.advantages.tolist() == [[0.25], [-0.25], [0.0]]
+
+
+def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_of_each(base):
+    run = with_settings(base, use_value_head=True, use_kl_penalty=True, kl_in="reward")
+    run.progress.kl_coef = 0.7
+    rollout, rewards = sample_groups(run, next(run.batches)).rollout, torch.randn(4, 4)
+    rewards[2, 1] = math.nan
+    made = experience_of(run, rollout, rewards)
+    with torch.no_grad():
+        now = completion_log_probs(run.model, rollout, value_head=run.value_head)
+        penalty = 0.7 * (now.logp - completion_log_probs(run.reference, rollout).logp)
+    mask = rollout.completion_mask & ~rewards.view(-1, 1).isnan()
+    expected = token_advantages(run.config.grpo, rewards.view(-1, 1), torch.where(mask, penalty, 0.0), now.values, mask)
+    for found, wanted in zip((made.advantages, made.returns, made.old_values), (*expected, now.values)):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert now.values.abs().max() > 0.1 and torch.equal(made.mask, mask)
