@@ -1,4 +1,4 @@
-"""What the server of forked.py does before it forks: imports. Its programs neither estimate memory nor draw curves, which take seconds."""
+"""Imports of the server of forked.py, before it forks. Its programs neither estimate memory nor draw curves, which take seconds."""
 
 import torch
 

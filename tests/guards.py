@@ -1,10 +1,10 @@
 """
-Which tests guard which file: writes the table of CONTRIBUTING.md, from the coverage of the tests of make check.
+Write the table of CONTRIBUTING.md that names the tests of each file, from the coverage of the tests of make check.
 
     pip install pytest-cov && python tests/guards.py
 
-A file's guards are the test file of its name, then those that reach most of its other lines, until nine of ten lines that any
-test reaches are reached; three at most. Lines that importing the file runs do not count. Without any, the files that name it.
+The tests of a file are those of its name, then those that reach most of its other lines, until nine of ten lines that any
+test reaches are reached; three files at most. Lines that importing the file runs do not count. Without any, the test files that name it.
 """
 
 import re
@@ -28,7 +28,7 @@ def lines_by_tests(data: CoverageData, path: str) -> dict[str, set[int]]:
 
 
 def guards(path: Path, reached: dict[str, set[int]]) -> list[str]:
-    """Return the test files that guard a file."""
+    """Return the test files of a file, from the lines that each test file reaches."""
     files = {str(test.relative_to(ROOT)): test for test in [ROOT / "test_grpo.py", *(ROOT / "tests").rglob("test_*.py")]}
     chosen = [name for name, test in files.items() if test.stem == f"test_{path.stem}" and test.parent.name in (path.parent.name, "tests")]
     every = set().union(*reached.values())
