@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,7 @@ def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_ask
     def asks(completions, prompt_ids, sampling_logp, turn_points): ...
 
     arguments = calling.build_arguments(rollout, EXAMPLES[:1], points, None, [asks])
+    assert arguments["trainer_state"] == SimpleNamespace(global_step=0, max_steps=1, epoch=0.0)
     assert arguments["turn_points"] == [[2.0, 4.0], [6.0, 0.0]] and arguments["prompt_ids"] == [[7], [7]]
     assert arguments["sampling_logp"] == arguments["completion_ids"] == [[1.0, 2.0, 4.0], [6.0, 9.0, 0.0]]
     assert not {"sampling_logp", "prompt_ids", "turn_points"} & set(calling.build_arguments(rollout, EXAMPLES[:1], None, None, []))
@@ -196,7 +198,7 @@ def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     reports = Reports()
     points, _ = compute_rewards_for_completions(
         [names["leaves"], length], [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none", reports=reports)
-    assert points[1].isnan().all() and len(reports.failures) >= 1
+    assert points[0].tolist() == [2.0, 2.0] and points[1].isnan().all() and len(reports.failures) >= 1
 
 
 def test_ctrl_c_in_a_function_is_no_error_of_it():
