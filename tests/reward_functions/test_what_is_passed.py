@@ -216,28 +216,6 @@ def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_
 # ---- several outputs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("returned,points,form", [
-    ({"form": [1.0, 0.0, 1, 0], "right": [2.0, 2.0, None, 1.0]}, [3.0, 2.0, None, 1.0], [1, 0, 1, 0]),
-    ({"form": torch.tensor([1.0, 0.0, 1.0, 0.0]), "right": (2, 2, 0, 1)}, [3.0, 2.0, 1.0, 1.0], [1, 0, 1, 0]),
-    ({"score": [1.0, 2.0, 3.0, 4.0], "form": [1.0, 0.0, 1.0, 0.0], "read": ["a", "b", "c", None]}, [1.0, 2.0, 3.0, 4.0], [1, 0, 1, 0]),
-    ([{"score": 1.0, "form": 1.0}, {"score": 2}, None, {"score": True, "form": 0.0}], [1.0, 2.0, None, 1.0], [1, None, None, 0]),
-    ([{"a": 1.0, "form": 2.0}, None, {"a": 3.0}, {"a": 4.0, "form": 0.5}], [3.0, None, None, 4.5], [2, None, None, 0.5]),
-    ([{"score": 1.0, "form": 2.0}, {"form": 7.0}, {"score": 3.0}, None], [1.0, None, 3.0, None], [2, 7, None, None]),
-])
-def test_several_outputs_are_logged_each_and_their_score_or_sum_counts(returned, points, form):
-    def outputs(completions, **columns):
-        return returned
-
-    reports = Reports()
-    _, found = compute_rewards_for_completions([outputs], [1.0], rollout_of(*"abcd"), EXAMPLES, reports=reports)
-    assert [None if math.isnan(p) else p for p in found["outputs"].flatten().tolist()] == points
-    numbers = [value for value in form if value is not None]
-    assert [row["outputs/form"] for row in reports.extra] == form
-    assert reports.means()["reward/outputs/form"] == pytest.approx(sum(numbers) / len(numbers))
-    assert (reports.extra[0].get("outputs/read") in ("a", None)) and "reward/outputs/read" not in {
-        name for name, values in reports.metrics.items() if values}
-
-
 # ---- async functions -----------------------------------------------------------------------------------------
 
 
