@@ -274,5 +274,5 @@ def test_saved_settings_of_earlier_versions_count_where_their_values_still_hold(
                 config = parse_config(argv)
                 assert (config.grpo.engine, config.grpo.ppo_epochs, config.training.use_grpo) == (engine, 2, True)
             else:
-                with pytest.raises(ValueError, match="--advantage_epsilon=0.0001: is no flag any more; here it is always 1e-8"):
+                with pytest.raises(ValueError, match=r"--advantage_epsilon=0\.0001: is no flag any more; here it is always 1e-8"):
                     parse_config(argv)

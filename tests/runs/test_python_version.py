@@ -44,7 +44,7 @@ def test_windows_is_answered_in_one_line():
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "test-tpu", "test-oldest"])
 def test_make_ends_before_it_installs(path, tmp_path, target):
-    for name in "Makefile", "pyproject.toml", "requirements.txt", "requirements-tpu.txt", ".ci/oldest.txt", "runs/__init__.py":
+    for name in "Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", ".ci/oldest.txt", "runs/__init__.py":
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     done = subprocess.run(["make", target], cwd=tmp_path, env=path, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from engine import logits
 from runs.startup_check import check_setup, check_template, draw_row, refuse_endless_template
 from conftest import start_run
 from tokenizers import processors
-from config import Config, GRPOConfig
+from config import GRPOConfig
 from rewards import correctness, repetition_penalty
 from sample import sample_completions_for_prompts
 
