@@ -197,7 +197,6 @@ MISTAKES = {
     "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
     "no limit of the gradient": (["--max_grad_norm", "inf"], "--max_grad_norm=inf: must be a number of at most 4294967295 in size"),
     "weights without end": (["--reward_weights", "1", "inf", "0"], "--reward_weights=inf: must be a number of at most"),
-    "clips without end": (["--reward_clips", "nan", "1", "1"], "--reward_clips=nan: must be a number of at most"),
     "hot": (["--generation_temperature", "inf"], "--generation_temperature=inf: must be a number of at most"),
     "no end of time": (["--reward_timeout", "1e300"], "--reward_timeout=1e.300: must be a number of at most"),
     "no time": (["--reward_timeout", "1e-9"], "--reward_timeout=1e-09: at least 0.001 seconds, or 0 for no limit"),
