@@ -132,7 +132,7 @@ def compute_rewards_for_completions(
     """
     group_size, remainder = divmod(len(rollout.completions), len(examples))
     assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
-    arguments = build_arguments(rollout, examples, turn_points, trainer_state, reward_functions)
+    arguments = build_arguments(rollout, examples, turn_points, trainer_state)
     own = Reports([{} for _ in rollout.completions])
     calls = [start_call(function, arguments, own) for function in reward_functions]
     per_function, failed = {}, torch.zeros(len(examples), group_size, dtype=torch.bool)

@@ -4,6 +4,7 @@ the function.
 """
 
 import asyncio
+import copy
 import inspect
 import math
 import signal
@@ -12,7 +13,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,32 +73,24 @@ class Reports:
         return self
 
 
-def build_arguments(
-    rollout, examples: list[dict], turn_points: Tensor | None, trainer_state, functions: list[Callable]
-) -> dict:
-    """Return the arguments of the reward functions, lists of B entries: columns are repeated for siblings.
-
-    functions  sampling_logp and prompt_ids are left out unless one of these has a parameter of the name
-    """
+def build_arguments(rollout, examples: list[dict], turn_points: Tensor | None, trainer_state) -> dict:
+    """Return the arguments of reward functions, lists of B entries: columns are repeated for siblings."""
     group_size, mask = len(rollout.completions) // len(examples), rollout.completion_mask
     rows = [example for example in examples for _ in range(group_size)]
     prompts = [row.get("original_prompt", row["prompt"]) for row in rows]
-    names = {name for function in functions for name in inspect.signature(function).parameters}
 
     def select(values: Tensor, mask: Tensor) -> list[list]:
         return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
+    prompt_ids = select(rollout.prompt_ids, rollout.prompt_mask)
     arguments = dict(
         completions=list(map(match_prompt_format, rollout.completions, prompts)), prompts=prompts,
         completion_ids=select(rollout.completion_ids, mask),
+        sampling_logp=select(rollout.sampling_logp, mask),
+        prompt_ids=[row for row in prompt_ids for _ in range(group_size)],
         trainer_state=trainer_state or SimpleNamespace(global_step=0, max_steps=1, epoch=0.0),
         **{name: [row.get(name) for row in rows] for name in sorted(columns_of(examples))},
     )
-    if "sampling_logp" in names:
-        arguments["sampling_logp"] = select(rollout.sampling_logp, mask)
-    if "prompt_ids" in names:
-        ids = select(rollout.prompt_ids, rollout.prompt_mask)
-        arguments["prompt_ids"] = [row for row in ids for _ in range(group_size)]
     if turn_points is not None:
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
         arguments["turn_points"] = select(turn_points, ends)
@@ -149,18 +142,14 @@ def start_call(function: Callable, arguments: dict, reports: Reports) -> Callabl
     Each call has lists of its own: what one changes in them, the others do not see.
     """
     logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
-    own = {name: own_copy(value) for name, value in accepted(function, arguments | logs).items()}
-
-    def call():
-        with exits_as_errors():
-            return function(**own)
+    own = copy.deepcopy(accepted(function, arguments)) | accepted(function, logs)
 
     async def call_async():
         with exits_as_errors():                           # SystemExit would end the event loop
             return await function(**own)
 
     if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        return call
+        return exits_as_errors()(partial(function, **own))
     future = asyncio.run_coroutine_threadsafe(call_async(), event_loop())
 
     def result():
@@ -170,13 +159,6 @@ def start_call(function: Callable, arguments: dict, reports: Reports) -> Callabl
             future.cancel()                               # without effect, unless the wait was interrupted
 
     return result
-
-
-def own_copy(value):
-    """Return lists and dicts copied, at any depth, and anything else as it is."""
-    if isinstance(value, list):
-        return [own_copy(part) for part in value]
-    return {name: own_copy(part) for name, part in value.items()} if type(value) is dict else value
 
 
 @cache

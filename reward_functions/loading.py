@@ -19,6 +19,7 @@ PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_
             "log_extra", "log_metric")
 RESERVED = (*PROVIDED, "prompt", "original_prompt", "completion", "turn_points")
 TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
+ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
@@ -81,18 +82,19 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
 
 
 def accepted(function: Callable, arguments: dict) -> dict:
-    """Return the arguments that a function has parameters for: all of them if it accepts any.
+    """Return the arguments that a function has parameters for: if it accepts any, all but ONLY_BY_NAME.
 
     A parameter `completions: list[list[int]]` gets token ids.
     """
     parameters = inspect.signature(function).parameters
-    if "completions" in parameters and TOKEN_IDS.fullmatch(str(parameters["completions"].annotation)):
-        arguments = arguments | {"completions": arguments.get("completion_ids")}
+    annotation = str(getattr(parameters.get("completions"), "annotation", ""))
+    if TOKEN_IDS.fullmatch(annotation) and "completion_ids" in arguments:
+        arguments = arguments | {"completions": arguments["completion_ids"]}
     aliases = [name for name in ANSWER_NAMES if name in parameters and "answer" in arguments]
     arguments = dict.fromkeys(aliases, arguments.get("answer")) | arguments
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
+    accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = {name for name in arguments if name in parameters or (accepts_any and name not in ONLY_BY_NAME)}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def columns_of(examples: list[dict]) -> set[str]:
@@ -100,14 +102,14 @@ def columns_of(examples: list[dict]) -> set[str]:
     return {name for example in examples for name in example} - set(RESERVED)
 
 
-def named_parameters(function: Callable, skip: int = 0) -> list[inspect.Parameter]:
-    """Return the parameters of a function, after the first `skip` ones, that can be passed by name."""
-    parameters = list(inspect.signature(function).parameters.values())[skip:]
+def named_parameters(function: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a function that can be passed by name."""
+    parameters = inspect.signature(function).parameters.values()
     return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def missing_columns(function: Callable, columns: set[str]) -> list[str]:
-    """Return the required parameters of a reward function that no column of the data provides."""
+    """Return the required parameters of a function that no column of the data provides."""
     provided = columns - set(RESERVED) | set(PROVIDED)
     provided |= set(ANSWER_NAMES) if "answer" in columns else set()
     return [p.name for p in named_parameters(function) if p.default is p.empty and p.name not in provided]

@@ -80,13 +80,10 @@ def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_ask
     rollout.completion_mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 1, 1]]).bool()
     rollout.completion_ids = rollout.sampling_logp = points
 
-    def asks(completions, prompt_ids, sampling_logp, turn_points): ...
-
-    arguments = calling.build_arguments(rollout, EXAMPLES[:1], points, None, [asks])
+    arguments = calling.build_arguments(rollout, EXAMPLES[:1], points, None)
     assert arguments["trainer_state"] == SimpleNamespace(global_step=0, max_steps=1, epoch=0.0)
     assert arguments["turn_points"] == [[2.0, 4.0], [6.0, 0.0]] and arguments["prompt_ids"] == [[7], [7]]
     assert arguments["sampling_logp"] == arguments["completion_ids"] == [[1.0, 2.0, 4.0], [6.0, 9.0, 0.0]]
-    assert not {"sampling_logp", "prompt_ids", "turn_points"} & set(calling.build_arguments(rollout, EXAMPLES[:1], None, None, []))
 
 
 @pytest.mark.parametrize("function,returned", [

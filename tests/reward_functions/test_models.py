@@ -248,14 +248,6 @@ def test_ratings_of_another_judge_are_not_taken_from_the_file(tmp_path):
     assert ratings == [0.2, 0.3]
 
 
-@pytest.mark.filterwarnings("ignore:judge helpful")
-def test_an_endless_answer_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("reward_functions.models.MAX_RESPONSE_BYTES", 200)
-    for spaces, points in (1, 0.7), (200, None):
-        with Endpoint(lambda asked, n, _, spaces=spaces: json.dumps(chat("7")).encode() + b" " * spaces) as endpoint:
-            assert ask_judge(endpoint.url, ["one"]) == [points]
-
-
 def test_requests_are_concurrent_up_to_the_limit():
     def wait(asked, n, handler):
         time.sleep(0.05)
