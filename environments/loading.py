@@ -4,7 +4,7 @@ Finding an environment by name or in a file, and the columns of the data that it
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 from environments.games import guess_letter
 from environments.tools import calculate, python, with_tools
@@ -17,28 +17,23 @@ BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "
 def load_environment(name: str | Callable) -> Callable | None:
     """Return a built-in environment by name, or the one of `path/to/file.py:function`; None for "".
 
-    A function is returned as it is, if it can be called as an environment.
+    A function is returned as it is. Raises ValueError if it cannot be called as an environment, or if the
+    sandbox that `python` needs is missing.
     """
-    environment = name if callable(name) else environment_by_name(name)
+    if name == "python":
+        try:
+            run_python("")
+        except RuntimeError as error:
+            raise ValueError(f"--environment=python: {error}; or use calculator") from None
+    environment = name if callable(name) else BUILT_IN.get(name)
+    if name and environment is None:
+        environment = function_from_file("environment", name, tuple(BUILT_IN))
     if environment is not None and not inspect.signature(environment).parameters:
         raise ValueError(
             f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
             "argument"
         )
     return environment
-
-
-@cache
-def environment_by_name(name: str) -> Callable | None:
-    """Import an environment, once. Raises ValueError if the sandbox that it needs is missing."""
-    if not name:
-        return None
-    if name == "python":
-        try:
-            run_python("")
-        except RuntimeError as error:
-            raise ValueError(f"--environment=python: {error}; or use calculator") from None
-    return BUILT_IN.get(name) or function_from_file("environment", name, tuple(BUILT_IN))
 
 
 def refuse_missing_columns(name: str, environment: Callable | None, examples: list[dict]) -> None:

@@ -116,7 +116,7 @@ def missing_columns(function: Callable, columns: set[str]) -> list[str]:
 
 
 def require_columns(functions: Iterable[Callable], examples: Sequence[dict], source: str) -> None:
-    """Raise ValueError if a function needs a column without values, or its check_row refuses an example."""
+    """Raise ValueError if a function needs a column without values."""
     cells = (cell for example in examples for cell in example.items())
     columns = {name for name, value in cells if str(value) not in ("", "None", "nan")}
     for function in functions:
@@ -126,14 +126,6 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
                 f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}{other}"
             )
-    check_rows(functions, examples)
-
-
-def check_rows(functions: Iterable[Callable], examples: Iterable[dict]) -> None:
-    """Raise ValueError if the check_row of a function refuses an example."""
-    for check in [function.check_row for function in functions if hasattr(function, "check_row")]:
-        for example in examples:
-            check(example)
 
 
 def refuse_equal_names(functions: list[Callable]) -> None:

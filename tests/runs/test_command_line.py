@@ -209,9 +209,6 @@ MISTAKES = {
     "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
-    "held-out row of two meanings": (
-        ["--reward_functions", "multiple_choice", "--dataset", "{tmp}/choices.jsonl", "--eval_dataset", "{tmp}/ambiguous.jsonl",
-         "--cold_start_steps", "0"], "--reward_functions multiple_choice: a letter .*could mean two of the choices"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
                           "=5 needs demonstrations, .*for 2 of 2 examples.*--completion_column.*or pass --cold_start_steps 0"),
     "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
@@ -241,8 +238,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     data_file(tmp_path, "deep.jsonl", '{"prompt": "a"}\n' + '{"prompt": "a", "x": ' + "[" * 100_000)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
-    data_file(tmp_path, "choices.jsonl", '{"prompt": "Which?", "answer": "A", "choices": ["x", "y"]}\n')
-    data_file(tmp_path, "ambiguous.jsonl", '{"prompt": "What?", "answer": "A", "choices": ["B", "A"]}\n')
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":
         (tmp_path / name).parent.mkdir(exist_ok=True)
