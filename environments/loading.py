@@ -38,7 +38,7 @@ def load_environment(name: str | Callable) -> Callable | None:
 
 def refuse_missing_columns(name: str, environment: Callable | None, examples: list[dict]) -> None:
     """Raise ValueError if the environment requires a column that the examples do not have."""
-    missing = environment and missing_columns(after_conversation(environment), columns_of(examples))
+    missing = environment and missing_columns(partial(environment, []), columns_of(examples))
     if missing:
         raise ValueError(f"--environment={name}: needs the column {missing[0]}, which no example has")
 
@@ -47,12 +47,7 @@ def responders(environment: Callable | None, examples: list[dict]) -> list[Calla
     """Bind each example's columns to the environment: returns functions of the conversation alone."""
     if environment is None:
         return None
-    columns, rest = columns_of(examples), after_conversation(environment)
+    columns, rest = columns_of(examples), partial(environment, [])        # after the conversation
     missing = dict.fromkeys(missing_columns(rest, columns))               # that examples of other steps have
     rows = [{name: example.get(name) for name in columns} for example in examples]
     return [partial(environment, **missing, **accepted(rest, row)) for row in rows]
-
-
-def after_conversation(environment: Callable) -> Callable:
-    """Return the environment as a function of what follows the conversation in its signature."""
-    return partial(environment, [])

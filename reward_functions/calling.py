@@ -139,10 +139,11 @@ def call_reward_function(
 def start_call(function: Callable, arguments: dict, reports: Reports) -> Callable:
     """Return a function that returns the result of a call. An async function begins here, beside others.
 
-    Each call has lists of its own: what one changes in them, the others do not see.
+    Each call has lists of its own: what one changes in them, the others do not see. So have siblings.
     """
     logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
-    own = copy.deepcopy(accepted(function, arguments)) | accepted(function, logs)
+    own = accepted(function, arguments | logs)
+    own |= {name: list(map(copy.deepcopy, value)) for name, value in own.items() if isinstance(value, list)}
 
     async def call_async():
         with exits_as_errors():                           # SystemExit would end the event loop

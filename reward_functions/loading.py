@@ -87,9 +87,8 @@ def accepted(function: Callable, arguments: dict) -> dict:
     A parameter `completions: list[list[int]]` gets token ids.
     """
     parameters = inspect.signature(function).parameters
-    annotation = str(getattr(parameters.get("completions"), "annotation", ""))
-    if TOKEN_IDS.fullmatch(annotation) and "completion_ids" in arguments:
-        arguments = arguments | {"completions": arguments["completion_ids"]}
+    if "completions" in parameters and TOKEN_IDS.fullmatch(str(parameters["completions"].annotation)):
+        arguments = arguments | {"completions": arguments.get("completion_ids")}
     aliases = [name for name in ANSWER_NAMES if name in parameters and "answer" in arguments]
     arguments = dict.fromkeys(aliases, arguments.get("answer")) | arguments
     accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -102,17 +101,13 @@ def columns_of(examples: list[dict]) -> set[str]:
     return {name for example in examples for name in example} - set(RESERVED)
 
 
-def named_parameters(function: Callable) -> list[inspect.Parameter]:
-    """Return the parameters of a function that can be passed by name."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
-
 def missing_columns(function: Callable, columns: set[str]) -> list[str]:
     """Return the required parameters of a function that no column of the data provides."""
     provided = columns - set(RESERVED) | set(PROVIDED)
     provided |= set(ANSWER_NAMES) if "answer" in columns else set()
-    return [p.name for p in named_parameters(function) if p.default is p.empty and p.name not in provided]
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    by_name = [p.name for p in required if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in by_name if name not in provided]
 
 
 def require_columns(functions: Iterable[Callable], examples: Sequence[dict], source: str) -> None:

@@ -27,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache as call_once
 from pathlib import Path
 
@@ -103,17 +104,15 @@ def judge(
                   2 * backoff, ... seconds. So B completions take at most
                   B / at_once * ((1 + retries) * timeout + pauses)
     cache         a file in which ratings are kept between runs; "": in memory only. A line that is no rating,
-                  such as the last one of a run that was killed, is left out with a warning
+                  such as the last one of a run that was killed, is left out
     """
     api_key = os.environ.get(key_variable, "").strip()
     if not (api_key.isascii() and api_key.isprintable()):
         raise ValueError(f"judge {name}: the API key in {key_variable} has a character that none can have")
     ratings: dict[str, float] = {}
     for line in Path(cache).read_text(errors="replace").splitlines() if os.path.exists(cache) else []:
-        try:
+        with suppress(ValueError, TypeError):
             ratings.update([json.loads(line)])
-        except (ValueError, TypeError):
-            warnings.warn(f"judge {name}: {cache}: left out {line!r:.80}, not a rating", stacklevel=2)
     lock = threading.Lock()
 
     def points(prompt, completion) -> float | None:

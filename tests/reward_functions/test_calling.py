@@ -161,6 +161,7 @@ def test_each_function_has_lists_of_its_own():
         for row in range(len(completions)):
             completions[row] = "x"
             names[row].append("y")
+        assert names == [["a", "y"], ["a", "y"], ["y"], ["y"]], "nor are those of siblings the same"
         return [1.0] * len(completions)
 
     def sees(completions, names, prompts, **columns):
