@@ -44,7 +44,7 @@ def print_agreement() -> None:
             torch.manual_seed(0)
             model = build().eval()
             if trained == "adapter":
-                t.add_adapter(model, t.ModelConfig(lora_rank=4), False, {})
+                t.add_adapter(model, t.ModelConfig(lora_rank=4), False)
             with_precision(model, precision)
             engine, found = t.engine_of(model), []
             for _ in range(2):

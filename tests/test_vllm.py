@@ -101,7 +101,7 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, to
     torch.manual_seed(0)
     model = ARCHITECTURES[name]().eval()
     if adapter:
-        add_adapter(model, ModelConfig(lora_rank=4), False, {})
+        add_adapter(model, ModelConfig(lora_rank=4), False)
     engine = engine_of(model)
     before, config = sample(model, tokenizer, engine)
     update(model, 10)
