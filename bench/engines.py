@@ -93,7 +93,7 @@ def measure(size: str, sampler: str) -> None:
     tokenizer.eos_token = model.generation_config.eos_token_id = None            # every completion has 256 tokens
     engine, transfer = None, "-"
     if sampler == "vllm":
-        engine = VLLMEngine(model, max_length=PROMPT_TOKENS + NEW_TOKENS, memory=0.5, timeout=3600)
+        engine = VLLMEngine(model, max_length=PROMPT_TOKENS + NEW_TOKENS, memory=0.5)
     for seed in range(2):
         with ready_to_sample(model, engine):
             started = time.perf_counter()
