@@ -115,7 +115,7 @@ class ModelConfig(Section):
         "", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
     attn_implementation: Literal["auto", "sdpa", "eager"] = flag(
         "auto", "attention implementation of transformers, for forward passes without shared prompts; auto: "
-        "the one that the model was trained with before, else sdpa if its class supports it, else eager")
+        "sdpa if its class supports it, else eager")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
         "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")

@@ -25,7 +25,6 @@ from multiprocessing.pool import ThreadPool
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -40,6 +39,7 @@ from engine.sharding import forward_pass, gathered_weights, reshard
 SEQUENCE_TOKENS = 64            # length of the fixed sequence
 BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
 BOUND_HALF = 0.2                # nats, mean difference in 16 bits and TF32
+TIMEOUT = 600                   # seconds that one call, such as a rollout, may take
 ENVIRONMENT = {                 # settings of vLLM that only its environment has, unless the user set them
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -59,12 +59,11 @@ class VLLMEngine:
 
     latest: "VLLMEngine | None" = None
 
-    def __init__(self, model, *, max_length: int, memory: float, timeout: float):
+    def __init__(self, model, *, max_length: int, memory: float):
         """Start an engine for a model's architecture, on its device. Call on all ranks.
 
         max_length  tokens of the longest prompt and completion together
         memory      share of the GPU's memory; on a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GB
-        timeout     seconds that one call may take
         """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         for name, value in ENVIRONMENT.items():
@@ -72,7 +71,7 @@ class VLLMEngine:
         if VLLMEngine.latest:                             # when freed, it would end groups of the new one
             VLLMEngine.latest.llm.llm_engine.engine_core.shutdown()
         VLLMEngine.latest, device = self, next(model.parameters()).device
-        self.timeout, self.sleeps = timeout, device.type == "cuda"
+        self.sleeps = device.type == "cuda"
         # One thread makes all calls, so that a call that hangs can be left behind.
         select = (torch.cuda.set_device, (device,)) if self.sleeps else (None, ())
         self.thread = ThreadPool(1, *select)
@@ -80,7 +79,7 @@ class VLLMEngine:
         vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
         self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         config = copy.deepcopy(model.config)
-        config.architectures = [class_name(model)]
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
         with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
             config.save_pretrained(folder)
             self.llm = self.call(start, folder, precision_of(model), max_length, memory, self.sleeps)
@@ -91,12 +90,10 @@ class VLLMEngine:
         Errors for want of memory are raised as they are: the run names flags that take less.
         """
         try:
-            return self.thread.apply_async(function, args, kwargs).get(self.timeout)
+            return self.thread.apply_async(function, args, kwargs).get(TIMEOUT)
         except TimeoutError:
             raise RunError(
-                f"vLLM did not answer within --engine_timeout {self.timeout:g} seconds; raise it, or go on "
-                "with --engine auto."
-            ) from None
+                f"vLLM did not answer within {TIMEOUT} seconds; go on with --engine auto.") from None
         except Exception as error:
             if isinstance(error, RunError) or is_out_of_memory(error):
                 raise
@@ -235,11 +232,6 @@ def score(model, ids: Tensor) -> Tensor:
         return compute_logits(model, hidden[0, :-1]).log_softmax(-1).clone()
 
     return forward_pass(model, log_probs).cpu().gather(-1, ids[1:, None])[:, 0]
-
-
-def class_name(model) -> str:
-    """Return the name of a model's class in transformers; FSDP2 puts one of its own before it."""
-    return next(cls.__name__ for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def ready_to_sample(model, engine: VLLMEngine | None):

@@ -147,8 +147,7 @@ def start_engine(policy, config: GRPOConfig, longest_prompt: int) -> VLLMEngine 
     if config.engine != "vllm":
         return None
     states, max_length = random_states(), longest_prompt + config.generation_max_length
-    engine = VLLMEngine(
-        policy, max_length=max_length, memory=config.engine_memory, timeout=config.engine_timeout)
+    engine = VLLMEngine(policy, max_length=max_length, memory=config.engine_memory)
     set_random_states(states)
     return engine
 

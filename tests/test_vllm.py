@@ -68,8 +68,8 @@ def tokenizer():
     return byte_tokenizer()
 
 
-def engine_of(model, timeout: float = 300) -> VLLMEngine:
-    return VLLMEngine(model, max_length=256, memory=0.3, timeout=timeout)
+def engine_of(model) -> VLLMEngine:
+    return VLLMEngine(model, max_length=256, memory=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, to
     torch.manual_seed(0)
     model = ARCHITECTURES[name]().eval()
     if adapter:
-        add_adapter(model, ModelConfig(lora_rank=4), False, {})
+        add_adapter(model, ModelConfig(lora_rank=4), False)
     engine = engine_of(model)
     before, config = sample(model, tokenizer, engine)
     update(model, 10)
@@ -235,7 +235,7 @@ def test_an_engine_that_fails_ends_the_run_with_a_checkpoint(tmp_path, monkeypat
     def failing(self, prompts, **options):
         calls.append(1)
         if len(calls) > 3:                                # 1: start-up check, 2: evaluation, 3: first step
-            self.timeout = 1
+            monkeypatch.setattr("engine.vllm_engine.TIMEOUT", 1)
             monkeypatch.setattr(self.llm, "generate", fail)
         return generate(self, prompts, **options)
 
