@@ -156,7 +156,7 @@ def metric_series(lines: list[dict]) -> dict[str, dict[int, float | None]]:
 def list_charts(runs: list[dict]) -> dict[str, list[dict]]:
     """Return {section: charts} of every metric of a run. Constant curves are in the last section."""
     names = dict.fromkeys(name for run in runs for name in run["series"] if name != "step")
-    last_step = max((step for run in runs for steps in run["series"].values() for step in steps), default=1)
+    last_step = max((step for run in runs for steps in run["series"].values() for step in steps), default=0)
     sections: dict[str, list] = {section: [] for section, *_ in CHARTS}
     for section, pattern, title, unit in CHARTS:
         for name in matching(names, pattern):
@@ -165,8 +165,9 @@ def list_charts(runs: list[dict]) -> dict[str, list[dict]]:
                 continue                                  # drawn as the interval of another metric
             constant = all(len(set(run["series"].get(name, {}).values()) - {None}) < 2 for run in runs)
             folded = constant and section not in ("Reward", "Held out")
-            chart = {"title": title.format(name.removeprefix(pattern.rstrip("*"))), "unit": unit}
-            sections["More" if folded else section].append(chart | draw_chart(runs, name, unit, last_step))
+            head = {"title": title.format(name.removeprefix(pattern.rstrip("*"))), "unit": unit}
+            chart = head | draw_chart(runs, name, unit, last_step or 1)
+            sections["More" if folded else section].append(chart)
     return {section: charts for section, charts in sections.items() if charts}
 
 
@@ -185,7 +186,7 @@ def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict
     x_ticks = MaxNLocator(5, steps=[1, 2, 5, 10], integer=True).tick_values(0, last_step).tolist()
 
     def x(step):
-        return round(LEFT + (RIGHT - LEFT) * step / max(1, last_step), 1)
+        return round(LEFT + (RIGHT - LEFT) * step / last_step, 1)
 
     def y(value):
         return round(BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]), 1)
@@ -202,9 +203,9 @@ def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict
         known = {step: value for step, value in series.items() if value is not None}
         interval = [step for step in known if lows.get(step) is not None and highs.get(step) is not None]
         there, back = ([(step, end[step]) for step in interval] for end in (highs, lows))
-        ends = [number_text(value, unit) for value in [*known.values()][:: max(1, len(known) - 1)]]
+        ends = [*known.values()][:: max(1, len(known) - 1)]
         drawn.append({
-            "ends": " \u2192 ".join(ends),
+            "ends": " \u2192 ".join(number_text(value, unit) for value in ends),
             "curve": path(series.items()), "mean": path(moving_mean(known)), "band": path(there + back[::-1]),
             "starts": [x(step) for step in run["starts"]], "advice": [x(step) for step, _ in run["advice"]],
         })
