@@ -174,15 +174,15 @@ def list_charts(runs: list[dict]) -> dict[str, list[dict]]:
 def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict:
     """Return the ticks of both axes, and for each run its first and last value and the SVG paths."""
     from matplotlib.ticker import MaxNLocator  # slow to import
-    from matplotlib.transforms import nonsingular
 
     limits = [re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high")]
     curves = [[run["series"].get(name, {}) for name in (metric, *limits)] for run in runs]
     values = [value for parts in curves for part in parts for value in part.values() if value is not None]
-    lowest = min(*values, 0) if unit == "share" else min(values)
-    # Flat curves get room above and below, or all labels would be the same four digits.
-    span = nonsingular(lowest, max(values), expander=0.5, tiny=1e-3)
-    y_ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(*span).tolist()
+    low, high = min(values), max(values)
+    largest = max(abs(low), abs(high))
+    if high - low <= 1e-3 * largest:                      # flat: all labels would be the same four digits
+        low, high = low - (largest / 2 or 0.5), high + (largest / 2 or 0.5)
+    y_ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0 if unit == "share" else low, high).tolist()
     x_ticks = MaxNLocator(5, steps=[1, 2, 5, 10], integer=True).tick_values(0, last_step).tolist()
 
     def x(step):
