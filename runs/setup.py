@@ -29,7 +29,7 @@ from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from model import check_context_length, load_policy, load_tokenizer, move
 from reward_functions.calling import RewardError
-from reward_functions.loading import as_name, check_rows, name_of, refuse_equal_names, require_columns
+from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
 from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.flag_notes import template_notes
@@ -196,7 +196,6 @@ def set_up(
     if training.use_grpo:
         validate_grpo_setup(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
-        check_rows(functions, eval_set)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, console.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, console.print)
     memory = min(all_gather_object(available_gb(device))) * (device.type != "xla")

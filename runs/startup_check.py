@@ -291,7 +291,7 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     reports = Reports()
     scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
         reward_functions, config.weights, rollout, [example] * len(texts), on_error=config.reward_errors,
-        clips=config.reward_clips, timeout=config.reward_timeout, reports=reports, turn_points=turn_points,
+        timeout=config.reward_timeout, reports=reports, turn_points=turn_points,
     )
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))
     totals = {kind: total for kind, total in totals.items() if not math.isnan(total)}
