@@ -10,7 +10,6 @@ a GPU's memory while the policy is updated, is not, as it needs a GPU.
 Left out on purpose: engines in other processes.
 """
 
-import atexit
 import copy
 import importlib.util
 import os
@@ -20,8 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
-from multiprocessing import TimeoutError
-from multiprocessing.pool import ThreadPool
 
 import torch
 from torch import Tensor
@@ -39,7 +36,6 @@ from engine.sharding import forward_pass, gathered_weights, reshard
 SEQUENCE_TOKENS = 64            # length of the fixed sequence
 BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
 BOUND_HALF = 0.2                # nats, mean difference in 16 bits and TF32
-TIMEOUT = 600                   # seconds that one call, such as a rollout, may take
 ENVIRONMENT = {                 # settings of vLLM that only its environment has, unless the user set them
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -70,12 +66,8 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         if VLLMEngine.latest:                             # when freed, it would end groups of the new one
             VLLMEngine.latest.llm.llm_engine.engine_core.shutdown()
-        VLLMEngine.latest, device = self, next(model.parameters()).device
-        self.sleeps = device.type == "cuda"
-        # One thread makes all calls, so that a call that hangs can be left behind.
-        select = (torch.cuda.set_device, (device,)) if self.sleeps else (None, ())
-        self.thread = ThreadPool(1, *select)
-        atexit.register(self.thread.close)
+        VLLMEngine.latest = self
+        self.sleeps = next(model.parameters()).device.type == "cuda"
         vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
         self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         config = copy.deepcopy(model.config)
@@ -85,22 +77,19 @@ class VLLMEngine:
             self.llm = self.call(start, folder, precision_of(model), max_length, memory, self.sleeps)
 
     def call(self, function: Callable, *args, **kwargs):
-        """Call a function in the engine's thread. Raises RunError, one line, if it raises or hangs.
+        """Call a function of the engine. Raises RunError, one line, if it raises.
 
         Errors for want of memory are raised as they are: the run names flags that take less.
         """
         try:
-            return self.thread.apply_async(function, args, kwargs).get(TIMEOUT)
-        except TimeoutError:
-            raise RunError(
-                f"vLLM did not answer within {TIMEOUT} seconds; go on with --engine auto.") from None
+            return function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, RunError) or is_out_of_memory(error):
                 raise
             raise RunError(f"vLLM raised {in_one_line(error)}.") from error
 
     def call_on_all_ranks(self, function: Callable, *args, **kwargs):
-        """Call a function in the engine's thread of each rank; the first rank's error is raised on all."""
+        """Call a function of the engine of each rank; the first rank's error is raised on all."""
         return gather_from_ranks(partial(self.call, function, *args, **kwargs))[0]
 
     @contextmanager
