@@ -180,7 +180,8 @@ def build_parser(show_all: bool) -> OneLineParser:
         group = parser.add_argument_group(heading)
         for _, name, kind, default, help in rows:
             f, text = FLAGS[name], f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
-            options = {"metavar": kind.removesuffix(" ..."), "help": text if show_all or name in COMMON else argparse.SUPPRESS}
+            text = text if show_all or name in COMMON else argparse.SUPPRESS
+            options = {"metavar": kind.removesuffix(" ..."), "help": text}
             if f.type is bool:
                 group.add_argument(f"--{name}", type=parse_bool, nargs="?", const=True, **options)
                 group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
@@ -188,6 +189,8 @@ def build_parser(show_all: bool) -> OneLineParser:
                 group.add_argument(f"--{name}", type=get_args(f.type)[0], nargs="+", **options)
             else:
                 group.add_argument(f"--{name}", type=str if get_args(f.type) else f.type, **options)
+    # Of earlier versions; --engine plain takes its place.
+    parser.add_argument("--shared_prompt", choices=["auto", "never"], help=argparse.SUPPRESS)
     return parser
 
 
