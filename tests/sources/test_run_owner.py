@@ -49,7 +49,7 @@ def run_folder(*flags):
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):
     first, second = (run_folder("--output_dir", tmp_path / "same", "--seed", seed) for seed in (1, 2))
     first.open(0)
-    with pytest.raises(RunError, match="--output_dir=.*same: holds another run"):
+    with pytest.raises(RunError, match=r"--output_dir=.*same: holds another run"):
         second.open(0)
     assert json.loads((tmp_path / "same/config.json").read_text())["training"]["seed"] == 1
     first.open(0)                                         # a notebook that goes on after Ctrl-C
@@ -84,7 +84,7 @@ def test_code_of_a_foreign_run_is_named_again(tmp_path):
         (run / OWNER).write_text(text)
         with pytest.raises(ValueError, match="give again"):
             Config.of(resume=True, output_dir=str(run))
-    with pytest.raises(ValueError, match="runs code.*give again --reward_functions correctness r.py:r"):
+    with pytest.raises(ValueError, match=r"runs code.*give again --reward_functions correctness r.py:r"):
         parse_config([str(run / "config.json"), "--seed", "1"])                  # the file is not that of this user's run
     assert parse_config([str(run / "config.json"), "--reward_functions", "s.py:s", "--reward_weights", "1", "--environment", "",
                          "--trust_remote_code", "false", "--max_turns", "1"]).grpo.reward_functions == ["s.py:s"]
