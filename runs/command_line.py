@@ -171,7 +171,7 @@ def build_parser(show_all: bool) -> OneLineParser:
     show_all  the help shows all flags, not only those in COMMON
     """
     parser = OneLineParser(
-        prog="train.py", usage="python train.py [settings.json] [--flag value ...]", description=DESCRIPTION,
+        prog="train.py", usage="train.py [settings.json] [--flag value ...]", description=DESCRIPTION,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
         allow_abbrev=False, argument_default=argparse.SUPPRESS,
     )
