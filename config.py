@@ -28,10 +28,13 @@ LARGEST = 2**32 - 1             # of any number of a flag: a seed, seconds that 
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def flag(default, help: str, **bounds: float):
-    """Declare a flag: its default, its help text, and bounds of its value, with the keys of BOUNDS."""
+def flag(default, help: str, needs: str = "", **bounds: float):
+    """Declare a flag: its default, its help text, and bounds of its value, with the keys of BOUNDS.
+
+    needs   the flag, or flag=value, without which it has no effect
+    """
     kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**kind, metadata={"help": help, "bounds": bounds})
+    return field(**kind, metadata={"help": help, "bounds": bounds, "needs": needs})
 
 
 def table_keys(name: str) -> tuple[str, ...]:
@@ -122,15 +125,16 @@ class ModelConfig(Section):
     lora_rank: int = flag(
         0, "rank of LoRA adapters of all linear layers for text; 0: train the weights instead", at_least=0,
         at_most=2**16)
-    lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", above=0)
+    lora_alpha: float = flag(
+        32.0, "the adapters' output is scaled by lora_alpha / lora_rank", needs="lora_rank", above=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
     chat_template: Literal["auto", "none"] = flag(
         "auto", "auto: the tokenizer's chat template, if it has one; none: prompts that are text stay as "
-        "they are, for base models and prompts that are ready")
+        "they are, for base models and prompts that are ready", needs="model_path")
     chat_template_kwargs: str = flag(
         "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that the '
-        "model was trained with here before, else none")
+        "model was trained with here before, else none", needs="model_path")
 
     def __post_init__(self):
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
@@ -198,7 +202,7 @@ class GRPOConfig(Section):
         "a GPU (docs/scale.md, vLLM)")
     engine_memory: float = flag(
         0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", above=0,
-        below=1)
+        below=1, needs="engine=vllm")
     dynamic_sampling: int = flag(
         0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts",
         at_least=0)
@@ -229,7 +233,8 @@ class GRPOConfig(Section):
 
     normalize_advantages: bool = flag(True, "divide advantages by a standard deviation; without it, Dr. GRPO")
     advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
-        "group", "divide by the standard deviation of each group, or of the batch")
+        "group", "divide by the standard deviation of each group, or of the batch",
+        needs="normalize_advantages")
     baseline: Literal[table_keys("baselines")] = flag(
         "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
         "rewards of the run so far; leave_one_out: mean of the group's other completions")
@@ -262,29 +267,35 @@ class GRPOConfig(Section):
     use_kl_penalty: bool = flag(
         True, "penalise the KL divergence from the reference, a frozen copy of the policy")
     kl_penalty_coef: float = flag(
-        0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", at_least=0)
+        0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", at_least=0,
+        needs="use_kl_penalty")
     kl_in: Literal["loss", "reward"] = flag(
-        "loss", "add the KL penalty to the loss, or subtract it from the reward")
+        "loss", "add the KL penalty to the loss, or subtract it from the reward", needs="use_kl_penalty")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
         "", "estimate the KL from the sampled tokens, or compute it over the vocabulary (exact); empty: "
-        "ratio_k3 in the loss, k1 in the reward")
+        "ratio_k3 in the loss, k1 in the reward", needs="use_kl_penalty")
     kl_target: float = flag(
         0.0, "adapt the KL penalty's weight towards this KL, nats per token; 0: constant weight", at_least=0)
     reference_mode: Literal["static", "ema", "periodic"] = flag(
         "static", "static; ema: moving average of the policy; periodic: replaced by the policy every "
-        "reference_update_freq steps")
+        "reference_update_freq steps", needs="use_kl_penalty")
     ema_alpha: float = flag(
         0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, after every update",
-        at_least=0, at_most=1)
+        at_least=0, at_most=1, needs="reference_mode=ema")
     reference_update_freq: int = flag(
-        500, "periodic: optimiser steps between replacements by the policy", above=0)
-    reference_offload: bool = flag(False, "keep the reference on the CPU between rollouts")
+        500, "periodic: optimiser steps between replacements by the policy", above=0,
+        needs="reference_mode=periodic")
+    reference_offload: bool = flag(
+        False, "keep the reference on the CPU between rollouts", needs="use_kl_penalty")
 
     use_value_head: bool = flag(False, "advantages of tokens from a value head (GAE) instead of the group's")
-    value_coef: float = flag(0.1, "weight of the value head's squared error in the loss", at_least=0)
-    gae_gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1)
+    value_coef: float = flag(
+        0.1, "weight of the value head's squared error in the loss", at_least=0, needs="use_value_head")
+    gae_gamma: float = flag(
+        1.0, "discount of rewards per token", at_least=0, at_most=1, needs="use_value_head")
     gae_lambda: float = flag(
-        0.95, "0: one-step error of the values, 1: return minus value", at_least=0, at_most=1)
+        0.95, "0: one-step error of the values, 1: return minus value", at_least=0, at_most=1,
+        needs="use_value_head")
 
     def __post_init__(self):
         if self.engine == "built_in":                     # its name before version 0.3
@@ -435,12 +446,12 @@ class TrainingConfig(Section):
     batch_size: int = flag(
         4, "prompts per rollout; demonstrations per optimiser step", above=0, at_most=2**20)
     cold_start_steps: int = flag(
-        0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0)
+        0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0, needs="use_grpo")
     cold_start_accuracy: float = flag(
         1.0, "end the cold start early, at the first evaluation with this held-out accuracy; below 1 it is "
-        "evaluated every eval_steps / 3 steps")
+        "evaluated every eval_steps / 3 steps", needs="cold_start_steps")
     cold_start_learning_rate: float = flag(
-        5e-5, "peak learning rate of the cold start", at_least=0, at_most=0.1)
+        5e-5, "peak learning rate of the cold start", at_least=0, at_most=0.1, needs="cold_start_steps")
     learning_rate: float = flag(5e-6, "peak learning rate", at_least=0, at_most=0.1)
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "cosine", "course of the learning rate after the warm-up: constant, or falling")
@@ -466,7 +477,8 @@ class TrainingConfig(Section):
     save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", at_least=0)
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", above=0)
     log_rollouts_every: int = flag(
-        10, "steps between entries in rollouts.jsonl, and between printed completions; 0: none", at_least=0)
+        10, "steps between entries in rollouts.jsonl, and between printed completions; 0: none", at_least=0,
+        needs="use_grpo")
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag(
         "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
 

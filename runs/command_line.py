@@ -11,20 +11,21 @@ import io
 import os
 import re
 import runpy
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 from config import FLAGS, Config
 from sources.foreign_names import explain_unknown
 from sources.run_owner import refuse_foreign_code
 from sources.settings import read_settings
 
-USAGE = """\
+DESCRIPTION = """\
 Train a language model with GRPO or supervised fine-tuning.
 
     python train.py --use_grpo                   the demonstration, no downloads
@@ -33,6 +34,12 @@ Train a language model with GRPO or supervised fine-tuning.
 
 A file of settings, such as config.json of a run, comes before all flags. Flags
 override the file, which overrides the profile, which overrides the defaults."""
+COMMON = {                      # flags that --help shows; --help_all shows every one
+    "model_path", "precision", "lora_rank", "dataset", "eval_dataset", "prompt_column", "instruction",
+    "max_prompt_length", "num_completions_per_prompt", "generation_max_length", "generation_temperature",
+    "engine", "reward_functions", "reward_weights", "loss_type", "use_kl_penalty", "kl_penalty_coef",
+    "use_grpo", "output_dir", "resume", "check", "num_epochs", "max_steps", "batch_size", "learning_rate",
+}
 HEADINGS = {                    # of --help and docs/configuration.md: first flag under a heading -> heading
     "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling",
     "environment": "Conversations", "reward_functions": "Rewards", "normalize_advantages": "Advantages",
@@ -51,18 +58,19 @@ TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raise ValueError with one line for a mistake, and suggest a flag for each unknown one."""
+    """Raise ValueError with one line for a mistake, and suggest a flag for each unknown one.
+
+    Flags may be written with hyphens too.
+    """
 
     def error(self, message: str):
         raise ValueError(message)
 
     def parse_all(self, argv: list[str], file_hint: str = "see --help") -> argparse.Namespace:
         """Parse the flags and reject unknown words. file_hint: what to do about the name of a .json file."""
-        for word in argv:
-            if word != word.encode(errors="replace").decode():
-                raise ValueError(f"{word!a:.60}: is not UTF-8")
+        words = [re.sub(r"(?<=^--)[\w-]+", lambda flag: flag[0].replace("-", "_"), word) for word in argv]
         self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 too is no flag
-        args, unknown = self.parse_known_args(argv)
+        args, unknown = self.parse_known_args(words)
         pairs = zip(["", *unknown], unknown, strict=False)               # the word before, the word
         flags = [word for before, word in pairs if word.startswith("--") or (
             re.match(r"[\w.]+=", word) and not before.startswith("--"))]
@@ -157,34 +165,33 @@ def parse_bool(text: str) -> bool:
     return text.lower() in TRUE
 
 
-class TrainParser(OneLineParser):
-    """Parse a flag for each field of the configuration, and print help under headings."""
+def build_parser(show_all: bool) -> OneLineParser:
+    """Return the parser of train.py, with a flag for each field of the configuration.
 
-    def __init__(self):
-        super().__init__(prog="train.py", allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        for f in FLAGS.values():
-            flags, choices = dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"]), get_args(f.type)
+    show_all  the help shows all flags, not only those in COMMON
+    """
+    parser = OneLineParser(
+        prog="train.py", usage="train.py [settings.json] [--flag value ...]", description=DESCRIPTION,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
+        allow_abbrev=False, argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--help_all", action="help", help=f"show all {len(FLAGS)} flags")
+    for heading, rows in groupby(described_flags(), key=itemgetter(0)):
+        group = parser.add_argument_group(heading)
+        for _, name, kind, default, help in rows:
+            f, text = FLAGS[name], f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
+            text = text if show_all or name in COMMON else argparse.SUPPRESS
+            options = {"metavar": kind.removesuffix(" ..."), "help": text}
             if f.type is bool:
-                self.add_argument(*flags, type=parse_bool, nargs="?", const=True)
-                if f.default:                             # switched off by --no_use_kl_penalty as well
-                    negated = [f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"]
-                    self.add_argument(*negated, dest=f.name, action="store_false", default=argparse.SUPPRESS)
-            elif f.default_factory is not dataclasses.MISSING:
-                self.add_argument(*flags, type=choices[0], nargs="+")
+                group.add_argument(f"--{name}", type=parse_bool, nargs="?", const=True, **options)
+                group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
+            elif get_origin(f.type) is list:
+                group.add_argument(f"--{name}", type=get_args(f.type)[0], nargs="+", **options)
             else:
-                self.add_argument(*flags, type=str if choices else f.type)
-        self.add_argument("--shared_prompt", choices=["auto", "never"])          # before --engine plain
-
-    def format_help(self) -> str:
-        lines, last, width = [USAGE], "", min(128, shutil.get_terminal_size().columns)
-        for heading, name, kind, default, help in described_flags():
-            lines += ["", heading] if heading != last else []
-            flag, last = f"  --{name} {kind}", heading
-            lines += [flag] if len(flag) > 38 else []
-            first = "" if len(flag) > 38 else flag
-            text = help + (f" [{default}]" if default else "")
-            lines += textwrap.wrap(text, width, initial_indent=first.ljust(40), subsequent_indent=" " * 40)
-        return "\n".join(lines) + "\n"
+                group.add_argument(f"--{name}", type=str if get_args(f.type) else f.type, **options)
+    # Of earlier versions; --engine plain takes its place.
+    parser.add_argument("--shared_prompt", choices=["auto", "never"], help=argparse.SUPPRESS)
+    return parser
 
 
 def run_train() -> None:
@@ -196,7 +203,8 @@ def parse_config(argv: list[str]) -> Config:
     """Return the configuration of a command line. Raises ValueError, one line."""
     is_file = argv and not argv[0].startswith("-") and "=" not in Path(argv[0]).name
     settings, words = (read_settings(Path(argv[0])), argv[1:]) if is_file else ({}, argv)
-    flags = vars(TrainParser().parse_all(words, "a file of settings comes before all flags"))
+    parser = build_parser(show_all="--help_all" in words)
+    flags = vars(parser.parse_all(words, "a file of settings comes before all flags"))
     if is_file and Path(argv[0]).name == "config.json":   # of a run, which another user may have written
         refuse_foreign_code(Path(argv[0]).parent, settings, flags)
     config = Config.of(**settings | flags)

@@ -2,7 +2,7 @@
 The run folder: the files that a run writes, under a lock.
 
     config.json          every setting
-    owner.json           path, user and process of the run; locked while the process writes
+    owner.json, lock     path and user of the run; a file that is locked while a process writes
     metrics.jsonl        one object per optimiser step or evaluation; docs/metrics.md defines each number
     rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl        the same of steps that were not finite, if any
@@ -18,6 +18,8 @@ import os
 import time
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from analysis.report import write_report
 from config import Config
 from engine.devices import all_gather_object, gather_from_ranks, is_main
@@ -26,7 +28,7 @@ from runs.console import RunConsole
 from runs.curves import draw_curves
 from runs.records import cut_after, or_none, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
-from sources.run_owner import lock_folder, take_over
+from sources.run_owner import OWNER, owner_of
 
 
 class RunFolder:
@@ -45,7 +47,7 @@ class RunFolder:
         if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         refuse_missing(training.report_to)
-        self.writes, self.lock, self.created = is_main(), None, training.resume
+        self.writes, self.lock, self.begun = is_main(), None, training.resume
         if training.resume and not read_only:             # before a checkpoint is chosen
             gather_from_ranks(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
@@ -61,34 +63,35 @@ class RunFolder:
             )
 
     def acquire_lock(self) -> None:
-        """Keep other processes from writing to the folder, in the process that writes."""
-        if self.writes and (self.lock is None or self.lock.closed):
-            self.lock = lock_folder(self.path)
+        """Create the folder and keep other processes from writing to it. A kill ends the lock too.
 
-    def create(self) -> Path:
-        """Create the folder and lock it; return its path. Raises RunError if another run has begun in it."""
-        if self.writes:
-            try:
-                self.path.mkdir(parents=True, exist_ok=self.created or bool(self.config.training.output_dir))
-            except FileExistsError:                       # the default of a run begun in the same second
-                self.path = Path(f"{self.path}-{os.getpid()}")
-                self.path.mkdir()
-            self.acquire_lock()
-            if not self.created:
-                self.refuse_other_run(RunError)
-            self.created = True                           # a notebook may go on after Ctrl-C
-            take_over(self.lock, self.path)
-        return self.path
+        raises  RunError if another process writes to the folder, or if another run has begun in it
+        """
+        if not self.writes:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        # Of one lock in this process: a notebook can start again after a run that failed.
+        self.lock = FileLock(self.path / "lock", blocking=False, is_singleton=True)
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise RunError(
+                f"{self.path}: another process writes to it; wait for its end, or name another --output_dir"
+            ) from None
+        if not self.begun:
+            self.refuse_other_run(RunError)
+        self.begun = True                                 # a notebook may go on after Ctrl-C
 
     def open(self, last_step: int) -> None:
         """Create the folder, or remove the lines of steps after last_step: a resumed run repeats these.
 
         raises  RunError, on all ranks, if another run writes to it
         """
-        self.path = gather_from_ranks(self.create)[0]
+        gather_from_ranks(self.acquire_lock)
         if not self.writes:
             return
         replace_text(self.path / "config.json", json.dumps(self.config.as_dict(), indent=2) + "\n")
+        replace_text(self.path / OWNER, json.dumps(owner_of(self.path)))
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
             if name in ("metrics.jsonl", "rollouts.jsonl"):
                 (self.path / name).touch()
@@ -142,5 +145,4 @@ class RunFolder:
             if self.tracker:
                 self.tracker.close()
             if self.lock:
-                self.lock.close()
-                self.lock = None
+                self.lock.release(force=True)

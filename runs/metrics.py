@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from functools import wraps
 
+import torch
+
 from environments.conversations import describe_conversations
 from experience import Experience, Groups
-from runs.doctor import mean_of
+from runs.doctor import SUCCESS, mean_of
 
 
 def timed(name: str) -> Callable:
@@ -37,11 +39,14 @@ def summarize_groups(groups: Groups, experience: Experience) -> dict:
     scores, mask, advantages = groups.scores, groups.rollout.completion_mask, experience.advantages
     if advantages.shape[1] > 1:                           # of tokens
         advantages = advantages[experience.mask]
+    known = [points for name, points in groups.per_function.items() if name in SUCCESS]
+    all_right = (known[0] >= 1).all(dim=1) if known else torch.tensor(torch.nan)
     return groups.reports.means() | experience.metrics | {
         "mean_reward": float(scores.nanmean()),
         "mean_advantage": float(advantages.mean()),
         "std_advantage": float(advantages.std()),
         "tied_groups": float(groups.tied.float().mean()),
+        "tied_right_groups": float((groups.tied * all_right).float().mean()),
         "replaced_groups": groups.replaced,
         "unscored": float(scores.isnan().float().mean()),
         "reward_errors": len(groups.reports.failures),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 from config import Config
@@ -97,40 +97,38 @@ HEAD = re.compile(rb'\s*{\s*"step":\s*(\d{1,15}),\s*"phase":\s*"(\w+)"')
 
 
 def parse_record(line: bytes) -> dict | None:
-    """Return the record in a line, with an integer step and a phase; None if the line is damaged."""
+    """Return the record in a line, with an integer step and a phase; None if the line is cut or damaged."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     known = isinstance(record, dict) and type(record.get("step")) is int
     return record if known and isinstance(record.get("phase"), str) else None
 
 
+def step_of(line: bytes) -> tuple | None:
+    """Return step and phase of a line, None if it is damaged at its beginning."""
+    head = HEAD.match(line)
+    return head and head.groups()
+
+
 def read_jsonl(path: Path) -> list[dict]:
-    """Read metrics.jsonl or a short file of records, [] if there is none. Damaged lines are left out."""
+    """Read metrics.jsonl or a short file of records up to its first damaged line, [] if there is none."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
         records = [parse_record(line) for line in file]
-    print_left_out(path, records.count(None))
-    # An integer beyond all floats is infinite, as a float beyond them is.
-    return [{name: math.inf if type(value) is int and abs(value) > 2**1000 else value
-             for name, value in record.items()} for record in records if record is not None]
+    whole = list(takewhile(lambda record: record is not None, records))
+    if len(whole) < len(records):
+        warn_once(f"{path}: line {len(whole) + 1} is damaged, as a kill leaves it; left out from there on")
+    return whole
 
 
 def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
     """Yield the records of every n-th step of rollouts.jsonl, one step at a time; the others are not parsed.
 
-    A step that is not whole, as a kill leaves it, is left out: a line of it is damaged or missing.
+    Ends before a step of which lines are damaged or missing, as a kill leaves it.
     """
-    step, left_out = None, 0
-
-    def step_of(line: bytes):
-        nonlocal step
-        if head := HEAD.match(line):
-            step = head.groups()
-        return step if head or line.endswith(b"\n") else None                    # None: a last line, cut off
-
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -138,20 +136,10 @@ def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
             if number % every:
                 continue
             records = [parse_record(line) for line in lines]
-            while records and records[-1] is None:        # or they belong to the step after it
-                left_out += records.pop() is None
-            whole = records and None not in records
-            if whole and len(records) == records[0].get("completions_of_step", len(records)):
-                yield records
-            else:
-                left_out += len(records)
-    print_left_out(path, left_out)
-
-
-def print_left_out(path: Path, count: int) -> None:
-    """Print how many lines of a file were left out, if any."""
-    if count:
-        warn_once(f"{path}: left out {count} lines that are damaged or belong to a step that is not whole")
+            if None in records or records[0].get("completions_of_step") != len(records):
+                warn_once(f"{path}: saved step {number + 1} is not whole; left out from there on")
+                return
+            yield records
 
 
 @cache
@@ -161,30 +149,34 @@ def warn_once(line: str) -> None:
 
 
 def cut_after(path: Path, last_step: int) -> None:
-    """Remove what follows the last line of steps up to last_step, or everything for 0, in place.
+    """Keep the lines up to last_step, or to the first one that is damaged, in place; none for 0.
 
-    Damaged lines before it are kept. Reads a line at a time: rollouts.jsonl grows to gigabytes.
+    Reads a line at a time: rollouts.jsonl grows to gigabytes.
     """
     if not path.exists():
         return
     with path.open("r+b") as file:
-        end = position = 0
+        end = 0
         for line in file:
-            position += len(line)
             head = HEAD.match(line)
-            if head and line.endswith(b"\n") and int(head[1]) <= last_step > 0:
-                end = position
+            if not head or not line.endswith(b"\n") or not int(head[1]) <= last_step > 0:
+                break
+            end += len(line)
         file.truncate(end)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file, completely or not at all: a run that is killed meanwhile keeps the old one."""
     new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    flush(new)
+    new.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())                       # before the old one goes
-        new.replace(path)
+        os.fsync(descriptor)
     finally:
-        new.unlink(missing_ok=True)                       # after an error, such as a full disk
+        os.close(descriptor)

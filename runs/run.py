@@ -164,7 +164,6 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
         saved, self.saved_state = self.saved_state, {}
         if states := saved.get("random_states"):          # of each rank
-            states = [states] if isinstance(states, dict) else states            # of the first rank alone
             set_random_states(states[process_rank() % len(states)])
         if "optimizer" in saved:                          # saved within this phase
             load_optimizer_state(self.optimizer, self.scheduler, self.scaler, saved)

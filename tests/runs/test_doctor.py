@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from config import Config
-from runs.doctor import COOLDOWN, RULES, WITHDRAWN, diagnose, expected_ties, open_advice, verdict
+from runs.doctor import RULES, STAYS, WITHDRAWN, diagnose, expected_ties, open_advice, verdict
 
 CONFIG = Config.of(model_path="some/model", use_grpo=True)        # defaults, without a profile
 RECORDED = json.loads((Path(__file__).parent / "histories.json").read_text())
@@ -35,7 +35,7 @@ def healthy(seed=0, rollouts=150, start=0.3, end=0.9, size=4):
     columns = {
         "reward/correctness": success, "reward/reasoning_coherence": g.normal(0.3, 0.02, rollouts), "mean_reward": 0.3 + success, "skipped": t * 0, "unscored": t * 0.0,
         "entropy": 0.6 * (1.1 - p) * np.exp(g.normal(0, 0.2, rollouts)), "completion_tokens": g.normal(23, 1, rollouts),
-        "tied_groups": np.clip(expected_ties(p, size) + g.normal(0, 0.1, rollouts), 0, 1),
+        "tied_groups": np.clip(expected_ties(p, size) + g.normal(0, 0.1, rollouts), 0, 1), "tied_right_groups": p**size,
         "kl": 0.0005 * t * np.exp(g.normal(0, 0.2, rollouts)), "truncated": np.abs(g.normal(0, 0.02, rollouts)), "clip_fraction": t * 0.0,
     }
     return [dict(zip(columns, map(float, row), strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -57,26 +57,26 @@ GENERATED = {                   # lines, rules that give advice in this order, r
                 start=0.97, end=0.97), ["saturated", "collapse"], (10, 12), ["9", "take harder problems"]),
     "entropy x 0.97 a rollout": (
         changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}, 230), ["entropy_falls"], (45, 80),
-        ["--learning_rate (now 5e-06)", "--entropy_coef 0.01", "--kl_penalty_coef (now 0.01)"]),
+        ["--learning_rate (now 5e-06)", "--entropy_coef 0.01", "a higher --kl_penalty_coef"]),
     "KL + 0.005 a rollout": (
-        changed(lambda t, line: {"kl": line["kl"] + 0.005 * t}, 230), ["kl_drift"], (45, 70), ["--kl_penalty_coef (now 0.01)"]),
+        changed(lambda t, line: {"kl": line["kl"] + 0.005 * t}, 230), ["kl_drift"], (45, 70), ["a higher --kl_penalty_coef"]),
     "length hacking": (
         changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
                                  "mean_reward": line["mean_reward"] + t / 100}),
-        ["length_hacking"], (40, 60), ["--overlong penalise", "no more of them are right"]),
+        ["length_hacking"], (40, 60), ["--overlong penalise", "no more are right"]),
     "reward without right answers": (
         changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 200),
                                  "reward/reasoning_coherence": 0.3 + t / 60}),
-        ["reward_hacking"], (40, 60), ["reasoning_coherence rewards something else", "--reward_weights"]),
-    "96 % are right": (healthy(2, 300, 0.3, 0.97), ["saturated"], (60, 200), ["so little is left to learn"]),
+        ["reward_hacking"], (40, 60), ["reward/reasoning_coherence pays for something else", "--reward_weights"]),
+    "96 % are right": (healthy(2, 300, 0.3, 0.97), ["saturated"], (60, 200), ["take harder problems, or stop"]),
     "no group has a gradient": (
         changed(lambda t, line: {"tied_groups": 1.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3}, start=0.02, end=0.0),
         ["ties", "all_tied"], (20, 21), ["easier problems"]),
     "problems of unequal difficulty": (
-        changed(lambda t, line: {"tied_groups": 0.8}), ["ties"], (35, 60), ["--dynamic_sampling 3 replaces them"]),
+        changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.3}), ["ties"], (35, 60), ["30% are right, 50% wrong: --dynamic_sampling 3 replaces them"]),
     "NaN": (changed(lambda t, line: {"skipped": 1.0}), ["not_finite"], (31, 31), ["skipped.jsonl"]),
-    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 8, ["not_finite"], (5, 5), ["--learning_rate (now 5e-06)"]),
-    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["nothing_scored"], (5, 5), ["reward_errors.jsonl"]),
+    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], (10, 10), ["--learning_rate (now 5e-06)"]),
+    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["nothing_scored"], (10, 10), ["reward_errors.jsonl"]),
     "a reward that fails now and then": (changed(lambda t, line: {"unscored": 0.25}), ["unscored"], (32, 35), ["could not be scored"]),
     "a short limit": (
         [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"], (10, 10),
@@ -86,7 +86,8 @@ GENERATED = {                   # lines, rules that give advice in this order, r
     "many updates on a rollout": (
         changed(lambda t, line: {"clip_fraction": 0.5}), ["clipping"], (33, 35), ["--learning_rate"]),
     "all right or all wrong": (
-        [line | {"tied_groups": 1.0} for line in healthy(4, 40, 0.5, 0.5)], ["all_tied"], (10, 10), ["distinguishes them"]),
+        [line | {"tied_groups": 1.0, "tied_right_groups": 0.5} for line in healthy(4, 40, 0.5, 0.5)], ["all_tied"], (10, 10),
+        ["50% are right, 50% wrong: --dynamic_sampling 3"]),
 }
 
 
@@ -139,11 +140,11 @@ def test_healthy_runs_get_no_advice():
 
 
 def test_an_advice_is_withdrawn_when_it_no_longer_holds_and_comes_back_after_a_while():
-    lines = [line | {"unscored": 0.3 * (30 <= n < 50 or n >= 60)} for n, line in enumerate(healthy(5, 120, 0.5, 0.5))]
+    lines = [line | {"unscored": 0.3 * (30 <= n < 50 or n >= 90)} for n, line in enumerate(healthy(5, 120, 0.5, 0.5))]
     given, history = play(lines)
     assert [(rule, sentence == WITHDRAWN) for _, rule, sentence in given] == [("unscored", False), ("unscored", True), ("unscored", False)]
     (opened, _, _), (withdrawn, _, _), (again, _, _) = given
-    assert 30 < opened < 36 and 50 < withdrawn <= 60 and again == withdrawn + COOLDOWN
+    assert 30 < opened < 36 and withdrawn - STAYS in range(50, 56) and 90 < again < 96
     assert open_advice(history) == "unscored" and open_advice(history[: again - 1]) == ""
 
 
@@ -163,11 +164,15 @@ def test_flags_that_would_change_nothing_are_not_named():
     assert "fewer --ppo_epochs (now 4)" in advice("many updates on a rollout", ppo_epochs=4)
     assert "--use_kl_penalty true" in advice("entropy x 0.97 a rollout", use_kl_penalty=False)
     assert "--entropy_coef" not in advice("entropy x 0.97 a rollout", entropy_coef=0.02)
-    assert "--dynamic_sampling" not in advice("problems of unequal difficulty", dynamic_sampling=2)
-    few = [line | {"reward/correctness": 0.1, "tied_groups": 0.66} for line in healthy(7, 60)]
-    assert "raise --num_completions_per_prompt to 8" in play(few)[0][0][2]
     assert play(GENERATED["many updates on a rollout"][0], Config.of(model_path="m", use_grpo=True, loss_type="gspo"))[0] == []
     assert play([line | {"tied_groups": 1.0} for line in healthy(4, 40, 0.5, 0.5)], Config.of(use_grpo=True, use_value_head=True))[0] == []
+
+
+@pytest.mark.parametrize("tied", [0.8, 1.0])
+def test_ties_of_right_and_of_wrong_groups_get_opposite_advice(tied):
+    for right, remedy in (tied, "take harder problems"), (0.0, "take easier problems, more --cold_start_steps"), (None, "partial credit"):
+        lines = [line | {"tied_groups": tied, "tied_right_groups": right, "reward/correctness": 0.4} for line in healthy(4, 40)]
+        assert remedy in play(lines)[0][0][2]
 
 
 def test_a_higher_limit_is_advised_only_where_it_was_too_low_from_the_start():

@@ -24,7 +24,7 @@ from runs.records import read_jsonl
 def test_the_run_folder_holds_what_it_promises(finished):
     names = {path.name for path in finished.iterdir()}
     assert names == {
-        "config.json", "owner.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
+        "config.json", "lock", "owner.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
     }
     newest, _ = sorted((finished / "checkpoints").iterdir(), reverse=True)
     config = json.loads((finished / "config.json").read_text())
@@ -78,7 +78,7 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", in_the_middle)
     folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]))
     folder.open(last_step=2)
-    assert seen == [[1, 2, 3]] and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
+    assert seen == [[1, 2, 3]] * 2 and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
 def test_what_is_no_number_is_not_on_the_console(base, capsys):
