@@ -37,7 +37,7 @@ from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
-from runs.startup_check import INSTEAD, check_engine, check_setup, refuse_endless_template
+from runs.startup_check import INSTEAD, check_engine, check_setup
 from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
@@ -190,7 +190,6 @@ def set_up(
     checkpoint = find_checkpoint(config, folder) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
-    refuse_endless_template(tokenizer)
     tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
     if training.use_grpo:
         validate_grpo_setup(

@@ -6,12 +6,10 @@ It runs before every training; a run does not start if an assumption fails.
 """
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from analysis.engine_comparison import compare_rollout
 from analysis.reward_linter import as_rollout, completions_of, flags_of
 from config import GRPOConfig
 from data import encode_prompt
@@ -21,10 +19,10 @@ from engine.packing import left_pad, positions_of
 from engine.text_model import has_experts
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
+from experience import compare_with_sampler, log_probs_of_rollout, ratio_tolerance
 from logprobs import completion_log_probs
 from engine.precision import is_exact
 from reward_functions.loading import data_example
-from reward_functions.sandbox import run_python
 from rewards import BUILT_IN, Reports, compute_rewards_for_completions
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 from sources.tasks import demonstration
@@ -32,15 +30,6 @@ from sources.tasks import demonstration
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
 INSTEAD = "; plain rows instead"
-
-
-# Renders a message as transformers does, as far as time and memory depend on it.
-TEMPLATE_TEMPLATE = '''
-import jinja2.ext, jinja2.sandbox
-messages = [{{"role": "user", "content": "question"}}]
-environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
-environment.from_string({template!r}).render(messages=messages, add_generation_prompt=True)
-'''
 
 
 @dataclass
@@ -118,17 +107,6 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
     ]
 
 
-def refuse_endless_template(tokenizer) -> None:
-    """Raise ValueError if rendering a message takes seconds or gigabytes, where a sandbox can find out."""
-    if not isinstance(tokenizer.chat_template, str):
-        return
-    code = TEMPLATE_TEMPLATE.format(template=tokenizer.chat_template)
-    with suppress(RuntimeError):                          # no sandbox here
-        result = run_python(code, modules=("jinja2.sandbox", "jinja2.ext"), memory_mb=1024)
-        if result.reason in ("time", "memory"):
-            raise ValueError(f"the chat template takes too much {result.reason} for one message; correct it")
-
-
 def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
     """Describe the first prompt as the model sees it, and messages that no chat template renders."""
     ids, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
@@ -188,12 +166,12 @@ def check_engine(engine, model, tokenizer, examples: list[dict], config, shared_
             model, tokenizer, [example["prompt"] for example in examples[:2]], short, seed=0,
             num_completions=8, engine=engine,
         )
-    found = compare_rollout(model, rollout, config.policy, max_tokens=2048, shared_prompt=shared_prompt)
-    exact = is_exact(model)
-    ok = abs(found.mean_ratio - 1) <= (0.01 if exact else 0.1) and not (exact and found.deviation > TOLERANCE)
+    options = dict(max_tokens=2048, shared_prompt=shared_prompt)
+    found = compare_with_sampler(log_probs_of_rollout(model, rollout, config.policy, **options).logp, rollout)
+    ok = found["sampler_deviation"] <= ratio_tolerance(model, engine)
     fix = "vLLM computes this model differently: take --engine built_in, or --precision float32"
-    return Finding("engine", ok, f"mean ratio {found.mean_ratio:.4f}, largest difference "
-                   f"{found.deviation:.1e} nat, kept mass {found.kept_mass:.2f}", fix)
+    return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, "
+                   f"largest difference {found['engine_deviation']:.1e} nat", fix)
 
 
 def can_share_prompts(model, tokenizer, prompt) -> bool:
