@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from sources.foreign_names import explain_unknown
+from sources.foreign_names import explain_unknown, without_removed
 from sources.settings import PROFILES, fill_in
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
@@ -162,16 +162,11 @@ class DataConfig(Section):
         "'Make {target} from {nums}.'; empty: found by its usual names")
     answer_column: str = flag("", "column of the answer; empty: found by its usual names")
     completion_column: str = flag("", "column of the demonstration; empty: found by its usual names")
-    limit: int = flag(0, "number of training examples, taken from the start; 0: all", at_least=0)
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", at_least=0)
-    bad_lines: Literal["error", "skip"] = flag(
-        "error", "lines of a .jsonl file that are not JSON: stop with an error, or skip them")
     instruction: str = flag("", "text put before every prompt, such as the format of the answer")
     max_prompt_length: int = flag(512, "longest prompt, in tokens", above=0)
     long_prompts: Literal["error", "truncate", "drop"] = flag(
         "error", "prompts above max_prompt_length: stop with an error, cut off their start, or drop them")
-    prefer_mixed: bool = flag(
-        False, "after the first epoch, skip prompts at random, most often those whose rewards vary least")
 
     @property
     def columns(self) -> dict[str, str]:
@@ -197,13 +192,13 @@ class GRPOConfig(Section):
     generation_batch_size: int = flag(
         0, "completions sampled at once, fewer to save memory; the others start when some have ended; 0: all",
         at_least=0)
-    engine: Literal["built_in", "vllm"] = flag(
-        "built_in", "what samples completions: built_in runs everywhere and is deterministic; vllm is faster "
-        "on a GPU (docs/scale.md, vLLM)")
+    engine: Literal["auto", "plain", "shared", "vllm"] = flag(
+        "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
+        "completions; auto: shared if the model computes the same with it; vllm samples, which is faster on "
+        "a GPU (docs/scale.md, vLLM)")
     engine_memory: float = flag(
         0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", above=0,
         below=1)
-    engine_timeout: float = flag(600.0, "vllm: seconds that it may take for a rollout", above=0)
     dynamic_sampling: int = flag(
         0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts",
         at_least=0)
@@ -232,16 +227,11 @@ class GRPOConfig(Section):
         0.0, "limit rewards to -reward_clip ... reward_clip points; 0: no limit", at_least=0)
     overlong: Literal["keep", "mask", "penalise"] = flag(
         "keep", "keep: train on completions cut at generation_max_length; mask: leave them out of the loss; "
-        "penalise: subtract up to 1 point as a completion approaches the limit")
-    overlong_buffer: int = flag(
-        0, "penalise: tokens before the limit over which the penalty rises; 0: a fifth of "
-        "generation_max_length", at_least=0)
+        "penalise: subtract up to 1 point in the last fifth before it")
 
     normalize_advantages: bool = flag(True, "divide advantages by a standard deviation; without it, Dr. GRPO")
     advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
         "group", "divide by the standard deviation of each group, or of the batch")
-    advantage_epsilon: float = flag(
-        1e-8, "added to that standard deviation, against division by 0", at_least=0)
     baseline: Literal[table_keys("baselines")] = flag(
         "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
         "rewards of the run so far; leave_one_out: mean of the group's other completions")
@@ -282,8 +272,6 @@ class GRPOConfig(Section):
         "ratio_k3 in the loss, k1 in the reward")
     kl_target: float = flag(
         0.0, "adapt the KL penalty's weight towards this KL, nats per token; 0: constant weight", at_least=0)
-    kl_horizon: int = flag(
-        10000, "completions over which kl_target changes the weight by at most 20 %", above=0)
     reference_mode: Literal["static", "ema", "periodic"] = flag(
         "static", "static; ema: moving average of the policy; periodic: replaced by the policy every "
         "reference_update_freq steps")
@@ -296,13 +284,13 @@ class GRPOConfig(Section):
 
     use_value_head: bool = flag(False, "advantages of tokens from a value head (GAE) instead of the group's")
     value_coef: float = flag(0.1, "weight of the value head's squared error in the loss", at_least=0)
-    value_clip: float = flag(
-        0.2, "clip values in that error to within this many points of those at sampling time", at_least=0)
     gae_gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1)
     gae_lambda: float = flag(
         0.95, "0: one-step error of the values, 1: return minus value", at_least=0, at_most=1)
 
     def __post_init__(self):
+        if self.engine == "built_in":                     # its name before version 0.3
+            object.__setattr__(self, "engine", "auto")
         if self.engine == "vllm" and "importance_cap" not in self.given:         # it rounds differently
             object.__setattr__(self, "importance_cap", 2.0)
         super().__post_init__()
@@ -353,10 +341,6 @@ class GRPOConfig(Section):
              "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
             ("kl_target", self.kl_target and not self.kl_coef,
              "there is no KL penalty to adapt; add --use_kl_penalty true and an initial --kl_penalty_coef"),
-            ("overlong_buffer", self.overlong_buffer and self.overlong != "penalise",
-             f"--overlong={self.overlong} has no penalty that could rise; add --overlong penalise"),
-            ("overlong_buffer", self.overlong_buffer >= self.generation_max_length,
-             f"must be below --generation_max_length={self.generation_max_length}"),
         )
         if self.use_value_head:
             self.reject(
@@ -399,7 +383,7 @@ class GRPOConfig(Section):
     @property
     def advantage_options(self) -> dict:
         """Return keyword arguments of compute_group_advantages."""
-        return dict(baseline=self.baseline, scale=self.scale, epsilon=self.advantage_epsilon)
+        return dict(baseline=self.baseline, scale=self.scale)
 
     @property
     def policy(self) -> dict:
@@ -472,15 +456,10 @@ class TrainingConfig(Section):
         at_least=0, below=1)
     adam_8bit: bool = flag(False, "keep AdamW's state in 8 bits (torchao): 2 bytes per parameter, not 8")
     max_grad_norm: float = flag(1.0, "scale gradients with a larger norm down to this norm", above=0)
-    max_skipped_steps: int = flag(
-        3, "stop after this many steps in a row whose loss or gradient is not finite", above=0)
     max_tokens_per_forward: int = flag(
         0, "tokens of a forward pass: lower it when memory runs out, the gradient stays the same; 0: 2048 "
         "on a CPU, elsewhere 8192, 4096 or 2048, as memory allows, but at least twice the longest prompt",
         at_least=0)
-    shared_prompt: Literal["auto", "never"] = flag(
-        "auto", "auto: forward each prompt once for all of its completions, if the model supports it; "
-        "never: once for each completion")
     gradient_checkpointing: bool = flag(
         False, "recompute activations in the backward pass: less memory, a third more time; unless given, "
         "switched on where the memory of an accelerator needs it")
@@ -492,8 +471,6 @@ class TrainingConfig(Section):
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", above=0)
     log_rollouts_every: int = flag(
         10, "steps between entries in rollouts.jsonl, and between printed completions; 0: none", at_least=0)
-    log_groups: int = flag(
-        0, "print rewards and advantages of this many groups of every step, the first ones", at_least=0)
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag(
         "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
 
@@ -529,7 +506,7 @@ class Config(Section):
             object.__setattr__(filled, "given", section.given)
         training, config = self.training, self.grpo
         config.reject_incompatible()
-        size, updates = self.rollout_size, self.updates_per_rollout
+        updates = self.updates_per_rollout
         training.reject((
             "explain", training.explain and not training.use_grpo, "it is a step of GRPO; add --use_grpo"))
         config.reject(
@@ -537,14 +514,12 @@ class Config(Section):
              "all completions of a prompt would be equal and nothing could be learned; try 0.8"),
             ("loss_type", training.use_grpo and config.loss_type == "reinforce" and updates > 1,
              f"has no ratio: of {updates} updates on a rollout only the first is right; take dapo"),
-            ("kl_horizon", config.kl_target and config.kl_horizon < size,
-             f"a step has {size} completions and would change the coefficient by more than 20 %; choose at "
-             f"least {size}"),
         )
 
     @classmethod
     def of(cls, /, **flags) -> "Config":
         """Return the configuration of flags by name: Config.of(use_grpo=True, loss_type="gspo")."""
+        flags = without_removed(flags)
         if unknown := [name for name in flags if name not in FLAGS]:
             raise ValueError(explain_unknown(unknown, FLAGS))
         return cls(*(

@@ -127,7 +127,7 @@ def shape_rewards(
         for (name, points), clip in zip(per_function.items(), clips, strict=True):
             clipped = points.clamp(-(clip or torch.inf), clip or torch.inf)
             scored = clipped.masked_fill(scores.isnan(), torch.nan)
-            scaled = compute_group_advantages(scored, epsilon=config.advantage_epsilon)
+            scaled = compute_group_advantages(scored)
             advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
         scores = weighted_sum(advantages, config.weights).masked_fill(scores.isnan(), torch.nan)
     if config.reward_clip:
@@ -136,8 +136,7 @@ def shape_rewards(
         return scores
     limit = config.generation_max_length
     lengths = completion_lengths(rollout.completion_mask).view_as(scores)
-    buffer = config.overlong_buffer or max(1, limit // 5)
-    return scores + overlong_penalty(lengths, max_tokens=limit, buffer=buffer)
+    return scores + overlong_penalty(lengths, max_tokens=limit, buffer=max(1, limit // 5))
 
 
 @dataclass
@@ -304,7 +303,7 @@ def token_advantages(
     )
     if config.normalize_advantages and mask.sum() > 1:
         # Centred as well as scaled: early in training the value head is wrong by about the same everywhere.
-        scaled = (advantages - advantages[mask].mean()) / (advantages[mask].std() + config.advantage_epsilon)
+        scaled = (advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)
         advantages = torch.where(mask, scaled, 0.0)
     return advantages, returns
 

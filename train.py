@@ -49,6 +49,8 @@ from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup  # noqa: F401
 from sample import demonstrations_as_rollout, sample_completions_for_prompts
 
+MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
+
 
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
@@ -72,7 +74,8 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
     sample_all = partial(sample_on_all_ranks, run.model, run.engine, sample_and_score)
     groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
-    run.progress.record_scores(sampled)                   # of replaced groups as well
+    for each in sampled:                                  # of replaced groups as well
+        run.progress.add_rewards(each.rewards)
     return groups
 
 
@@ -183,8 +186,7 @@ def total_loss(
         loss = loss - config.entropy_coef * aggregate(new.entropy, mask, aggregation, **denominators)
     if config.use_value_head:
         terms["value_loss"] = value_loss(
-            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"],
-            clip=config.value_clip,
+            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"]
         )
         loss = loss + config.value_coef * terms["value_loss"]
     return loss, terms | {"total_loss": loss}
@@ -268,7 +270,7 @@ def learn(run: Run) -> None:
                         phase.steps = progress.phase_step                        # ends the phase
                 if is_due(before, progress.phase_step, training.save_steps):
                     run.save_checkpoint_if_possible()
-                if progress.skipped_in_a_row >= training.max_skipped_steps:
+                if progress.skipped_in_a_row >= MOST_SKIPPED:
                     raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
             if progress.phase_step < phase.steps:
                 run.save_and_print_how_to_resume()

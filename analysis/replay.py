@@ -108,7 +108,7 @@ def load_run(config: Config, weights: Path) -> Run:
 
 def saved_progress(config: Config, state: dict) -> Progress:
     """Return the progress of a checkpoint's state, or that of a new run if state is empty."""
-    progress = Progress.from_dict(state["progress"]) if state else Progress()
+    progress = Progress(**state["progress"]) if state else Progress()
     if not (config.grpo.kl_target and state):
         progress.kl_coef = config.grpo.kl_coef
     return progress

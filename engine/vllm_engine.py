@@ -51,7 +51,7 @@ def refuse_engine(config, device: torch.device) -> None:
         raise ValueError(
             "--engine=vllm: vllm is not installed; it takes an environment of its own: requirements-vllm.txt")
     if config.engine == "vllm" and device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--engine=vllm: not on {device.type}; take --engine built_in")
+        raise ValueError(f"--engine=vllm: not on {device.type}; take --engine auto")
 
 
 class VLLMEngine:
@@ -95,7 +95,7 @@ class VLLMEngine:
         except TimeoutError:
             raise RunError(
                 f"vLLM did not answer within --engine_timeout {self.timeout:g} seconds; raise it, or go on "
-                "with --engine built_in."
+                "with --engine auto."
             ) from None
         except Exception as error:
             if isinstance(error, RunError) or is_out_of_memory(error):
@@ -140,7 +140,7 @@ class VLLMEngine:
         if not difference <= bound:
             raise RunError(
                 "vLLM has other weights than the trainer: after they were sent, log-probabilities of a fixed "
-                f"sequence differ by {difference:.1e} nat (bound {bound:g}); take --engine built_in, and see "
+                f"sequence differ by {difference:.1e} nat (bound {bound:g}); take --engine auto, and see "
                 "docs/scale.md, vLLM."
             )
 

@@ -173,6 +173,7 @@ class TrainParser(OneLineParser):
                 self.add_argument(*flags, type=choices[0], nargs="+")
             else:
                 self.add_argument(*flags, type=str if choices else f.type)
+        self.add_argument("--shared_prompt", choices=["auto", "never"])          # before --engine plain
 
     def format_help(self) -> str:
         lines, last, width = [USAGE], "", min(128, shutil.get_terminal_size().columns)

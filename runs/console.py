@@ -117,23 +117,16 @@ class RunConsole:
         if "advice" in metrics:
             self.print(f"  doctor: {metrics['advice']}")
 
-    def print_completions(self, completions: list[dict], logged: bool) -> None:
-        """Print rewards and advantages of the first --log_groups groups.
+    def print_completions(self, completions: list[dict]) -> None:
+        """Print a whole completion, and the rewards and advantages of its group.
 
-        If logged, one completion is printed whole: curves do not show a policy that exploits a reward
-        function.
+        Curves do not show a policy that exploits a reward function.
         """
-        group_size, training = self.config.grpo.num_completions_per_prompt, self.config.training
-        for start in range(0, min(len(completions), training.log_groups * group_size), group_size):
-            group = completions[start : start + group_size]
-            self.print(f"  {last_message(group[0]['prompt'])!r}")
-            self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
-            self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
-        if logged:
-            first = completions[0]
-            points = points_text(first["reward"])
-            prompt = last_message(first["prompt"])
-            self.print(f"  {prompt!r} -> {first['completion']!r}: {points} points")
+        group = completions[: self.config.grpo.num_completions_per_prompt]
+        points, prompt = points_text(group[0]["reward"]), last_message(group[0]["prompt"])
+        self.print(f"  {prompt!r} -> {group[0]['completion']!r}: {points} points")
+        self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
+        self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
     def print_summary(self, folder: Path) -> None:
         """Print what was learned, by held-out results around each phase, and where the files are."""

@@ -20,7 +20,7 @@ def print_estimate(config: Config) -> None:
     longest, device = config.data.max_prompt_length, best_device()
     memory = config.training.memory_gb or available_gb(device)
     kind = "cuda" if config.training.memory_gb else device.type
-    shared = config.training.shared_prompt == "auto"
+    shared = config.grpo.engine != "plain"
     # auto: an accelerator of which only the memory is known is taken to have bfloat16.
     auto = "bfloat16" if config.training.memory_gb else resolve_precision("auto", device)
     text = f"estimate from the model's configuration, prompts of {longest} tokens; not confirmed on a GPU"

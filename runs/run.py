@@ -21,7 +21,7 @@ from engine.devices import all_gather_object, num_processes, peak_memory_gb, pro
 from engine.errors import RunError, first_line, is_out_of_memory
 from engine.sharding import replicated_sums
 from engine.vllm_engine import VLLMEngine
-from experience import Experience, Groups, log_probs_of_rollout
+from experience import Experience, log_probs_of_rollout
 from grpo import CENTERED_BASELINES, RATIO_LOSSES, adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
@@ -34,7 +34,9 @@ from runs.folder import RunFolder
 from runs.memory_estimate import less_memory
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from runs.records import completion_records, held_out_text
-from sources.batches import PromptMemory, ShuffledBatches
+from sources.batches import ShuffledBatches
+
+KL_HORIZON = 10_000             # completions over which --kl_target changes the weight by at most 20 %
 
 
 @dataclass
@@ -49,12 +51,6 @@ class Progress:
     kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
     reward_sum: float = 0.0                               # points, of all completions of the steps so far
     reward_count: int = 0                                 # number of these completions
-    prompt_memory: PromptMemory = field(default_factory=PromptMemory)     # rewards of each prompt so far
-
-    def copy(self) -> "Progress":
-        """Return a copy that later steps do not change."""
-        memory = self.prompt_memory
-        return replace(self, prompt_memory=replace(memory, earned=dict(memory.earned)))
 
     def add_rewards(self, rewards: torch.Tensor) -> None:
         """Add rewards (P, G) to the running mean; NaN is left out."""
@@ -62,30 +58,18 @@ class Progress:
         self.reward_sum += float(scored.sum())
         self.reward_count += len(scored)
 
-    def record_scores(self, sampled: list[Groups]) -> None:
-        """Record rewards and scores of all groups that a step sampled, also of replaced ones."""
-        for groups in sampled:
-            self.add_rewards(groups.rewards)              # for mean_reward, over the run
-            prompts = [example["prompt"] for example in groups.examples]
-            self.prompt_memory.record(prompts, groups.scores.tolist())
-
     def adapt_kl_coef(self, metrics: dict, config: GRPOConfig, *, num_samples: int) -> None:
         """With --kl_target, adapt the KL penalty's weight to the KL of a rollout, and add it to metrics."""
         if config.kl_target and math.isfinite(metrics["kl"]):
             self.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
                 self.kl_coef, metrics["kl"], target=config.kl_target, num_samples=num_samples,
-                horizon=config.kl_horizon,
+                horizon=max(KL_HORIZON, num_samples),
             )
 
     @property
     def mean_reward(self) -> float:
         """Return the mean reward of all completions of the steps so far, in points."""
         return self.reward_sum / max(1, self.reward_count)
-
-    @classmethod
-    def from_dict(cls, saved: dict) -> "Progress":
-        """Return the progress from the result of asdict."""
-        return cls(**saved | {"prompt_memory": PromptMemory(**saved["prompt_memory"])})
 
 
 @dataclass
@@ -165,9 +149,8 @@ class Run:
         A run that is resumed within the phase restores them from saved_state.
         """
         training, config = self.config.training, self.config.grpo
-        memory = self.progress.prompt_memory if self.config.data.prefer_mixed else None
         seed = training.seed + self.progress.phase
-        self.batches = ShuffledBatches(self.train_set, training.batch_size, seed, memory)
+        self.batches = ShuffledBatches(self.train_set, training.batch_size, seed)
         parameters = [{"params": trainable_parameters(self.model)}]
         if phase.name == "grpo" and config.kl_coef > 0 and self.reference is None:
             self.reference = frozen_copy(self.model, exact=config.reference_mode == "ema")
@@ -271,7 +254,7 @@ class Run:
     def restore(self, checkpoint: Path) -> None:
         """Restore progress from a checkpoint; begin_phase restores the rest, random states too."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
-        self.progress = Progress.from_dict(state.pop("progress"))
+        self.progress = Progress(**state.pop("progress"))
         if not self.config.grpo.kl_target:
             self.progress.kl_coef = self.config.grpo.kl_coef                     # a flag may have changed it
         if state["versions"] != versions():
@@ -292,7 +275,7 @@ class Run:
         An error within or after the first update of a step is followed by none: weights and optimiser may be
         between two states. In several processes only errors that all of them raise are followed by one.
         """
-        position, before, states = self.batches.position, self.progress.copy(), random_states()
+        position, before, states = self.batches.position, replace(self.progress), random_states()
         try:
             yield
         except Exception as error:
@@ -359,16 +342,15 @@ class Run:
             if logged:
                 policy = self.config.grpo.policy
                 after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)
-            records = completion_records(experience, after)
-            folder.append("rollouts.jsonl", step, phase, records * logged)
+                records = completion_records(experience, after)
+                folder.append("rollouts.jsonl", step, phase, records)
         if metrics["skipped"]:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))
         folder.log(step, phase, metrics)
         self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
-        if phase == "grpo":
-            self.console.print_completions(records, logged)
-            if logged:
-                folder.show(step, records)
+        if phase == "grpo" and logged:
+            self.console.print_completions(records)
+            folder.show(step, records)
 
     def step_seconds(self) -> dict[str, float]:
         """Return the durations of the last step."""

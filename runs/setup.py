@@ -42,6 +42,7 @@ from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
 from sample import stop_token_ids
+from sources.foreign_names import without_removed
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -116,14 +117,15 @@ def start_up_check(
         with gathered_weights(model):
             findings = check_setup(
                 model, tokenizer, examples, grpo, reward_functions, environment,
-                shared_prompt=training.shared_prompt == "auto", engine=engine,
+                shared_prompt=grpo.engine != "plain", engine=engine,
             )
     except RewardError as error:
         raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
     except EnvironmentRaised as error:
         raise ValueError(f"--environment: {error}") from error
     packing = next(finding for finding in findings if finding.name == "packing")
-    if packing.fix and not config.model.model_path:       # the built-in model can be packed: a fault of ours
+    ours = packing.fix and not config.model.model_path    # the built-in model can be packed
+    if packing.ok is None and (ours or grpo.engine == "shared"):
         packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)
     if engine:
         findings.append(check_engine(engine, model, tokenizer, examples, grpo, packing.ok is True))
@@ -141,8 +143,8 @@ def start_up_check(
 
 
 def start_engine(policy, config: GRPOConfig, longest_prompt: int) -> VLLMEngine | None:
-    """Return the engine of --engine vllm, None for the built-in sampler. vLLM seeds the global generators."""
-    if config.engine == "built_in":
+    """Return the engine of --engine vllm, None for the others. vLLM seeds the global generators."""
+    if config.engine != "vllm":
         return None
     states, max_length = random_states(), longest_prompt + config.generation_max_length
     engine = VLLMEngine(
@@ -265,8 +267,9 @@ def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
 def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None:
     """Print which settings of a resumed run have changed. Raises ValueError if its state does not fit."""
     state = read_state(checkpoint, mmap=True)
-    saved, now = ({name: value for part in settings.values() for name, value in part.items()}
-                  for settings in (state["settings"], config.as_dict()))
+    saved, now = (
+        without_removed({name: value for part in settings.values() for name, value in part.items()})
+        for settings in (state["settings"], config.as_dict()))
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]

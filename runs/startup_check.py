@@ -57,7 +57,7 @@ def check_setup(
     examples = examples[:2]
     short = replace(config, generation_max_length=min(16, config.generation_max_length))
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    packing = Finding("packing", None, "off: --shared_prompt never")
+    packing = Finding("packing", None, "off: --engine plain")
     if shared_prompt:
         packing = check_packing(model, tokenizer, prompts, short)
     rollout = sample_completions_for_prompts(
@@ -169,7 +169,7 @@ def check_engine(engine, model, tokenizer, examples: list[dict], config, shared_
     options = dict(max_tokens=2048, shared_prompt=shared_prompt)
     found = compare_with_sampler(log_probs_of_rollout(model, rollout, config.policy, **options).logp, rollout)
     ok = found["sampler_deviation"] <= ratio_tolerance(model, engine)
-    fix = "vLLM computes this model differently: take --engine built_in, or --precision float32"
+    fix = "vLLM computes this model differently: take --engine auto, or --precision float32"
     return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, "
                    f"largest difference {found['engine_deviation']:.1e} nat", fix)
 
@@ -204,7 +204,7 @@ def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding
     finding = compare(model, "packing", "packed and plain rows", shared, plain, "")
     if finding.ok:
         return finding
-    fix = "engine/packing.py, prefix_attention.py or cache.py has a fault; --shared_prompt never does without"
+    fix = "engine/packing.py, prefix_attention.py or cache.py has a fault; --engine plain does without"
     return replace(finding, ok=None, found=f"off: {finding.found}{INSTEAD}", fix=fix)
 
 

@@ -23,11 +23,11 @@ def load_data(
     Held-out prompts are removed from the training examples, also if they differ in white space or case.
     """
     data_config = config.data
-    options = dict(seed=config.training.seed, bad_lines=data_config.bad_lines, columns=data_config.columns)
+    options = dict(seed=config.training.seed, columns=data_config.columns)
     train_split, eval_split = data_config.train_split, data_config.eval_split
     source = data_config.dataset if dataset is None else dataset
     held_out_source = data_config.eval_dataset if eval_dataset is None else eval_dataset
-    examples = load_examples(source, train_split, limit=data_config.limit or None, **options)
+    examples = load_examples(source, train_split, **options)
     chosen = range(len(examples))
     if data_config.eval_limit == 0:
         held_out = []

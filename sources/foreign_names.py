@@ -1,6 +1,7 @@
 """
 Names of settings in other systems: they are not accepted as flags, since their meaning often differs, but an
-error names the flag here and the difference. The table of names is the one in docs/coming-from.md.
+error names the flag here and the difference. The table of names is the one in docs/coming-from.md. The same
+for flags of earlier versions; in saved settings these are accepted with the value that holds now.
 """
 
 import difflib
@@ -8,16 +9,46 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs/coming-from.md"
+
+# Flags of earlier versions: the value that holds now, and what to write for another one.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "advantage_epsilon": (1e-8, "it is always 1e-8"),
+    "bad_lines": ("error", "correct the line that the error names"),
+    "engine_timeout": (600.0, "it is always 600 s"),
+    "kl_horizon": (10_000, "it is always 10000 completions"),
+    "limit": (0, "--train_split train[:1000] for a part of a split, or a shorter file"),
+    "log_groups": (0, "the first group is printed every --log_rollouts_every steps"),
+    "max_skipped_steps": (3, "it is always 3"),
+    "overlong_buffer": (0, "it is always a fifth of --generation_max_length"),
+    "prefer_mixed": (False, "--dynamic_sampling 3 replaces groups of equal rewards"),
+    "reward_clips": ([], "--reward_clip limits the total; a function of your own can limit its points"),
+    "shared_prompt": ("auto", "--engine plain"),
+    "value_clip": (0.2, "it is always 0.2 points"),
+}
+
+
+def without_removed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without the flags of earlier versions. Raises ValueError if a value no longer holds."""
+    settings = dict(settings)
+    if settings.pop("shared_prompt", "auto") == "never" and settings.get("engine") != "vllm":
+        settings["engine"] = "plain"
+    for name in settings.keys() & REMOVED.keys():
+        holds, words = REMOVED[name]
+        if (value := settings.pop(name)) != holds:
+            raise ValueError(f"--{name}={value!s:.60}: is no flag any more; here {words}")
+    return settings
 
 
 @cache
 def foreign_names() -> dict[str, str]:
-    """Return {name: what to write here} from the table of the page; {} where the page is not installed."""
+    """Return {name: what to write here} of REMOVED and, where it is installed, of the table of the page."""
     table = PAGE.read_text(encoding="utf-8").partition("\n## Names\n")[2] if PAGE.exists() else ""
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    return {name: here for names, _, here in rows[1:] for name in names.split(", ")}
+    foreign = {name: here for names, _, here in rows[1:] for name in names.split(", ")}
+    return foreign | {name: words for name, (_, words) in REMOVED.items()}
 
 
 def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:

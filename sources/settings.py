@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from sources.foreign_names import without_removed
 from sources.run_owner import refuse_foreign_code
 
 
@@ -45,7 +46,7 @@ def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
     if flags.get("replay"):                               # weights and folder are not those of its run
         run, without = run or Path(flags["replay"]).parent, ("model_path", "output_dir")
     if run and (run / "config.json").exists():
-        saved = read_settings(run / "config.json")
+        saved = without_removed(read_settings(run / "config.json"))
         refuse_foreign_code(run, saved, flags)
         if flags.get("engine", saved.get("engine")) != saved.get("engine"):
             without += ("importance_cap",)                # its default is another for each engine
