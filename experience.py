@@ -241,6 +241,16 @@ def compute_experience(
     )
 
 
+def experience_of_groups(run, groups: Groups) -> Experience:
+    """Compute group advantages and what else updates need, as grpo_training_step does. run: a Run."""
+    config, rewards, mean_reward = run.config.grpo, groups.rewards, run.progress.mean_reward
+    advantages = compute_group_advantages(rewards, **config.advantage_options, global_mean=mean_reward)
+    return compute_experience(
+        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
+        kl_coef=run.progress.kl_coef, **run.forwarding,
+    )
+
+
 def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
     """Compare the trainer's log-probabilities (B, T) with those of sampling, over all sampled tokens.
 

@@ -22,7 +22,7 @@ from transformers import TextStreamer
 
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.infer_flags import sampling_config
-from config import GRPOConfig, ModelConfig
+from config import DataConfig, GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt, load_examples, with_instruction
 from engine.chat_template import as_text, with_known_role
 from engine.devices import best_device
@@ -33,7 +33,7 @@ from environments.loading import load_environment, refuse_missing_columns, respo
 from model import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
-from runs.command_line import UNSAFE, printable
+from runs.command_line import UNSAFE, printable, section_of
 from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
@@ -159,10 +159,10 @@ def write_answers(
 ) -> None:
     """Write a line of JSON for each answer: the example's columns, completion and finished.
 
-    batch_size  completions that are sampled before they are written; those of a prompt always are
+    batch_size  completions that are sampled before they are written; those of a prompt always are; 0: all
     """
     earlier = occurrences([example["prompt"] for example in examples])
-    prompts = max(1, batch_size // num_completions)
+    prompts = max(1, batch_size // num_completions) if batch_size else len(examples)
     for start in range(0, len(examples), prompts):
         batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
         rollout = chat_model.sample(batch, num_completions, prompt_occurrences=repeats)
@@ -234,6 +234,6 @@ def measure_models(args, source: ModelConfig, examples: list[dict], functions: l
 
 def load_dataset(args, source: str, limit: int | None) -> list[dict]:
     """Return the examples of a data set with --instruction before each prompt."""
-    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
+    columns = section_of(args, DataConfig).columns
     examples = load_examples(source, args.split, limit=limit, columns=columns)
     return [with_instruction(example, args.instruction) for example in examples]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from config import GRPOConfig
 from engine.chat_template import as_text
-from experience import Experience, Groups, compute_experience, log_probs_of_rollout
+from experience import Experience, Groups, experience_of_groups, log_probs_of_rollout
 from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
 from runs.console import RunConsole
 from runs.doctor import SUCCESS
@@ -50,13 +50,7 @@ def explain(
         )
         return
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    advantages = compute_group_advantages(
-        groups.rewards, **config.advantage_options, global_mean=progress.mean_reward
-    )
-    experience = compute_experience(
-        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
-        kl_coef=progress.kl_coef, **run.forwarding,
-    )
+    experience = experience_of_groups(run, groups)
     show_completions(console, config, groups, experience, progress.mean_reward)
     old = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp       # (G, T)
     best_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()

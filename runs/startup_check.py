@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from analysis.reward_linter import as_rollout, completions_of, flags_of
+from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
 from config import GRPOConfig
 from data import encode_prompt
 from engine.chat_template import as_messages, encode_reply, is_ids
 from engine.errors import first_line
-from engine.packing import left_pad, positions_of
+from engine.packing import left_pad
 from engine.text_model import has_experts
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
@@ -60,13 +60,13 @@ def check_setup(
     packing = Finding("packing", None, "off: --engine plain")
     if shared_prompt:
         packing = check_packing(model, tokenizer, prompts, short)
+    padded = [prompts[0], prompts[0][len(prompts[0]) // 2 :]]         # the second one, to the first's length
     rollout = sample_completions_for_prompts(
-        model, tokenizer, prompts, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
+        model, tokenizer, padded, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
     )
     findings = [
         *check_tokens(model, tokenizer, prompts),
         *check_template(tokenizer, examples[0]["prompt"]),
-        check_padding(model, tokenizer, prompts[0]),
         check_head(model, rollout),
         *([] if engine else [check_sampler(model, rollout, config)]),
         packing,
@@ -122,20 +122,6 @@ def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
 
 
 @torch.no_grad()
-def check_padding(model, tokenizer, prompt: list[int]) -> Finding:
-    """Check that log-probabilities after the last 16 tokens do not change when the prompt is padded."""
-    last, device = min(16, len(prompt)), next(model.parameters()).device
-    ids, mask = (tensor.to(device) for tensor in left_pad([prompt, prompt + prompt], tokenizer.pad_token_id))
-    padded = model(
-        input_ids=ids[:1], attention_mask=mask[:1], position_ids=positions_of(mask)[:1], use_cache=False
-    ).logits[:, -last:]
-    alone = model(input_ids=ids[:1, len(prompt) :], use_cache=False).logits[:, -last:]
-    padded, alone = padded.float().log_softmax(-1), alone.float().log_softmax(-1)
-    fix = "this architecture ignores position_ids or the padding mask: try --attn_implementation eager"
-    return compare(model, "padding", "log-probabilities with and without padding", padded, alone, fix)
-
-
-@torch.no_grad()
 def check_head(model, rollout: Rollout) -> Finding:
     """Compare the chunked head with the model's own forward pass, at temperature 1, on the first row."""
     device = next(model.parameters()).device
@@ -151,7 +137,10 @@ def check_head(model, rollout: Rollout) -> Finding:
 
 @torch.no_grad()
 def check_sampler(model, rollout: Rollout, config) -> Finding:
-    """Compare the log-probabilities that tokens were sampled with and those that training computes."""
+    """Compare the log-probabilities that tokens were sampled with and those that training computes.
+
+    Sampling pads prompts on the left, training pads rows on the right.
+    """
     trained = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp.cpu()
     options = "--attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"
     fix = f"ratios would not start at 1: try {options}"
@@ -263,7 +252,7 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
         before = gold_turns(example)[:-1]
         results = [run_scripted_turns(new_conversation(), [*before, text]) for text in completions]
         completions, points = map(list, zip(*results, strict=True))
-    rollout = as_rollout(completions)
+    rollout = texts_as_rollout(completions)
     if new_conversation:
         turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
     reports = Reports()

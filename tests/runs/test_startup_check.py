@@ -7,7 +7,7 @@ import torch
 
 from runs import startup_check
 import logprobs
-from engine import logits
+from engine import cache, logits
 from runs.startup_check import check_setup, check_template, draw_row
 from conftest import start_run
 from tokenizers import processors
@@ -67,8 +67,10 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
 
 
 def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
-    monkeypatch.setattr(startup_check, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) * 3)
-    assert findings_of(model, tokenizer, settings)["padding"].ok is False
+    monkeypatch.setattr(cache, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape))
+    same = [{"prompt": "47+85=?"}] * 2                    # of equal length
+    plain, shared = (check_setup(model, tokenizer, same, settings, [], shared_prompt=shared) for shared in (False, True))
+    assert [f.ok for findings in (plain, shared) for f in findings if f.name == "sampler"] == [False, True]
 
 
 def test_two_bos_tokens_are_found(model, tokenizer, settings, monkeypatch):
@@ -124,8 +126,8 @@ def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, t
 
 
 def test_agreement_reads_as_a_sentence(model, tokenizer, settings):
-    found = findings_of(model, tokenizer, settings)["padding"].found
-    assert found.startswith("log-probabilities with and without padding differ by at most")
+    found = findings_of(model, tokenizer, settings)["head"].found
+    assert found.startswith("chunked head and the model's own differ by at most")
 
 
 def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(model, tokenizer, settings):
