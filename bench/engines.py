@@ -62,7 +62,7 @@ def print_speed() -> None:
     print("| model | sampler | tokens a second | peak GB of the process | weights over, s |")
     print("|---|---|---|---|---|")
     for size in "small", "medium":
-        for sampler in "built_in", "vllm":
+        for sampler in "auto", "vllm":
             command = [sys.executable, __file__, "--measure", size, sampler]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
@@ -111,7 +111,7 @@ def measure(size: str, sampler: str) -> None:
 
 def print_demo() -> None:
     """Print held-out accuracy with each sampler, from the checkpoint at the end of one cold start for both."""
-    print("| seed | after the cold start | built_in | vllm | built_in, s | vllm, s |")
+    print("| seed | after the cold start | auto | vllm | auto, s | vllm, s |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(3):
@@ -127,7 +127,7 @@ def print_demo() -> None:
                 if newer != saved[0]:
                     shutil.rmtree(newer)
             running = {}
-            for engine in "built_in", "vllm":
+            for engine in "auto", "vllm":
                 run = Path(folder) / f"{engine}-{seed}"
                 shutil.copytree(start, run)
                 resume = ["train.py", "--output_dir", str(run), "--resume", "--engine", engine, *flags]

@@ -22,13 +22,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 QUICK = (
-    "--limit 200 --eval_limit 4 --eval_steps 7 --report_to none --batch_size 4 --num_completions_per_prompt 4 --save_steps 1 "
+    "--eval_limit 4 --eval_steps 7 --report_to none --batch_size 4 --num_completions_per_prompt 4 --save_steps 1 "
     "--generation_max_length 12 --log_rollouts_every 3 --learning_rate 1e-3"
 )
 KINDS = {
     "several epochs": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --ppo_epochs 2 --minibatch_size 8",
     "EMA reference": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --reference_mode ema --ema_alpha 0.9 "
-                     "--kl_target 0.02 --kl_horizon 100",
+                     "--kl_target 0.02",
     "value head": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --use_value_head true",
     "supervised": "--use_grpo false",
     "two processes": "--use_grpo --cold_start_steps 3 --use_kl_penalty true",

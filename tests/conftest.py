@@ -175,7 +175,7 @@ def settings():
 
 PROMPTS = ["1+1=?", "a somewhat longer prompt than the first", "é", "a somewhat longer prompt than the first"]
 QUICK = (
-    "--limit 400 --eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0 "
+    "--eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0 "
     "--generation_max_length 16"
 ).split()
 

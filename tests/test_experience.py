@@ -39,9 +39,9 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     rollout, masked = look(overlong="mask")
     assert torch.equal(masked.mask, rollout.completion_mask & rollout.finished[:, None])
     assert torch.equal(masked.advantages, kept.advantages), "their points still count for their siblings"
-    rollout, penalised = look(overlong="penalise", overlong_buffer=15)
+    rollout, penalised = look(overlong="penalise")
     lengths = rollout.completion_mask.sum(dim=1)
-    shaped = rewards + torch.tensor([min(0.0, (20 - 15 - int(n)) / 15) for n in lengths]).view(4, 4)
+    shaped = rewards + torch.tensor([min(0.0, (20 - 4 - int(n)) / 4) for n in lengths]).view(4, 4)
     assert (shaped < rewards).any()
     torch.testing.assert_close(penalised.advantages.view(4, 4), shaped - shaped.mean(dim=1, keepdim=True))
     every_length = replace(rollout, completion_mask=torch.arange(20) < torch.arange(5, 21)[:, None])
@@ -186,7 +186,7 @@ def test_points_of_turns_stand_at_their_ends_and_what_is_left_at_the_last_token(
     mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
     turn_points, values = numbers([0, 3.0, 5.0, 1.0, 0], [0, -2.0, 0, 0, 7.0], [1.0, 0, 0, 0, 0]), torch.randn(3, 5)
     config = GRPOConfig(
-        gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=normalize, advantage_epsilon=0.1,
+        gae_gamma=0.9, gae_lambda=0.8, normalize_advantages=normalize,
         reward_functions=list(weights), reward_weights=list(weights.values()))
     advantages, returns = token_advantages(config, rewards, penalty, values, mask, turn_points)
     expected = torch.zeros(3, 5)
@@ -201,7 +201,7 @@ def test_points_of_turns_stand_at_their_ends_and_what_is_left_at_the_last_token(
     torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0))
     if normalize:
         every = expected[mask]
-        expected = torch.where(mask, (expected - every.mean()) / (every.std() + 0.1), 0.0)
+        expected = torch.where(mask, (expected - every.mean()) / every.std(), 0.0)
     torch.testing.assert_close(advantages, expected)
 
 
@@ -214,15 +214,14 @@ def test_one_token_alone_is_not_scaled():
 
 def test_gdpo_scales_the_clipped_points_of_each_function():
     config = GRPOConfig(
-        reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5], reward_clips=[2.0, 0.0],
-        advantage_epsilon=0.25)
+        reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5], reward_clips=[2.0, 0.0])
     a, b = numbers([0.0, 1.0, -9.0, 9.0]), numbers([5.0, 1.0, 1.0, 1.0])
     shaped = shape_rewards(config, None, a + b, {"a": a, "b": b})
-    parts = [(x - x.mean()) / (x.std() + 0.25) for x in (numbers([0.0, 1.0, -2.0, 2.0]), b)]
+    parts = [(x - x.mean()) / x.std() for x in (numbers([0.0, 1.0, -2.0, 2.0]), b)]
     torch.testing.assert_close(shaped, parts[0] + 0.5 * parts[1])
 
 
-@pytest.mark.parametrize("engine", ["vllm", "built_in"])
+@pytest.mark.parametrize("engine", ["vllm", "auto"])
 def test_what_is_measured_between_sampler_and_trainer(monkeypatch, engine):
     """Two rows, of which one is not scored: deviations are those of all sampled tokens."""
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()

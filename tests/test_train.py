@@ -101,10 +101,11 @@ def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl_in,estimator", [exhaustive("loss", "k2"), ("loss", "exact"), ("reward", "k1")])
-def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator):
+def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, monkeypatch, kl_in, estimator):
+    monkeypatch.setattr("runs.run.KL_HORIZON", 16)
     flags = (
         "--use_grpo --cold_start_steps 0 --max_steps 6 --eval_limit 0 --learning_rate 3e-3 --use_kl_penalty "
-        f"--kl_penalty_coef 0.5 --kl_target 1e-3 --kl_horizon 16 --kl_in {kl_in} --kl_estimator {estimator} "
+        f"--kl_penalty_coef 0.5 --kl_target 1e-3 --kl_in {kl_in} --kl_estimator {estimator} "
         f"--reward_functions {length_reward(tmp_path)}"
     )
     lines = read_jsonl(run_folder(tmp_path / "out", *flags.split()) / "metrics.jsonl")
@@ -116,7 +117,7 @@ def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, kl_in, estimator
 
 
 def test_supervised_mode_has_its_own_metrics(tmp_path):
-    folder = run_folder(tmp_path / "out", "--num_epochs", "0.03", "--eval_limit", "0")
+    folder = run_folder(tmp_path / "out", "--max_steps", "3", "--eval_limit", "0")
     lines = read_jsonl(folder / "metrics.jsonl")
     assert [m["phase"] for m in lines] == ["supervised"] * 3
     assert lines[0]["loss"] > lines[-1]["loss"] > 0 and "mean_reward" not in lines[0]

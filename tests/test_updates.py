@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 import experience
 import train
 from experience import minibatches
-from grpo import LOSSES, policy_loss
+from grpo import LOSSES, policy_loss, value_loss
 from logprobs import LogProbs, completion_log_probs
 from model import ValueHead
 from sample import Rollout
@@ -380,8 +381,9 @@ def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_c
 
 
 @pytest.mark.slow
-def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base):
-    run = with_settings(base, use_value_head=True, value_coef=1.0, value_clip=10.0)
+def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base, monkeypatch):
+    monkeypatch.setattr(train, "value_loss", partial(value_loss, clip=10.0))
+    run = with_settings(base, use_value_head=True, value_coef=1.0)
     run.value_head = ValueHead(32)
     run.optimizer = torch.optim.AdamW([*run.model.parameters(), *run.value_head.parameters()], lr=3e-3)
     run.scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer, factor=1.0)

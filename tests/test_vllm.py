@@ -59,7 +59,7 @@ PROMPTS = ["47+85=?", "1+1=?", "What is the sum of three and four?"]
 FORWARDING = dict(max_tokens=2048, shared_prompt=True)
 RUN = [
     "--use_grpo", "--engine", "vllm", "--cold_start_steps", "0", "--batch_size", "4", "--max_steps", "2", "--eval_limit", "4",
-    "--limit", "64", "--generation_max_length", "16", "--report_to", "none", "--eval_steps", "0",
+    "--generation_max_length", "16", "--report_to", "none", "--eval_steps", "0",
 ]
 
 

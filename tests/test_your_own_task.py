@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/your-own-task.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
 COMMANDS = re.findall(r"^ {4}python (\S+) ?(.*)$", PAGE.replace("\\\n        ", ""), flags=re.MULTILINE)
-FEWER = "--max_steps 2 --cold_start_steps 2 --batch_size 4 --limit 40 --eval_limit 4 --report_to none"
+FEWER = "--max_steps 2 --cold_start_steps 2 --batch_size 4 --eval_limit 4 --report_to none"
 
 
 def run(program, words):

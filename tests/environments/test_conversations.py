@@ -341,9 +341,9 @@ def test_overlong_counts_everything_and_lengths_count_the_policys_tokens(model, 
     described = describe_conversations(rollout)
     own = [sum(len(m["content"]) for m in messages if m["role"] != "assistant") for messages in rollout.completions]
     assert described["environment_tokens"] > sum(own) / len(own), "with what stands around the messages"
-    points = shape_rewards(replace(settings, overlong="penalise", overlong_buffer=10), rollout, torch.zeros(6, 4))
+    points = shape_rewards(replace(settings, overlong="penalise"), rollout, torch.zeros(6, 4))
     lengths = completion_lengths(rollout.completion_mask)
-    assert torch.equal(points.flatten() < 0, lengths > 50) and (lengths > 50).any()
+    assert torch.equal(points.flatten() < 0, lengths > 48) and (lengths > 48).any()
 
 
 def test_a_chat_template_is_told_about_the_tools():

@@ -10,7 +10,7 @@ def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
     folder = path / "out"
     flags = (
-        f"--use_grpo --use_kl_penalty --max_steps 3 --save_steps 1 --keep_checkpoints 2 --log_rollouts_every 1 --log_groups 1 "
+        f"--use_grpo --use_kl_penalty --max_steps 3 --save_steps 1 --keep_checkpoints 2 --log_rollouts_every 1 "
         f"--report_to tensorboard --reward_functions correctness {length_reward(path)} --reward_weights 1 0.5"
     )
     return run_folder(folder, *flags.split())

@@ -109,25 +109,25 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
     def broken(*args):
         run, losses = args[0], real(*args)
         calls.append(1)
-        if len(calls) in (2, 4, 5):
+        if len(calls) in (2, 4, 5, 6):
             run.model.get_output_embeddings().weight.grad.fill_(float("nan"))
         return losses
 
     monkeypatch.setattr(train, "accumulate_gradients", broken)
     flags = (
-        "--use_grpo --cold_start_steps 0 --max_steps 9 --max_skipped_steps 2 --eval_limit 0 --learning_rate 1e-3 "
+        "--use_grpo --cold_start_steps 0 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 "
         f"--reward_functions {length_reward(tmp_path)}"
     )
     with pytest.raises(SystemExit) as stop:
         run_folder(tmp_path / "out", *flags.split())
     error = capsys.readouterr().err
     assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
-    assert "2 steps in a row had a loss or gradient that is not finite" in error and "step-00000005" in error
+    assert "3 steps in a row had a loss or gradient that is not finite" in error and "step-00000006" in error
     lines = read_jsonl(tmp_path / "out/metrics.jsonl")
-    assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1] and lines[1]["grad_norm"] is None
+    assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1, 1] and lines[1]["grad_norm"] is None
     skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
-    assert {record["step"] for record in skipped} == {2, 4, 5} and len(skipped) == 3 * 16
+    assert {record["step"] for record in skipped} == {2, 4, 5, 6} and len(skipped) == 4 * 16
     monkeypatch.setattr(train, "accumulate_gradients", real)
     train.main(["--replay", str(tmp_path / "out/skipped.jsonl")])
     replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["step"] for line in replayed] == [2, 4, 5] and all(line["grad_norm"] > 0 for line in replayed)
+    assert [line["step"] for line in replayed] == [2, 4, 5, 6] and all(line["grad_norm"] > 0 for line in replayed)

@@ -144,9 +144,9 @@ def test_accuracy_below_the_interval_before_the_last_phase_is_said(tmp_path, cap
 def test_of_a_prompt_of_messages_the_console_shows_the_last_one(base, capsys):
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
     ids = [2, 5, 6]                                       # of a prompt that was cut
-    base.folder.console.print_completions([dict(prompt=ids, completion="2", reward=1.0, advantage=0.5)], logged=True)
+    base.folder.console.print_completions([dict(prompt=ids, completion="2", reward=1.0, advantage=0.5)])
     assert "  [2, 5, 6] -> '2': +1.00 points\n" in capsys.readouterr().out
-    base.folder.console.print_completions([dict(prompt=prompt, completion="2", reward=1.0, advantage=0.5)], logged=True)
+    base.folder.console.print_completions([dict(prompt=prompt, completion="2", reward=1.0, advantage=0.5)])
     assert "  '1+1=?' -> '2': +1.00 points\n" in capsys.readouterr().out
 
 

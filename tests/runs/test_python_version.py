@@ -44,7 +44,7 @@ def test_windows_is_answered_in_one_line():
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "test-tpu", "test-oldest"])
 def test_make_ends_before_it_installs(path, tmp_path, target):
-    for name in "Makefile", "pyproject.toml", "requirements.txt", "requirements-tpu.txt", ".ci/oldest.txt", "runs/__init__.py":
+    for name in "Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", ".ci/oldest.txt", "runs/__init__.py":
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     done = subprocess.run(["make", target], cwd=tmp_path, env=path, capture_output=True, text=True)
@@ -53,7 +53,8 @@ def test_make_ends_before_it_installs(path, tmp_path, target):
 
 
 def test_the_oldest_versions_are_the_lower_bounds():
-    bounds = dict(re.findall(r"^([\w-]+)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), flags=re.M))
+    files = (ROOT / "requirements.txt").read_text() + (ROOT / "requirements-dev.txt").read_text()
+    bounds = dict(re.findall(r"^([\w-]+)>=([\d.]+)", files, flags=re.M))
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / ".ci/oldest.txt").read_text(), flags=re.M))
     assert {name: re.sub(r"(\.0)+$", "", version) for name, version in pinned.items()} == {
         name: bound for name, bound in bounds.items() if name != "ruff"}

@@ -28,7 +28,7 @@ def test_rollouts_hold_whole_groups(finished):
 
 
 def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
-    config = GRPOConfig(generation_max_length=12, overlong="penalise", overlong_buffer=10, reward_clip=2.0)
+    config = GRPOConfig(generation_max_length=12, overlong="penalise", reward_clip=2.0)
     rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
     rewards = shape_rewards(config, rollout, scores)
     groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards)

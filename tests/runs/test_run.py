@@ -19,7 +19,7 @@ from runs.run import Run
 
 # Whatever a run carries from step to step: reference, coefficient, running mean, value head, order of minibatches, advice.
 CARRIED = (
-    "--reference_mode ema --ema_alpha 0.5 --kl_target 0.01 --kl_horizon 20 --baseline global_mean --ppo_epochs 2 "
+    "--reference_mode ema --ema_alpha 0.5 --kl_target 0.01 --baseline global_mean --ppo_epochs 2 "
     "--minibatch_size 8 --dynamic_sampling 1"
 )
 
@@ -146,8 +146,8 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
 ):
     file = tmp_path / "drawn.py"
     file.write_text("import random\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
-    flags = f"--use_grpo --cold_start_steps 0 --max_steps 4 --eval_limit 0 --baseline global_mean --prefer_mixed --batch_size 8 " \
-        f"--limit 20 --generation_max_length 8 --log_rollouts_every 1 --save_steps {save_steps} --reward_functions {file}:drawn".split()
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 4 --eval_limit 0 --baseline global_mean --batch_size 8 " \
+        f"--generation_max_length 8 --log_rollouts_every 1 --save_steps {save_steps} --reward_functions {file}:drawn".split()
     random.seed(0)
     never = run_folder(tmp_path / "never", *flags)
     real, calls = pydoc.locate(where), []

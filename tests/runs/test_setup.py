@@ -75,9 +75,9 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
     error = capsys.readouterr().err
     assert stop.value.code == 2 and "start-up check: packing: off: packed and plain rows differ by" in error
     assert "engine/packing.py" in error and not (tmp_path / "run/metrics.jsonl").exists()
-    assert "plain rows instead" not in error and "--shared_prompt never does without" in error
-    train.main([*flags, "--check", "--shared_prompt", "never"])
-    assert "note   packing      off: --shared_prompt never" in capsys.readouterr().out
+    assert "plain rows instead" not in error and "--engine plain does without" in error
+    train.main([*flags, "--check", "--engine", "plain"])
+    assert "note   packing      off: --engine plain" in capsys.readouterr().out
     model, tokenizer = load_policy(ModelConfig())
     save_policy(model, tokenizer, tmp_path / "model")     # another one may have layers that carry state
     train.main([*flags, "--check", "--model_path", str(tmp_path / "model")])
@@ -89,6 +89,9 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
     monkeypatch.setattr(logprobs, "pack_rows", lambda rollout, rows, shared, device: not_here() if shared else real(rollout, rows, shared, device))
     train.main([*flags, "--check"])
     assert "note   packing      off: FlashAttention only supports newer GPUs; plain rows instead" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        train.main([*flags, "--check", "--engine", "shared", "--model_path", str(tmp_path / "model")])
+    assert stop.value.code == 2 and "packing: off: FlashAttention only supports newer GPUs; " in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -98,7 +101,7 @@ def test_supervised_training_may_be_evaluated_greedily(tmp_path):
 
 
 @pytest.mark.parametrize("began,flags,cap", [
-    ("built_in", {"engine": "vllm"}, 2.0), ("built_in", {}, 0.0), ("vllm", {"engine": "built_in"}, 0.0),
+    ("auto", {"engine": "vllm"}, 2.0), ("built_in", {}, 0.0), ("vllm", {"engine": "auto"}, 0.0),
     ("vllm", {"engine": "vllm"}, 1.5), ("built_in", {"engine": "vllm", "importance_cap": 0.0}, 0.0),
     ("built_in", {"engine": "vllm", "importance_cap": 3.0}, 3.0),
 ])

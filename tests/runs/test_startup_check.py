@@ -11,7 +11,7 @@ from engine import cache, logits
 from runs.startup_check import check_setup, check_template, draw_row
 from conftest import start_run
 from tokenizers import processors
-from config import Config, GRPOConfig
+from config import GRPOConfig
 from rewards import correctness, repetition_penalty
 from sample import sample_completions_for_prompts
 
@@ -50,11 +50,6 @@ def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokeniz
     monkeypatch.setattr(logprobs, "pack_rows", completions_do_not_see_their_prompt)
     found = findings_of(model, tokenizer, settings)["packing"]
     assert found.ok is None and "plain rows instead" in found.found
-
-
-def test_a_buffer_longer_than_the_completions_of_the_check_is_no_mistake(model, tokenizer):
-    config = Config.of(use_grpo=True, overlong="penalise", overlong_buffer=20).grpo
-    assert all(finding.ok is not False for finding in findings_of(model, tokenizer, config).values())
 
 
 @pytest.mark.parametrize("numbers,agree", [("none", False), ("tf32", True)])
@@ -152,9 +147,10 @@ def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
     assert startup_check.compare(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
 
 
-def test_shared_prompt_never_forwards_plain_rows_and_says_so(tmp_path, capsys):
-    run = start_run(tmp_path, "--shared_prompt", "never")
-    assert run.shared_prompt is False and "off: --shared_prompt never" in capsys.readouterr().out
+@pytest.mark.parametrize("flags", ["--engine plain", "--shared_prompt never"])
+def test_engine_plain_forwards_plain_rows_and_says_so(tmp_path, capsys, flags):
+    run = start_run(tmp_path, *flags.split())
+    assert run.shared_prompt is False and "off: --engine plain" in capsys.readouterr().out
     assert start_run(tmp_path / "auto").shared_prompt is True
 
 

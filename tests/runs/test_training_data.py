@@ -66,7 +66,7 @@ def test_a_split_of_a_file_has_no_effect_and_a_note(kind, flags, lines):
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
 def test_gsm8k_is_never_both_trained_and_tested_on():
-    flags = ["--dataset", str(GSM8K / "train.jsonl"), "--bad_lines", "skip", "--instruction", "Think."]
+    flags = ["--dataset", str(GSM8K / "train.jsonl"), "--instruction", "Think."]
     train_set, held_out = data_of(*flags, "--eval_dataset", str(GSM8K / "test.jsonl"), "--eval_limit", "2000")
     assert len(held_out) == 1319 and len(train_set) >= 7400 and train_set[0]["prompt"].startswith("Think.\n")
     assert not {prompt_key(e["prompt"]) for e in train_set} & {prompt_key(e["prompt"]) for e in held_out}
