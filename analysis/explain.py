@@ -53,7 +53,7 @@ def explain(
     experience = experience_of_groups(run, groups)
     show_completions(console, config, groups, experience, progress.mean_reward)
     old = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp       # (G, T)
-    best_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()
+    best_first = experience.advantages.mean(dim=1).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
     show_tokens(console, config, run.tokenizer, experience, old, picked, title)
