@@ -59,12 +59,6 @@ def test_the_built_in_model_is_announced_as_untrained(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_model_that_is_not_there_is_named_by_the_flag_that_named_it(folder):
-    with pytest.raises(ValueError, match=r"^--against_model=\./nope: no such folder"):
-        infer.main(["--model_path", folder, "--evaluate", "arithmetic", "--limit", "1", "--generation_max_length", "2",
-                    "--against_model", "./nope"])
-
-
 def test_the_help_describes_every_flag_and_shows_its_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
