@@ -8,9 +8,6 @@ the environment up to the user's next turn.
 Left out on purpose: serving, and a cache kept between the user's turns: each forwards the whole conversation.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/chat.py is no program; run: python infer.py --chat")
-
 import json
 import sys
 from dataclasses import dataclass, replace

@@ -8,9 +8,6 @@ The functions from summarise on need no model. A problem is a dict as measure re
 them.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/evaluation.py is no program; run: python infer.py --evaluate DATA")
-
 import math
 from collections import Counter
 from collections.abc import Sequence

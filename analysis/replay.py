@@ -11,9 +11,6 @@ a step, its numbers are those of the run, but with --baseline global_mean and --
 replaced groups are not saved. A rollout is one update here, at any --minibatch_size.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/replay.py is no program; run: python train.py --replay RUN/rollouts.jsonl")
-
 import json
 import math
 import sys

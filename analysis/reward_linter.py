@@ -6,9 +6,6 @@ Lint reward functions: score correct, wrong, empty and cheating completions, and
 prints a table of mean points, then one line per flag. The exit code is 1 if there are flags, 0 if not.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/reward_linter.py is no program; run: python rewards.py --lint")
-
 import inspect
 import itertools
 import math

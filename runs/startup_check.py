@@ -13,7 +13,7 @@ import torch
 from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
 from config import GRPOConfig
 from data import encode_prompt
-from engine.chat_template import as_messages, encode_reply, is_ids
+from engine.chat_template import as_messages, is_ids
 from engine.errors import first_line
 from engine.packing import left_pad
 from engine.text_model import has_experts
@@ -23,7 +23,7 @@ from experience import compare_with_sampler, log_probs_of_rollout, ratio_toleran
 from logprobs import completion_log_probs
 from engine.precision import is_exact
 from reward_functions.loading import data_example
-from rewards import BUILT_IN, Reports, compute_rewards_for_completions
+from rewards import Reports, compute_rewards_for_completions
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 from sources.tasks import demonstration
 
@@ -70,15 +70,12 @@ def check_setup(
         check_head(model, rollout),
         *([] if engine else [check_sampler(model, rollout, config)]),
         packing,
-        Finding("row 0", None, f"{draw_row(rollout, 0)} (- padding, p prompt, T trained, . not trained)"),
     ]
 
     def new_conversation():
         (respond,) = responders(environment, [answered])
         return Conversation(tokenizer, answered["prompt"], respond, config, stop_token_ids(model, tokenizer))
 
-    if environment:
-        findings.append(check_environment(new_conversation(), gold_turns(answered)))
     if reward_functions:
         start = new_conversation if environment else None
         findings += check_rewards(answered, config, reward_functions, start)
@@ -229,17 +226,6 @@ def gold_turns(example: dict) -> list[str]:
     return [gold or demonstration("because", answer)] if gold or answer else []
 
 
-def check_environment(conversation: Conversation, gold: list[str]) -> Finding:
-    """Show the environment's reply to a first turn of the policy."""
-    turn = gold[0] if gold else ""
-    message, points = conversation.environment_step(turn)
-    if message is None:
-        return Finding("environment", True, f"ends the conversation after {turn!r:.60}, {points:g} points")
-    length = len(encode_reply(conversation.tokenizer, conversation.prompt, message, conversation.stops))
-    reply = f"{message['content']!r:.60} ({length} tokens)"
-    return Finding("environment", True, f"replies {reply} to {turn!r:.60}, {points:g} points")
-
-
 def check_rewards(example: dict, config, reward_functions: list, new_conversation=None) -> list[Finding]:
     """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points.
 
@@ -275,15 +261,4 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     )
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
     flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True)]
-    prompt = example.get("original_prompt", example["prompt"])                   # before it was cut
-    own = any(function not in BUILT_IN.values() for function in reward_functions)
-    if own and any(isinstance(part, dict) for part in prompt) and len(set(totals.values())) == 1:
-        flags.append('completions are lists of messages here; the text is completion[-1]["content"]')
     return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]
-
-
-def draw_row(rollout: Rollout, row: int) -> str:
-    """Return a character for each token of a row: - padding, p prompt, T trained, . not trained."""
-    prompt = row // (len(rollout.completion_ids) // len(rollout.prompt_ids))
-    prompt_mask, completion_mask = rollout.prompt_mask[prompt].tolist(), rollout.completion_mask[row].tolist()
-    return "".join("-p"[m] for m in prompt_mask) + "".join(".T"[m] for m in completion_mask)

@@ -8,12 +8,11 @@ import torch
 from runs import startup_check
 import logprobs
 from engine import cache, logits
-from runs.startup_check import check_setup, check_template, draw_row
+from runs.startup_check import check_setup, check_template
 from conftest import start_run
 from tokenizers import processors
 from config import GRPOConfig
-from rewards import correctness, repetition_penalty
-from sample import sample_completions_for_prompts
+from rewards import correctness
 
 EXAMPLES = [{"prompt": "47+85=?", "answer": "132"}, {"prompt": "a longer one", "answer": "2"}]
 
@@ -97,19 +96,6 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     assert found.fix == "nothing could be scored: the data may lack columns that it needs, such as answers"
 
 
-@pytest.mark.parametrize("prompt,own,shown", [
-    ([{"role": "user", "content": "1+1=?"}], True, True), ([{"role": "user", "content": "1+1=?"}], False, False), ("1+1=?", True, False),
-    ([2, 5, 6], True, False)])
-def test_a_function_of_texts_that_gives_equal_points_to_messages_gets_a_hint(prompt, own, shown, model, tokenizer):
-    config = GRPOConfig(reward_functions=["textual"], reward_weights=[1.0])
-
-    def textual(completions, **columns):
-        return [float("132 exactly" in completion) for completion in completions]
-
-    findings = check_setup(model, tokenizer, [{"prompt": prompt, "answer": "132"}] * 2, config, [textual if own else repetition_penalty])
-    assert any("lists of messages here; the text is completion[-1]" in f.found for f in findings if f.name == "rewards") == shown
-
-
 def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):
     def fussy(completions, **columns):
         raise KeyError("level")
@@ -130,16 +116,6 @@ def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(mod
         findings = check_template(tokenizer, prompt)
         assert [finding.name for finding in findings] == names and "1+1=?" in findings[0].found
     assert "user: 1+1=?" in findings[0].found and "no chat template" in findings[1].found
-
-
-def test_the_mask_is_drawn(model, tokenizer):
-    config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=4)
-    model.generation_config.eos_token_id = [i for i in range(263) if i % 2]
-    rollout = sample_completions_for_prompts(model, tokenizer, ["abc", "a"], config, seed=0)
-    for row in range(4):
-        drawn = draw_row(rollout, row)
-        assert drawn.count("p") == [4, 2][row // 2] and drawn.count("-") == [0, 2][row // 2]
-        assert drawn.count("T") == rollout.completion_mask[row].sum() and drawn.index("T") == 4
 
 
 @pytest.mark.parametrize("shape", [(1, 3)])
