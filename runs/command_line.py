@@ -143,6 +143,28 @@ def printable(text: str) -> str:
     return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def add_flags_of_config(parser: argparse.ArgumentParser, **defaults) -> None:
+    """Add flags of the configuration to another program's parser, with their defaults there."""
+    for _, name, kind, _, text in described_flags():
+        if name not in defaults:
+            continue
+        f, choices = FLAGS[name], get_args(FLAGS[name].type)
+        options = {"type": str if choices else f.type}
+        if f.type is bool:
+            options = {"type": parse_bool, "nargs": "?", "const": True}
+        elif f.default_factory is not dataclasses.MISSING:
+            options = {"type": choices[0], "nargs": "+"}
+        text += "" if defaults[name] in ("", []) else " [%(default)s]"
+        metavar = kind.removesuffix(" ...")
+        parser.add_argument(f"--{name}", default=defaults[name], help=text, metavar=metavar, **options)
+
+
+def section_of(args: argparse.Namespace, section: type, **others):
+    """Return a section of the configuration from the flags that a program shares with it, and others."""
+    shared = {f.name for f in dataclasses.fields(section)} & vars(args).keys()
+    return section(**{name: getattr(args, name) for name in shared} | others)
+
+
 # ---- train.py ----------------------------------------------------------------------------------------------
 
 

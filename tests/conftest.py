@@ -19,8 +19,7 @@ import train
 from config import GRPOConfig
 from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
-from experience import Groups, compute_experience
-from grpo import compute_group_advantages
+from experience import Groups, experience_of_groups
 from model import ValueHead, byte_tokenizer, frozen_copy
 from runs import memory_estimate
 from runs.command_line import parse_config
@@ -243,14 +242,7 @@ def start_run(folder, *flags):
 def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
-    advantages = compute_group_advantages(
-        rewards, **run.config.grpo.advantage_options, global_mean=run.progress.mean_reward
-    )
-    groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
-    return compute_experience(
-        groups, advantages, run.config.grpo, run.model, reference=run.reference, value_head=run.value_head,
-        kl_coef=run.progress.kl_coef, **run.forwarding,
-    )
+    return experience_of_groups(run, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards))
 
 
 def made_up_rollout(prompt_lengths, lengths, vocab_size=200):
