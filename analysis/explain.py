@@ -93,7 +93,7 @@ def find_group(run: Run, sample_groups: Callable) -> Groups | None:
     best = 0
     for number in range(1, BATCHES + 1):
         groups = sample_groups(run, next(run.batches))
-        right = [points == 1 for name, points in groups.per_function.items() if f"reward/{name}" in SUCCESS]
+        right = [points == 1 for name, points in groups.per_function.items() if name in SUCCESS]
         mixed = right[0].any(dim=1) & ~right[0].all(dim=1) if right else True
         rank = (~groups.tied).int() + (~groups.tied & mixed).int()               # (P,): 2 is best, 0 is tied
         if rank.max() > best:
