@@ -21,7 +21,7 @@ from engine.precision import matrices_of_layers, precision_of
 from engine.recomputation import layers_of
 from engine.text_model import text_model
 
-LOGITS = 5                      # tensors of the size of logits that exist at once: scaled, masked, exp, ...
+LOGITS = 6.5                    # tensors of the size of logits that exist at once, with top-p over all tokens
 SMALL_TENSORS = 1.05            # kept by a layer beside those of the formula, such as one number for each row
 
 
