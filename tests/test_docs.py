@@ -23,6 +23,7 @@ from runs.command_line import HEADINGS, parse_config
 from grpo import LOSSES
 from model import load_policy
 from runs.records import read_jsonl
+from sources.foreign_names import REMOVED
 from formula_language import evaluate, formulas
 from project_files import modules_of_the_program
 
