@@ -143,20 +143,30 @@ def printable(text: str) -> str:
     return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def parse_bool(text: str) -> bool:
+    """Return the value of a word such as true or no."""
+    if text.lower() not in TRUE + FALSE:
+        raise argparse.ArgumentTypeError(f"invalid bool value: {text!r} (choose from true, false)")
+    return text.lower() in TRUE
+
+
+def parsing_options(f: dataclasses.Field) -> dict:
+    """Return the options of add_argument that parse a field of the configuration, which checks choices."""
+    choices = get_args(f.type)
+    if f.type is bool:
+        return dict(type=parse_bool, nargs="?", const=True, metavar="bool")
+    if get_origin(f.type) is list:
+        return dict(type=choices[0], nargs="+", metavar=choices[0].__name__)
+    if choices:
+        return dict(type=str, metavar="|".join(filter(None, choices)))
+    return dict(type=f.type, metavar=f.type.__name__)
+
+
 def add_flags_of_config(parser: argparse.ArgumentParser, **defaults) -> None:
     """Add flags of the configuration to another program's parser, with their defaults there."""
-    for _, name, kind, _, text in described_flags():
-        if name not in defaults:
-            continue
-        f, choices = FLAGS[name], get_args(FLAGS[name].type)
-        options = {"type": str if choices else f.type}
-        if f.type is bool:
-            options = {"type": parse_bool, "nargs": "?", "const": True}
-        elif f.default_factory is not dataclasses.MISSING:
-            options = {"type": choices[0], "nargs": "+"}
-        text += "" if defaults[name] in ("", []) else " [%(default)s]"
-        metavar = kind.removesuffix(" ...")
-        parser.add_argument(f"--{name}", default=defaults[name], help=text, metavar=metavar, **options)
+    for name, default in defaults.items():
+        text = FLAGS[name].metadata["help"] + (" [%(default)s]" if default not in ("", []) else "")
+        parser.add_argument(f"--{name}", default=default, help=text, **parsing_options(FLAGS[name]))
 
 
 def section_of(args: argparse.Namespace, section: type, **others):
@@ -180,13 +190,6 @@ def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
         yield heading, f.name, kind, default, f.metadata["help"]
 
 
-def parse_bool(text: str) -> bool:
-    """Return the value of a word such as true or no."""
-    if text.lower() not in TRUE + FALSE:
-        raise argparse.ArgumentTypeError(f"invalid bool value: {text!r} (choose from true, false)")
-    return text.lower() in TRUE
-
-
 def build_parser(show_all: bool) -> OneLineParser:
     """Return the parser of train.py, with a flag for each field of the configuration.
 
@@ -200,17 +203,12 @@ def build_parser(show_all: bool) -> OneLineParser:
     parser.add_argument("--help_all", action="help", help=f"show all {len(FLAGS)} flags")
     for heading, rows in groupby(described_flags(), key=itemgetter(0)):
         group = parser.add_argument_group(heading)
-        for _, name, kind, default, help in rows:
+        for _, name, _, default, help in rows:
             f, text = FLAGS[name], f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
             text = text if show_all or name in COMMON else argparse.SUPPRESS
-            options = {"metavar": kind.removesuffix(" ..."), "help": text}
+            group.add_argument(f"--{name}", help=text, **parsing_options(f))
             if f.type is bool:
-                group.add_argument(f"--{name}", type=parse_bool, nargs="?", const=True, **options)
                 group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
-            elif get_origin(f.type) is list:
-                group.add_argument(f"--{name}", type=get_args(f.type)[0], nargs="+", **options)
-            else:
-                group.add_argument(f"--{name}", type=str if get_args(f.type) else f.type, **options)
     # Of earlier versions; --engine plain takes its place.
     parser.add_argument("--shared_prompt", choices=["auto", "never"], help=argparse.SUPPRESS)
     return parser

@@ -23,7 +23,7 @@ def folder(tmp_path):
     (["--questions", "arithmetic", "--answers", "no/such/folder.jsonl"], "name a file, in a folder that exists"),
     (["--question", "q", "--generation_max_length", "9999"], "exceeds the model's 4096 positions; at most 4094, or"),
     (["--question", ""], "give one of --question"), (["--questoin", "q"], "--questoin: unknown flag; did you mean --question?"),
-    (["--question", "q", "--seed", "-1"], "--seed=-1: must be at least 0"), (["--question", "\udce9"], "is not UTF-8"),
+    (["--question", "q", "--seed", "-1"], "--seed=-1: must be at least 0"),
     (["--question"], "--question: expected one argument"), (["--xyz"], "--xyz: unknown flag; see --help"),
     (["--evaluate", "arithmetic", "--split", "foo"], "arithmetic: there is no split foo; it has train and test"),
 ])
