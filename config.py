@@ -118,7 +118,7 @@ class ModelConfig(Section):
         "", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
     attn_implementation: Literal["auto", "sdpa", "eager"] = flag(
         "auto", "attention implementation of transformers, for forward passes without shared prompts; auto: "
-        "the one that the model was trained with before, else sdpa if its class supports it, else eager")
+        "sdpa if its class supports it, else eager")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
         "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
@@ -225,8 +225,6 @@ class GRPOConfig(Section):
         at_least=0)
     reward_combination: Literal["sum", "gdpo"] = flag(
         "sum", "add up the weighted points of the reward functions, or (gdpo) their weighted advantages")
-    reward_clips: list[float] = flag(
-        [], "limit each function's points to -c ... c, one c per function; empty or 0: no limit")
     reward_clip: float = flag(
         0.0, "limit rewards to -reward_clip ... reward_clip points; 0: no limit", at_least=0)
     overlong: Literal["keep", "mask", "penalise"] = flag(
@@ -311,14 +309,12 @@ class GRPOConfig(Section):
 
         Not in __post_init__, because train(config, reward_functions=...) may replace both.
         """
-        functions, clips = self.reward_functions, self.reward_clips
-        listed = f"{len(functions)} reward functions, {' '.join(functions)}"
+        functions = self.reward_functions
         self.reject(
             ("reward_functions", not functions, "name at least one"),
             ("reward_weights", len(self.reward_weights) not in (0, len(functions)),
-             f"{len(self.reward_weights)} weights for {listed}; give one for each"),
-            ("reward_clips", len(clips) not in (0, len(functions)) or not all(clip >= 0 for clip in clips),
-             f"one number from 0 up for each of the {listed}"),
+             f"{len(self.reward_weights)} weights for {len(functions)} reward functions, "
+             f"{' '.join(functions)}; give one for each"),
             ("max_turns", self.max_turns > 1 and not self.environment,
              "no environment continues the conversation: add --environment, or leave it out"),
             ("environment", self.environment and self.max_turns == 1,

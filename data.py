@@ -29,22 +29,21 @@ COLUMNS = {                     # the column names that are recognised, in order
 
 def load_examples(
     source: str | Sequence, split: str = "train", *, limit: int | None = None, seed: int = 0,
-    bad_lines: str = "error", columns: dict[str, str] | None = None,
+    columns: dict[str, str] | None = None,
 ) -> Sequence[dict]:
     """Return examples of a built-in task, a file (.jsonl, .json, .csv, .parquet) or a hub.
 
-    source     "arithmetic", "countdown" or "guess_letter"; a path; an id on the Hugging Face hub such as
-               "openai/gsm8k:main" (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; or a
-               sequence of dicts or prompts, such as a list or a datasets.Dataset
-    split      "train", "test" or another one of a hub, or a part of it such as "train[:90%]"; ignored for a
-               file or sequence, which has no splits
-    limit      the maximum number of examples, from the start
-    seed       of the order of the built-in problems; it does not change which of them are test problems
-    bad_lines  lines of a .jsonl file that are not JSON: "error", or "skip", which reports their number
-    columns    {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS.
-               The prompt may also be a text with columns in braces: "Make {target} from {nums}."
-    returns    a sequence that reads rows on access, of which slices are lists; every row has been validated
-    raises     ValueError, one line that names the source and, for a file, the line
+    source   "arithmetic", "countdown" or "guess_letter"; a path; an id on the Hugging Face hub such as
+             "openai/gsm8k:main" (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; or a
+             sequence of dicts or prompts, such as a list or a datasets.Dataset
+    split    "train", "test" or another one of a hub, or a part of it such as "train[:90%]"; ignored for a
+             file or sequence, which has no splits
+    limit    the maximum number of examples, from the start
+    seed     of the order of the built-in problems; it does not change which of them are test problems
+    columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS.
+             The prompt may also be a text with columns in braces: "Make {target} from {nums}."
+    returns  a sequence that reads rows on access, of which slices are lists; every row has been validated
+    raises   ValueError, one line that names the source and, for a file, the line
     """
     rows, source = (None, source) if isinstance(source, str) else (source, "dataset")
     if rows is not None and (isinstance(rows, Mapping) or not hasattr(rows, "__getitem__")):
@@ -54,7 +53,7 @@ def load_examples(
         if split not in ("train", "test"):
             raise ValueError(f"{source}: there is no split {split}; it has train and test")
         return PROBLEMS[source](split, seed)[:limit]
-    rows = read_rows(source, split, bad_lines) if rows is None else rows
+    rows = read_rows(source, split) if rows is None else rows
     count = min(limit or len(rows), len(rows))
     if count == 0:
         raise ValueError(f"{source}: no examples in it")

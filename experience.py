@@ -123,10 +123,8 @@ def shape_rewards(
     """
     if config.reward_combination == "gdpo" and per_function:
         advantages = {}
-        clips = config.reward_clips or [0] * len(per_function)
-        for (name, points), clip in zip(per_function.items(), clips, strict=True):
-            clipped = points.clamp(-(clip or torch.inf), clip or torch.inf)
-            scored = clipped.masked_fill(scores.isnan(), torch.nan)
+        for name, points in per_function.items():
+            scored = points.masked_fill(scores.isnan(), torch.nan)
             scaled = compute_group_advantages(scored)
             advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
         scores = weighted_sum(advantages, config.weights).masked_fill(scores.isnan(), torch.nan)

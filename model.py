@@ -21,8 +21,7 @@ from transformers.utils import logging
 from engine.adapters import AdapterReference, add_adapter, has_adapter, trainable_parameters
 from engine.devices import is_main
 from engine.model_files import (
-    adapter_settings, attention_options, auto_class, check_model_path, eager_for_soft_caps, loading_errors,
-    remember_attention,
+    adapter_settings, attention_options, auto_class, check_model_path, loading_errors,
 )
 from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.recomputation import layers_of
@@ -75,18 +74,16 @@ def load_policy(config, *, trainable: bool = True):
         if adapter and config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
-        options = attention_options(config.attn_implementation, adapter)
+        options = attention_options(config)
         if config.model_path:
             path, trust = adapter.get("base_model_name_or_path", config.model_path), config.trust_remote_code
-            settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-            cls, options = auto_class(settings), options or eager_for_soft_caps(settings)
+            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust))
             with loading_shards():
                 policy, found = cls.from_pretrained(
                     path, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True, **options
                 )
         else:
             policy, found = tiny_gemma(tokenizer, **options).eval(), {"missing_keys": set()}
-        remember_attention(policy, options)
         freeze_towers(policy)
         trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
         if missing := sorted(trained & set(found["missing_keys"])):    # drawn at random
@@ -95,7 +92,7 @@ def load_policy(config, *, trainable: bool = True):
                 f"{missing[0]}; copy or download all of them"
             )
         if adapter or config.lora_rank:
-            add_adapter(policy, config, bool(adapter), options)
+            add_adapter(policy, config, bool(adapter))
         if not trainable:
             policy.requires_grad_(False)
         return with_precision(policy, config.precision), tokenizer

@@ -15,10 +15,9 @@ reward_functions/, or in files of your own:
 The second command shows the points of right, wrong, empty and cheating completions.
 """
 
-import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 if __name__ == "__main__":                                # before the slow imports below
     from analysis.reward_linter import run_command_line
@@ -112,21 +111,20 @@ def load_reward_function(name: str | Callable) -> Callable:
 
 def compute_rewards_for_completions(
     reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict], *,
-    on_error: str = "raise", clips: Sequence[float] = (), timeout: float = 0.0,
-    reports: Reports | None = None, turn_points: Tensor | None = None, trainer_state=None,
+    on_error: str = "raise", timeout: float = 0.0, reports: Reports | None = None,
+    turn_points: Tensor | None = None, trainer_state=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Score every completion with every function and add up: total = sum of weight * clipped points.
+    """Score every completion with every function and add up: total = sum of weight * points.
 
     rollout      has completions (B texts) and completion_ids, completion_mask (B, T)
     examples     P dicts, B = P * G. Functions get completions in the format of the prompt: text, or messages
-    on_error     "raise": stop, naming the function and the completion; "none": leave completions unscored
-    clips        for each function a bound c: its points are clipped to [-c, c] before weighting; 0: no bound
+    on_error     "raise": stop, naming the function and its error; "none": leave completions unscored
     timeout      seconds for one call, which scores all B completions; 0: no limit. Taking longer is an error
     reports      gets what functions log, and the failed calls under on_error="none"
     turn_points  (B, T), with an environment: functions get a list for each completion, the points of its
                  turns. A conversation with NaN among them is unscored: its environment raised
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
-    returns      total (P, G) in points, and the points of each function (P, G) before clipping and weighting
+    returns      total (P, G) in points, and the points of each function (P, G) before weighting
 
     Points are NaN where a function could not score. A total is NaN if a function failed, or scored only some
     siblings and not this one: they cannot be compared. A function that returned None for all siblings of a
@@ -134,9 +132,9 @@ def compute_rewards_for_completions(
     """
     group_size, remainder = divmod(len(rollout.completions), len(examples))
     assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
-    arguments = build_arguments(rollout, examples, turn_points, trainer_state, reward_functions)
+    arguments = build_arguments(rollout, examples, turn_points, trainer_state)
     own = Reports([{} for _ in rollout.completions])
-    calls = [start_call(function, arguments, own, timeout) for function in reward_functions]
+    calls = [start_call(function, arguments, own) for function in reward_functions]
     per_function, failed = {}, torch.zeros(len(examples), group_size, dtype=torch.bool)
     for function, call in zip(reward_functions, calls, strict=True):
         points, raised = call_reward_function(                                              # (B,), (B,)
@@ -147,17 +145,13 @@ def compute_rewards_for_completions(
         failed |= raised.view(-1, group_size)
     if reports is not None:
         reports.add(own)
-    return weighted_sum(per_function, weights, clips).masked_fill(failed, torch.nan), per_function
+    return weighted_sum(per_function, weights).masked_fill(failed, torch.nan), per_function
 
 
-def weighted_sum(
-    per_function: dict[str, Tensor], weights: list[float], clips: Sequence[float] = ()
-) -> Tensor:
-    """Add up the points of each function (P, G) -> total (P, G), with clips and NaN as documented above."""
+def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
+    """Add up the points of each function (P, G) -> total (P, G), with NaN as documented above."""
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
-    limits = torch.tensor([clip or math.inf for clip in clips or [0] * len(weights)])[:, None, None]
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
-    points = points.clamp(-limits.to(points.dtype), limits.to(points.dtype))                # NaN stays NaN
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
     weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))

@@ -66,8 +66,8 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
         reports = Reports()                               # filled by the call below
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
             run.reward_functions, config.weights, rollout, examples, on_error=config.reward_errors,
-            clips=config.reward_clips, timeout=config.reward_timeout, reports=reports,
-            turn_points=rollout.turn_points, trainer_state=run.trainer_state,
+            timeout=config.reward_timeout, reports=reports, turn_points=rollout.turn_points,
+            trainer_state=run.trainer_state,
         )
         rewards = shape_rewards(config, rollout, scores, per_function)
         return Groups(examples, rollout, scores, per_function, rewards, reports=reports)

@@ -34,7 +34,7 @@ from model import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
 from runs.command_line import UNSAFE, printable
-from runs.startup_check import can_share_prompts, refuse_endless_template
+from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
 TAG_LABELS = {                  # printed instead of a tag
@@ -68,7 +68,6 @@ class ChatModel:
         device = best_device(source.device)
         source = replace(source, precision=resolve_precision(source.precision, device))
         model, tokenizer = load_policy(source, trainable=False)
-        refuse_endless_template(tokenizer)
         tokenizer.tools = getattr(load_environment(config.environment), "tools", None)
         move(model, device)
         shared_prompt = not alone or device.type == "xla"

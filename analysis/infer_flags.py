@@ -60,7 +60,7 @@ def build_parser() -> OneLineParser:
     add("--generation_batch_size", type=int, default=64, help="completions sampled at once, fewer to save "
         "memory; those of a problem always are [%(default)s]")
     add("--attn_implementation", default="auto", choices=["auto", "sdpa", "eager"],
-        help="attention of transformers, where prompts are not shared; auto: as in training [%(default)s]")
+        help="attention of transformers, where prompts are not shared; auto: sdpa, or eager [%(default)s]")
     add("--precision", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
         help="of the layers; auto: bfloat16 on a GPU or TPU that computes in it, else float32 [%(default)s]")
     add("--trust_remote_code", action="store_true", help="run the Python code that comes with a model")

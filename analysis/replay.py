@@ -138,7 +138,7 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     could_be = weighted_sum(per_function, [1.0] * len(per_function))             # (P, G)
     failed = saved.view_as(could_be).isnan() & ~could_be.isnan()                 # a function raised
     per_function = {name: per_function[name] for name in names}
-    scores = weighted_sum(per_function, config.weights, config.reward_clips).masked_fill(failed, torch.nan)
+    scores = weighted_sum(per_function, config.weights).masked_fill(failed, torch.nan)
     rewards = shape_rewards(config, rollout, scores, per_function)
     progress.add_rewards(rewards)
     advantages = compute_group_advantages(

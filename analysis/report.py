@@ -3,11 +3,12 @@ Write the report of a run: one HTML page that holds all of its data and needs no
 
     python infer.py --report RUN [--against OTHER_RUN]          a run writes its own when it ends
 
-This module reads a run folder; report.html beside it is the page that draws the data. Text of models and
-data sets is not trusted: it is embedded as JSON in which no tag can begin, the page shows it as text and
+report.html beside this module is its Jinja template. Text of models and data sets is not trusted: Jinja
+escapes what it inserts, completions are JSON in which no tag can begin, the script shows them as text and
 never as HTML, and the page's Content-Security-Policy forbids all other scripts and all connections.
 
-Left out on purpose: probabilities of tokens that were not sampled. rollouts.jsonl does not hold them.
+Left out on purpose: probabilities of tokens that were not sampled (rollouts.jsonl does not hold them), and
+the values of single steps in a chart, which are in metrics.jsonl.
 """
 
 if __name__ == "__main__":
@@ -16,25 +17,33 @@ if __name__ == "__main__":
 import base64
 import hashlib
 import json
-from dataclasses import asdict, fields
+import re
+from dataclasses import asdict
+from fnmatch import filter as matching
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 
-from config import FLAGS, START_FLAGS, Config, ModelConfig
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+
+from config import SECTIONS, ModelConfig
 from engine.chat_template import as_text
 from model import load_tokenizer
+from runs.console import PHASES
 from runs.records import or_none, read_jsonl, read_steps, replace_text
-from sources.settings import profile_values
+from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
 MAX_BYTES = 50_000_000
-# Section, metric (or its prefix, up to a slash), title, unit. Other metrics are drawn under "More".
+# Section, metrics (as a file pattern), title, unit. Each metric is drawn by the first row that it matches.
 CHARTS = [
     ("Reward", "mean_reward", "reward", "points"),
-    ("Reward", "reward/", "{}", "points"),
+    ("Reward", "reward/*", "{}", "points"),
     ("Held out", "eval_accuracy", "accuracy, 95 % interval", "share"),
-    ("Held out", "eval_reward/", "{}, held out", "points"),
+    ("Held out", "eval_reward/*", "{}, held out", "points"),
     ("Held out", "eval_truncated", "truncated, held out", "share"),
     ("Groups", "tied_groups", "tied groups", "share"),
     ("Groups", "completion_tokens", "completion length", "tokens"),
@@ -51,9 +60,9 @@ CHARTS = [
     ("Speed and memory", "sampling_seconds", "sampling and rewards", "s"),
     ("Speed and memory", "training_seconds", "forward, backward and updates", "s"),
     ("Speed and memory", "peak_memory_gb", "peak memory", "GB"),
+    ("More", "*", "{}", ""),
 ]
-NOT_DRAWN = {"step", "eval_accuracy_low", "eval_accuracy_high"}    # the latter are the band of eval_accuracy
-DECIMALS = {"mean_advantage": 5}                # mostly 0: float32's rounding should not look like a curve
+LEFT, RIGHT, TOP, BOTTOM = 46, 352, 8, 126                # of a chart's axes, as in report.html
 
 
 def write_report(folder: Path, against: Path | None = None) -> Path:
@@ -62,79 +71,61 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
     raises  ValueError in one line, if a folder is not a run or a file in it is damaged
     """
     folders = [folder] if against is None else [folder, against]
-    configs = [read_config(path) for path in folders]
-    blocks, runs = [], []
-    for number, (path, config) in enumerate(zip(folders, configs, strict=True)):
-        lines = read_metrics(path, config)
-        series = metric_series(lines)
-        of_completions, tokens = read_completions(path, config)
-        blocks += [block(f"tokens-{number}-{step}", text) for step, text in tokens.items()]
-        runs.append({
-            "name": str(path), "series": series, "phases": phase_starts(lines),
-            "environment": config["grpo"].get("environment", ""), "judged": target_metrics(config, series),
-            "advice": [[line["step"], str(line["advice"])] for line in lines if line.get("advice")],
-        } | of_completions)
-    page = {"runs": runs, "charts": list_charts(runs), "settings": list_settings(configs)}
-    blocks.append(block("page", as_json(page)))
+    defaults = {name: value for section in SECTIONS for name, value in asdict(section()).items()}
+    configs = [defaults | read_config(path) for path in folders]
+    runs = [read_run(path, config) for path, config in zip(folders, configs, strict=True)]
+    steps = [saved | {"run": number} for number, run in enumerate(runs) for saved in run["steps"]]
+    steps.sort(key=lambda saved: (saved["step"], -saved["run"]))                 # the last one is shown first
+    advice = [(step, number, text) for number, run in enumerate(runs) for step, text in run["advice"]]
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     target = folder / "report.html"
-    replace_text(target, fill(TEMPLATE.read_text(encoding="utf-8"), blocks))
+    replace_text(target, page.from_string(template).render(
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        runs=runs, sections=list_charts(runs), advice=sorted(advice), steps=steps,
+        settings=list_settings(configs, defaults), saved={name for run in runs for name in run["saved"]},
+    ))
     return target
 
 
-def fill(template: str, blocks: list[str]) -> str:
-    """Insert the data and the hash of the page's script, so that no other script may run in it."""
-    script = template.partition("<script>")[2].partition("</script>")[0]
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    head, marker, tail = template.replace("{{script}}", f"sha256-{script_hash}").partition("{{data}}")
-    assert marker, "report.html has no {{data}}"
-    return head + "\n".join(blocks) + tail
-
-
-def as_json(content) -> str:
-    """Return data for the page as JSON. \\u003c stands for each <, so no tag can begin or end in it."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def block(name: str, text: str) -> str:
-    """Return the result of as_json as an element of the page. name: no text of a file."""
-    return f'<script type="application/json" id="{name}">{text}</script>'
-
-
-# ---- settings and metrics ----------------------------------------------------------------------------------
-
-
-def read_config(folder: Path) -> dict[str, dict]:
-    """Read config.json of a run."""
-    path = folder / "config.json"
-    if not path.is_file():
+def read_config(folder: Path) -> dict:
+    """Read the settings of a run from its config.json, as {name: value}."""
+    if not (folder / "config.json").is_file():
         raise ValueError(f"--report: {folder} is not a run folder: it has no config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        assert all(isinstance(section, dict) for section in config.values())
-        return config
-    except (ValueError, AttributeError, AssertionError):
-        raise ValueError(f"--report: {path} is not the config.json of a run") from None
+    return read_settings(folder / "config.json")
 
 
-def list_settings(configs: list[dict]) -> list[dict]:
-    """Return every setting: section, name, help, default, values, and whether the run's profile set them."""
-    helps = {name: f.metadata["help"] for name, f in FLAGS.items()}
-    sections = {f.name: asdict(f.type()) for f in fields(Config)}
-    defaults = {section: {name: value for name, value in values.items() if name not in START_FLAGS}
-                for section, values in sections.items()}
-    training = [config.get("training", {}) for config in configs]
-    profiles = [profile_values(values.get("profile", ""), values.get("batch_size")) for values in training]
+def list_settings(configs: list[dict], defaults: dict) -> list[dict]:
+    """Return the settings of which a run has another value than the default. Differing ones come first."""
     rows = []
-    for section in defaults | configs[-1] | configs[0]:
-        names = dict.fromkeys(name for config in (defaults, *configs) for name in config.get(section, {}))
-        for name in names:
-            values = [config.get(section, {}).get(name) for config in configs]
-            rows.append({
-                "section": section, "name": name, "help": helps.get(name, ""), "values": values,
-                "default": defaults.get(section, {}).get(name),
-                "profile": [name in p and p[name] == v for p, v in zip(profiles, values, strict=True)],
-            })
-    return rows
+    for name in dict.fromkeys(name for config in configs for name in config):
+        texts = (json.dumps(config.get(name), ensure_ascii=False) for config in (*configs, defaults))
+        *values, default = [text.strip('"') or text for text in texts]
+        if set(values) != {default}:
+            rows.append({"name": name, "values": values, "default": default, "differs": len(set(values)) > 1})
+    return sorted(rows, key=lambda row: not row["differs"])
+
+
+def read_run(folder: Path, config: dict) -> dict:
+    """Return what the page shows of a run: name, summary, series, phases, advice and completions."""
+    lines = read_metrics(folder, config)
+    series = metric_series(lines)
+    ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
+    times = {0: "before training"} | {step: PHASES.get(phase, phase) for phase, step in ends.items()}
+    summary = [", ".join(f"{phase} until step {step}" for phase, step in ends.items()) or "no steps yet"]
+    for metric in [*matching(series, "eval_accuracy"), *matching(series, "eval_reward/*")]:
+        values = series[metric]
+        found = [f"{values[step]:.4g} {when}" for step, when in times.items() if values.get(step) is not None]
+        summary.append(f"{metric}: {', '.join(found)}")
+    return {
+        "name": str(folder), "summary": summary, "series": series,
+        "starts": [step + 1 for step in ends.values()][:-1],
+        "advice": [(line["step"], str(line["advice"])) for line in lines if line.get("advice")],
+    } | read_completions(folder, config)
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------
 
 
 def read_metrics(folder: Path, config: dict) -> list[dict]:
@@ -142,138 +133,175 @@ def read_metrics(folder: Path, config: dict) -> list[dict]:
     path = folder / "metrics.jsonl"
     try:
         lines = read_jsonl(path)
-        prompts = config["training"]["batch_size"]
-        completions = {"grpo": prompts * config["grpo"]["num_completions_per_prompt"]}
         for line in lines:
             if line.get("step_seconds") and line.get("completion_tokens"):
-                tokens = line["completion_tokens"] * completions.get(line["phase"], prompts)
+                siblings = config["num_completions_per_prompt"] if line["phase"] == "grpo" else 1
+                tokens = line["completion_tokens"] * config["batch_size"] * siblings
                 line["tokens_per_second"] = tokens / line["step_seconds"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         raise ValueError(f"--report: {path} is damaged: a line of it does not hold metrics") from None
     return lines
 
 
-def metric_series(lines: list[dict]) -> dict[str, list[list]]:
-    """Return {metric: [steps, values]}. Values have six significant digits; missing ones are None."""
-    series: dict[str, list[list]] = {}
+def metric_series(lines: list[dict]) -> dict[str, dict[int, float | None]]:
+    """Return {metric: {step: value}} of metrics with a finite value. Other values are None."""
+    series: dict[str, dict] = {}
     for line in lines:
         for name, value in line.items():
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-                steps, values = series.setdefault(name, [[], []])
-                steps.append(line["step"])
-                rounded = value is not None and name in DECIMALS
-                values.append(round_digits(round(value, DECIMALS[name]) if rounded else value, 6))
-    return {name: columns for name, columns in series.items() if set(columns[1]) - {None}}
+                series.setdefault(name, {})[line["step"]] = or_none(value)
+    return {name: values for name, values in series.items() if set(values.values()) - {None}}
 
 
-def target_metrics(config: dict, series: dict) -> list[str]:
-    """Return the metrics of quality on held-out data: accuracy, or the points of the rewards trained on."""
-    trained_on = config.get("grpo", {}).get("reward_functions", ["correctness"])
-    if config.get("training", {}).get("use_grpo") and "correctness" not in trained_on:
-        return [m for m in series if m.startswith("eval_reward/") and m != "eval_reward/correctness"]
-    return [name for name in series if name == "eval_accuracy"]
-
-
-def round_digits(value: float | None, n: int) -> float | None:
-    """Round to n significant digits. Numbers that JSON cannot hold become None."""
-    value = or_none(value)
-    return None if value is None else float(f"{value:.{n}g}")
-
-
-def phase_starts(lines: list[dict]) -> list[list]:
-    """Return [name, first step] of each phase. A line may cover several steps; it has the last number."""
-    last_steps = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
-    return [[name, before + 1] for name, before in zip(last_steps, [0, *last_steps.values()], strict=False)]
-
-
-def list_charts(runs: list[dict]) -> list[dict]:
-    """Return {"section", "metric", "title", "unit"} for every metric of a run, in the order of the page."""
-    names = (name for run in runs for name in run["series"] if not name.startswith("eval_reward_"))
-    known = dict.fromkeys(name for name in names if name not in NOT_DRAWN)
-    charts = []
+def list_charts(runs: list[dict]) -> dict[str, list[dict]]:
+    """Return {section: charts} of every metric of a run. Constant curves are in the last section."""
+    names = dict.fromkeys(name for run in runs for name in run["series"] if name != "step")
+    last_step = max((step for run in runs for steps in run["series"].values() for step in steps), default=0)
+    sections: dict[str, list] = {section: [] for section, *_ in CHARTS}
     for section, pattern, title, unit in CHARTS:
-        for name in known:
-            if name == pattern or (pattern.endswith("/") and name.startswith(pattern)):
-                full_title = title.format(name.removeprefix(pattern))
-                charts.append({"section": section, "metric": name, "title": full_title, "unit": unit})
-    others = [name for name in known if name not in {chart["metric"] for chart in charts}]
-    return charts + [{"section": "More", "metric": name, "title": name, "unit": ""} for name in others]
+        for name in matching(names, pattern):
+            del names[name]
+            if re.match("eval_(accuracy|reward)_(low|high)", name):
+                continue                                  # drawn as the interval of another metric
+            constant = all(len(set(run["series"].get(name, {}).values()) - {None}) < 2 for run in runs)
+            folded = constant and section not in ("Reward", "Held out")
+            head = {"title": title.format(name.removeprefix(pattern.rstrip("*"))), "unit": unit}
+            chart = head | draw_chart(runs, name, unit, last_step or 1)
+            sections["More" if folded else section].append(chart)
+    return {section: charts for section, charts in sections.items() if charts}
+
+
+def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict:
+    """Return the ticks of both axes, and for each run its first and last value and the SVG paths."""
+    from matplotlib.ticker import MaxNLocator  # slow to import
+
+    limits = [re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high")]
+    curves = [[run["series"].get(name, {}) for name in (metric, *limits)] for run in runs]
+    values = [value for parts in curves for part in parts for value in part.values() if value is not None]
+    low, high = min(values), max(values)
+    largest = max(abs(low), abs(high))
+    if high - low <= 1e-3 * largest:                      # flat: all labels would be the same four digits
+        low, high = low - (largest / 2 or 0.5), high + (largest / 2 or 0.5)
+    y_ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0 if unit == "share" else low, high).tolist()
+    x_ticks = MaxNLocator(5, steps=[1, 2, 5, 10], integer=True).tick_values(0, last_step).tolist()
+
+    def x(step):
+        return round(LEFT + (RIGHT - LEFT) * step / last_step, 1)
+
+    def y(value):
+        return round(BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]), 1)
+
+    def path(points):
+        pieces = ""
+        for known, piece in groupby(points, lambda point: point[1] is not None):
+            if known:                                     # h0, a line of no length, makes a lone point a dot
+                pieces += "M" + "L".join(f"{x(step)} {y(value)}" for step, value in piece) + "h0"
+        return pieces
+
+    drawn = []
+    for run, (series, lows, highs) in zip(runs, curves, strict=True):
+        known = {step: value for step, value in series.items() if value is not None}
+        interval = [step for step in known if lows.get(step) is not None and highs.get(step) is not None]
+        there, back = ([(step, end[step]) for step in interval] for end in (highs, lows))
+        ends = [*known.values()][:: max(1, len(known) - 1)]
+        drawn.append({
+            "ends": " \u2192 ".join(number_text(value, unit) for value in ends),
+            "curve": path(series.items()), "mean": path(moving_mean(known)), "band": path(there + back[::-1]),
+            "starts": [x(step) for step in run["starts"]], "advice": [x(step) for step, _ in run["advice"]],
+        })
+    return {
+        "runs": drawn, "y_ticks": [(y(value), number_text(value, unit)) for value in y_ticks],
+        "x_ticks": [(x(step), f"{step:.0f}") for step in x_ticks if step <= last_step],
+    }
+
+
+def moving_mean(values: dict[int, float]) -> list[tuple[int, float]]:
+    """Return [(step, mean of the twentieth of all values around it)], [] for fewer than 60 values."""
+    if len(values) < 60:
+        return []
+    window = np.ones(len(values) // 20)
+    sums, counts = (np.convolve(of, window, "same") for of in (list(values.values()), np.ones(len(values))))
+    return list(zip(values, (sums / counts).tolist(), strict=True))
+
+
+def number_text(value: float, unit: str) -> str:
+    """Return a number with four digits, a share in percent with three."""
+    return f"{100 * value:.3g}\u00a0%" if unit == "share" else f"{value:.4g}"
 
 
 # ---- completions -------------------------------------------------------------------------------------------
 
 
-def read_completions(folder: Path, config: dict) -> tuple[dict, dict[int, str]]:
+def read_completions(folder: Path, config: dict) -> dict:
     """Read rollouts.jsonl, a step at a time.
 
-    returns  {"groups": each {"step", "group", "prompt", "tied", "names" of the reward functions,
-             "completions"}, "pieces": the text of every token id, {} without a tokenizer, "every": n, if
-             every n-th saved step was read, "offers": colours of tokens that the run has saved};
-             {step: completion_tokens of each completion}, as JSON that the page parses to show that step
+    returns  {"steps": each {"step", "groups": JSON that the page parses to show them}, "every": n, if every
+             n-th saved step was read, "saved": names of the numbers of tokens}
     """
-    path, groups, tokens, ids, offers = folder / "rollouts.jsonl", [], {}, set(), set()
+    path, steps, saved = folder / "rollouts.jsonl", [], set()
     every = max(1, -(-path.stat().st_size // MAX_BYTES)) if path.is_file() else 1
     tokenizer = find_tokenizer(folder, config)
+    dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
     try:
         for records in read_steps(path, every):
-            step_tokens = [completion_tokens(record) for record in records]
-            tokens[records[0]["step"]] = as_json(step_tokens)
-            groups += summarise_groups(records, tokenizer)
-            for completion in step_tokens:
-                ids.update(completion[0])
-                offers |= {name for name, i in (("entropy", 3), ("change", 4)) if completion[i]}
-        pieces = {token: token_text(tokenizer, token) for token in sorted(ids)} if tokenizer else {}
+            of_groups = groupby(records, key=lambda record: record["group"])
+            groups = [describe_group(list(group), tokenizer) for _, group in of_groups]
+            groups.sort(key=lambda group: group["tied"])
+            saved.update(*(completion["numbers"] for group in groups for completion in group["completions"]))
+            steps.append({"step": records[0]["step"], "groups": htmlsafe_json_dumps(groups, dumps=dumps)})
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"--report: {path} is damaged: {type(error).__name__}: {error}") from None
-    return {"groups": groups, "pieces": pieces, "every": every, "offers": sorted(offers)}, tokens
+    return {"steps": steps, "every": every, "saved": saved}
 
 
-def summarise_groups(records: list[dict], tokenizer) -> list[dict]:
-    """Return the groups of a step. "first" is the index of the group's first completion within the step."""
-    groups = [list(group) for _, group in groupby(records, key=lambda record: record["group"])]
-    size = len(groups[0])
-    return [
-        {
-            "step": group[0]["step"], "group": group[0]["group"],
-            "prompt": prompt_text(group[0]["prompt"], tokenizer),
-            "tied": group[0].get("tied", not any(record["advantage"] for record in group)),
-            "names": list(group[0]["rewards"]), "first": number * size,
-            "completions": [summarise_completion(record) for record in group],
-        }
-        for number, group in enumerate(groups)
-    ]
-
-
-def summarise_completion(record: dict) -> dict:
-    """Return the fields of a completion on the page, without its tokens."""
+def describe_group(group: list[dict], tokenizer) -> dict:
+    """Return what the page shows of a group: its place, its prompt and its completions."""
+    first = group[0]
     return {
-        "text": as_text(record["completion"]), "reward": round_digits(record["reward"], 6),
-        "advantage": round_digits(record["advantage"], 4),
-        "points": [round_digits(points, 6) for points in record["rewards"].values()],
-        "finished": record["finished"], "tokens": record["tokens"],
+        "title": f"step {first['step']}, group {first['group']}", "tied": bool(first.get("tied")),
+        "prompt": prompt_text(first["prompt"], tokenizer),
+        "completions": [describe_completion(record, tokenizer) for record in group],
     }
 
 
-def completion_tokens(record: dict) -> list:
-    """Return [ids, log-probabilities, advantages, entropies, changes] of a completion's tokens.
+def describe_completion(record: dict, tokenizer) -> dict:
+    """Return lines of text, and texts and numbers of the tokens; without a tokenizer, one text."""
+    end = "ended with a stop token" if record["finished"] else "truncated at the length limit"
+    points = {"advantage": record["advantage"]} | record["rewards"]
+    return {
+        "reward": f"reward {signed(record['reward'])}",
+        "points": [f"{name} {signed(value)}" for name, value in points.items()],
+        "end": f"{record['tokens']} tokens, {end}",
+        "numbers": token_numbers(record) if tokenizer else {},
+        "pieces": [token_text(tokenizer, token) for token in record["completion_ids"]] if tokenizer
+        else [as_text(record["completion"])],
+    }
 
-    In nats, except advantages. Log-probabilities have three decimals, the others three significant digits,
-    because changes may be small. A change is the log-probability after the update minus that at sampling, so
-    it includes the rounding differences of sampler and trainer (bfloat16). A token of an environment has
-    None in each list. Advantages are None without a value head, and entropies and changes are None if the
-    run did not save them.
+
+def token_numbers(record: dict) -> dict[str, list[float | None]]:
+    """Return {name: a number for each token} of what the run saved, with four decimals.
+
+    In nats, except advantages, which only runs with a value head have for tokens. A change is the
+    log-probability after the update minus that at sampling, so it includes the rounding differences of
+    sampler and trainer (bfloat16). Tokens of an environment have None.
     """
     sampled, after = record["sampling_logp"], record.get("logp_after")
-    logp = [None if (finite := or_none(value)) is None else round(finite, 3) for value in sampled]
-    advantages, entropies = (
-        values and [round_digits(value, 3) for value in values]
-        for values in (record.get("token_advantages"), record.get("entropies"))
-    )
-    changes = after and [
-        None if new is None or old is None else round_digits(new - old, 3)
-        for new, old in zip(after, sampled, strict=True)
-    ]
-    return [record["completion_ids"], logp, advantages, entropies, changes]
+    pairs = zip(after, sampled, strict=True) if after else ()
+    numbers = {
+        "log-probability": sampled,
+        "change": [None if None in pair else pair[0] - pair[1] for pair in pairs],
+        "entropy": record.get("entropies"),
+        "advantage": record.get("token_advantages"),
+    }
+    return {
+        name: [None if (finite := or_none(value)) is None else round(finite, 4) for value in values]
+        for name, values in numbers.items() if values
+    }
+
+
+def signed(value: float | None) -> str:
+    """Return points or an advantage as "+1.5", "none" if there is no finite number."""
+    return "none" if or_none(value) is None else f"{value:+.4g}"
 
 
 def prompt_text(prompt, tokenizer) -> str:
@@ -285,7 +313,7 @@ def prompt_text(prompt, tokenizer) -> str:
 
 def find_tokenizer(folder: Path, config: dict):
     """Load the tokenizer of the final model, the newest checkpoint or the initial model, or return None."""
-    source = config.get("model", {}).get("model_path", "")
+    source = config["model_path"]
     for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
         if path.is_dir() or source == "":
             try:
@@ -295,6 +323,7 @@ def find_tokenizer(folder: Path, config: dict):
     return None
 
 
+@cache
 def token_text(tokenizer, token: int) -> str:
     """Return the text of a token, decoded after itself because some tokenizers drop a leading space."""
     once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))

@@ -199,8 +199,6 @@ def build_parser() -> OneLineParser:
     add("--dataset", default="arithmetic", help="a built-in task, file or hub id [%(default)s]")
     for name in COLUMNS:
         add(f"--{name}_column", default="", help=f"column with the {name}; empty: a usual name")
-    add("--bad_lines", default="error", choices=["error", "skip"],
-        help="stop at lines of a .jsonl file that are not JSON, or skip them [%(default)s]")
     add("--limit", type=int, default=8, help="use the first n examples [%(default)s]")
     return parser
 
@@ -212,7 +210,7 @@ def main(argv: list[str]) -> int:
 
     columns = {name: getattr(args, f"{name}_column") for name in COLUMNS}
     limit = max(1, args.limit)
-    examples = load_examples(args.dataset, limit=limit, bad_lines=args.bad_lines, columns=columns)
+    examples = load_examples(args.dataset, limit=limit, columns=columns)
     functions = [load_reward_function(name) for name in args.reward_functions]
     require_columns(functions, examples, args.dataset)
     functions = functions or applicable_functions(examples)

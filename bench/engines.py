@@ -44,7 +44,7 @@ def print_agreement() -> None:
             torch.manual_seed(0)
             model = build().eval()
             if trained == "adapter":
-                t.add_adapter(model, t.ModelConfig(lora_rank=4), False, {})
+                t.add_adapter(model, t.ModelConfig(lora_rank=4), False)
             with_precision(model, precision)
             engine, found = t.engine_of(model), []
             for _ in range(2):
@@ -93,7 +93,7 @@ def measure(size: str, sampler: str) -> None:
     tokenizer.eos_token = model.generation_config.eos_token_id = None            # every completion has 256 tokens
     engine, transfer = None, "-"
     if sampler == "vllm":
-        engine = VLLMEngine(model, max_length=PROMPT_TOKENS + NEW_TOKENS, memory=0.5, timeout=3600)
+        engine = VLLMEngine(model, max_length=PROMPT_TOKENS + NEW_TOKENS, memory=0.5)
     for seed in range(2):
         with ready_to_sample(model, engine):
             started = time.perf_counter()

@@ -66,5 +66,5 @@ def by_hand() -> list[str]:
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gsm8k = load_examples(sys.argv[1], bad_lines="skip")
+        gsm8k = load_examples(sys.argv[1])
     print("\n".join(["", *agreement(gsm8k), "", *by_hand()]))

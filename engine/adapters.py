@@ -13,11 +13,10 @@ from engine.sharding import gathered_weights
 from engine.text_model import linear_layers
 
 
-def add_adapter(model: PreTrainedModel, config, saved: bool, options: dict) -> None:
+def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
     """Add an adapter for the linear layers of the text model but experts and routers, to be trained.
 
-    config   a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
-    options  arguments that the model was loaded with; they are saved with the adapter
+    config  a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
     """
     from peft import LoraConfig                           # here: few models have an adapter
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -33,7 +32,6 @@ def add_adapter(model: PreTrainedModel, config, saved: bool, options: dict) -> N
         convert_peft_config_for_transformers(lora, model, None)
         lora.target_parameters, lora.rank_pattern, lora.alpha_pattern = None, {}, {}
         model.add_adapter(lora)
-    model.peft_config["default"].auto_mapping = options or None       # attention_options reads it
 
 
 def has_adapter(model: PreTrainedModel) -> bool:

@@ -4,42 +4,39 @@ loaded, and are reported in one line.
 """
 
 import json
-import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import transformers
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
 
-from engine.errors import first_line, in_one_line
+from engine.errors import in_one_line
 
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")      # gpt2, openai/gsm8k
-REQUIRED = {
-    "config.json": ["config.json"],
-    "weights (model.safetensors)": ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"],
-    "a tokenizer (tokenizer.json)": [
-        "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"],
-}
+CONFIGURATION = ("config.json",)
+WEIGHTS = "*.safetensors", "pytorch_model*.bin"
+TOKENIZER = "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"
 
 
-def check_model_path(path: str) -> None:
-    """Raise ValueError, one line, if a path is not the folder or the hub id of a model that can be read."""
-    problem = find_missing(path)
-    if not problem and (adapter := adapter_settings(path)):
-        base = adapter["base_model_name_or_path"]
-        problem = find_missing(base)
-        problem = problem and f"is an adapter for {base}, and that is not there: {problem}"
-    elif not problem and Path(path).exists():
-        for name, patterns in REQUIRED.items():
-            if not any(any(Path(path).glob(pattern)) for pattern in patterns):
-                problem = problem or f"the folder has no {name}; name a saved model, such as RUN/final"
-    if problem:
-        raise ValueError(f"--model_path={path}: {problem}")
+def check_model_path(path: str, *, config_only: bool = False) -> None:
+    """Raise ValueError, one line, if a path is not the folder or the hub id of a model, or of its adapter.
+
+    The hub is asked once, where transformers would try again for half a minute if there is no network.
+    """
+    base = adapter_settings(path).get("base_model_name_or_path", path)
+    parts = [(base, CONFIGURATION)]
+    if not config_only:
+        parts += [(base, WEIGHTS), (path, TOKENIZER)]     # without a tokenizer some classes make an empty one
+    for folder, patterns in parts:
+        files = [file for pattern in patterns for file in Path(folder).glob(pattern)]
+        if Path(folder).is_dir() and not files:
+            raise ValueError(f"--model_path={path}: {folder} has no {' or '.join(patterns)}")
+    with loading_errors(path, f"no such folder as {base}; from the hub"), suppress(EntryNotFoundError):
+        if not Path(base).is_dir() and not isinstance(try_to_load_from_cache(base, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(base, "config.json"))      # EntryNotFoundError: an adapter
 
 
 @contextmanager
@@ -53,47 +50,6 @@ def loading_errors(path: str, problem: str):
         raise ValueError(line) from error
 
 
-def find_missing(path: str) -> str:
-    """Return why a path is neither a folder nor a readable model on the hub, and what to do; "" if it is."""
-    folder = Path(path)
-    if folder.is_dir():
-        return ""
-    if folder.is_file():
-        return f"is a file; name its folder, {folder.parent}"
-    if path.startswith("kaggle:"):
-        name = path.removeprefix("kaggle:")
-        return (
-            "weights from Kaggle are not loaded directly: download them with "
-            f'kagglehub.model_download("{name}"), and name the folder that it returns'
-        )
-    no_folder = f"no such folder ({folder.absolute()})"
-    if not HUB_ID.fullmatch(path):
-        return f"{no_folder}; ids on the hub look like gpt2 or owner/name"
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
-        return ""                                         # downloaded before: loads without the hub
-    try:
-        get_hf_file_metadata(hf_hub_url(path, "config.json"))     # one request, where transformers retries
-    except EntryNotFoundError:
-        return ""                                         # transformers tells what the repository lacks
-    except GatedRepoError:
-        return (
-            f"{no_folder}, and on the hub it is gated: log in with `hf auth login`, and accept the licence "
-            f"at https://huggingface.co/{path}"
-        )
-    except RepositoryNotFoundError:
-        return (
-            f"{no_folder}, and the hub has no such model that you may read: correct the folder or the id "
-            "(owner/name), or log in with `hf auth login` if the model is private"
-        )
-    except Exception as error:                            # of the network, of which there are many types
-        answer = first_line(error).rstrip(".")
-        return (
-            f"{no_folder}, not downloaded before, and {constants.ENDPOINT} answers: {answer}; check the "
-            "network, or name a folder"
-        )
-    return ""
-
-
 def auto_class(config):
     """Return the class of transformers that loads a configuration's model. Mistral 3 has none for text."""
     kind = type(config)
@@ -101,32 +57,10 @@ def auto_class(config):
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
-def attention_options(chosen: str, adapter: dict) -> dict[str, str]:
-    """Return the argument for from_pretrained; {} leaves the choice to transformers.
-
-    chosen   --attn_implementation. auto: what the adapter was trained with. Of a whole model transformers
-             reads what remember_attention has written; else it takes sdpa if the class supports it
-    adapter  result of adapter_settings
-    """
-    remembered = (adapter.get("auto_mapping") or {}).get("attn_implementation")
-    attention = remembered if chosen == "auto" else chosen
-    return {"attn_implementation": attention} if attention else {}
-
-
-def eager_for_soft_caps(config) -> dict[str, str]:
-    """Return the argument for eager attention where transformers before 5.21 takes sdpa without soft caps."""
-    caps = getattr(config.get_text_config(), "attn_logit_softcapping", None)                     # Gemma 2
-    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
-    return {"attn_implementation": "eager"} if caps and old else {}
-
-
-def remember_attention(model, options: dict[str, str]) -> None:
-    """Write the attention that a model was loaded with into its configuration, which is saved with it.
-
-    Not where transformers chose sdpa by itself: read again, it would be required of the towers as well.
-    """
-    if options or model.config._attn_implementation == "eager":
-        model.config.attn_implementation = model.config._attn_implementation
+def attention_options(config) -> dict[str, str]:
+    """Return the argument of from_pretrained for --attn_implementation; with auto transformers chooses."""
+    attention = config.attn_implementation
+    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def adapter_settings(path: str) -> dict:

@@ -19,10 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface
 
 from engine import attention_kernels
@@ -35,8 +37,7 @@ PADDED_QUERY, PADDED_KEY = -1, 2**30  # positions of padding: no query attends t
 # ---- token layout ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Block:
+class Block(NamedTuple):
     """Hold rows of queries and the keys that each row attends to, as indices of tokens of the pass."""
 
     queries: Tensor             # (b, n), right-padded by repeating a token
@@ -69,12 +70,8 @@ class TokenLayout:
 
     def to(self, device) -> "TokenLayout":
         """Return a copy on a device."""
-        def move(blocks):
-            return [Block(*(x.to(device) if isinstance(x, Tensor) else x for x in vars(block).values()))
-                    for block in blocks]
-
-        slots = (self.own_slots, self.prefix_query_slots, self.prefix_key_slots)
-        return TokenLayout(move(self.own), move(self.prefix), *(x.to(device) for x in slots))
+        tensors = self.own, self.prefix, self.own_slots, self.prefix_query_slots, self.prefix_key_slots
+        return TokenLayout(*tree_map_only(Tensor, lambda x: x.to(device), tensors))
 
 
 def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:

@@ -209,12 +209,6 @@ def replicated_sums(name: str, module: torch.nn.Module) -> dict[str, float]:
     return sums
 
 
-def bytes_here(tensor) -> int:
-    """Return the bytes of a tensor in this process."""
-    shard = local(tensor)
-    return shard.numel() * shard.element_size()
-
-
 def clip_gradient(parameters: list, max_norm: float) -> float:
     """Clip the gradient to a norm, in place, and return its norm before, over all processes.
 

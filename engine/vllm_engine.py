@@ -10,7 +10,6 @@ a GPU's memory while the policy is updated, is not, as it needs a GPU.
 Left out on purpose: engines in other processes.
 """
 
-import atexit
 import copy
 import importlib.util
 import os
@@ -20,12 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
-from multiprocessing import TimeoutError
-from multiprocessing.pool import ThreadPool
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -59,51 +55,41 @@ class VLLMEngine:
 
     latest: "VLLMEngine | None" = None
 
-    def __init__(self, model, *, max_length: int, memory: float, timeout: float):
+    def __init__(self, model, *, max_length: int, memory: float):
         """Start an engine for a model's architecture, on its device. Call on all ranks.
 
         max_length  tokens of the longest prompt and completion together
         memory      share of the GPU's memory; on a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GB
-        timeout     seconds that one call may take
         """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if VLLMEngine.latest:                             # when freed, it would end groups of the new one
             VLLMEngine.latest.llm.llm_engine.engine_core.shutdown()
-        VLLMEngine.latest, device = self, next(model.parameters()).device
-        self.timeout, self.sleeps = timeout, device.type == "cuda"
-        # One thread makes all calls, so that a call that hangs can be left behind.
-        select = (torch.cuda.set_device, (device,)) if self.sleeps else (None, ())
-        self.thread = ThreadPool(1, *select)
-        atexit.register(self.thread.close)
+        VLLMEngine.latest = self
+        self.sleeps = next(model.parameters()).device.type == "cuda"
         vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
         self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         config = copy.deepcopy(model.config)
-        config.architectures = [class_name(model)]
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
         with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
             config.save_pretrained(folder)
             self.llm = self.call(start, folder, precision_of(model), max_length, memory, self.sleeps)
 
     def call(self, function: Callable, *args, **kwargs):
-        """Call a function in the engine's thread. Raises RunError, one line, if it raises or hangs.
+        """Call a function of the engine. Raises RunError, one line, if it raises.
 
         Errors for want of memory are raised as they are: the run names flags that take less.
         """
         try:
-            return self.thread.apply_async(function, args, kwargs).get(self.timeout)
-        except TimeoutError:
-            raise RunError(
-                f"vLLM did not answer within --engine_timeout {self.timeout:g} seconds; raise it, or go on "
-                "with --engine auto."
-            ) from None
+            return function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, RunError) or is_out_of_memory(error):
                 raise
             raise RunError(f"vLLM raised {in_one_line(error)}.") from error
 
     def call_on_all_ranks(self, function: Callable, *args, **kwargs):
-        """Call a function in the engine's thread of each rank; the first rank's error is raised on all."""
+        """Call a function of the engine of each rank; the first rank's error is raised on all."""
         return gather_from_ranks(partial(self.call, function, *args, **kwargs))[0]
 
     @contextmanager
@@ -235,11 +221,6 @@ def score(model, ids: Tensor) -> Tensor:
         return compute_logits(model, hidden[0, :-1]).log_softmax(-1).clone()
 
     return forward_pass(model, log_probs).cpu().gather(-1, ids[1:, None])[:, 0]
-
-
-def class_name(model) -> str:
-    """Return the name of a model's class in transformers; FSDP2 puts one of its own before it."""
-    return next(cls.__name__ for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def ready_to_sample(model, engine: VLLMEngine | None):

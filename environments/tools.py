@@ -42,23 +42,10 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
         deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
         return [run_json_call(call, functions) if time.monotonic() < deadline else late for call in calls]
     text = text.rstrip()
-    calls = list(re.finditer(rf"\b({'|'.join(functions)})\(", text)) if text.endswith(")") else []
-    if not calls:
+    *_, call = [None, *re.finditer(rf"\b({'|'.join(functions)})\(", text)]              # the last one
+    if call is None or not text.endswith(")"):
         return []
-    # Earlier ones are mentions: the call is the one that the last parenthesis closes.
-    opening = last_opening(text)
-    call = next((call for call in calls if call.end() - 1 == opening), calls[-1])
     return [run_call(functions[call[1]], text[call.end() : -1])]
-
-
-def last_opening(text: str) -> int:
-    """Return the position of the parenthesis that the last character of a text closes, -1 if it has none."""
-    depth = 0
-    for position in range(len(text) - 1, -1, -1):
-        depth += (text[position] == ")") - (text[position] == "(")
-        if depth == 0:
-            return position
-    return -1
 
 
 def run_json_call(text: str, functions: dict[str, Callable]) -> str:

@@ -1,19 +1,17 @@
 """
 Calling a reward function: its arguments, the time limit, what it returns and reports, and errors that name
-the function and the completion.
+the function.
 """
 
 import asyncio
+import copy
 import inspect
 import math
 import signal
 import threading
-import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -23,7 +21,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from engine.errors import RunError, exits_as_errors
+from engine.errors import RunError, exits_as_errors, in_one_line
 from reward_functions.answers import text_of
 from reward_functions.loading import accepted, columns_of, name_of
 
@@ -32,11 +30,15 @@ MOST_POINTS = 1e15              # of which the square is a number of float32 as 
 
 
 class RewardError(RunError):
-    """Report that a reward function failed. The message has the function, the error and the completion."""
+    """Report that a reward function failed. The message has the function, the error and a completion."""
 
 
-class CallFailed(ValueError):
-    """Report that a call returned no points, or took too long. No single completion is the cause."""
+class NoPoints(ValueError):
+    """Report that a call returned something else than points, or took too long."""
+
+
+class OutOfTime(KeyboardInterrupt):
+    """Interrupt a call: functions often catch Exception, but not this."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Reports:
 
     extra: list[dict] = field(default_factory=list)       # B, name -> value, from log_extra
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # from log_metric
-    failures: list[dict] = field(default_factory=list)    # calls that failed: function, error, completion
+    failures: list[dict] = field(default_factory=list)    # unscored calls: function, error, first completion
 
     def log_extra(self, name: str, values) -> None:
         """Keep a value for each completion, for rollouts.jsonl."""
@@ -71,32 +73,24 @@ class Reports:
         return self
 
 
-def build_arguments(
-    rollout, examples: list[dict], turn_points: Tensor | None, trainer_state, functions: list[Callable]
-) -> dict:
-    """Return the arguments of the reward functions, lists of B entries: columns are repeated for siblings.
-
-    functions  sampling_logp and prompt_ids are left out unless one of these has a parameter of the name
-    """
+def build_arguments(rollout, examples: list[dict], turn_points: Tensor | None, trainer_state) -> dict:
+    """Return the arguments of reward functions, lists of B entries: columns are repeated for siblings."""
     group_size, mask = len(rollout.completions) // len(examples), rollout.completion_mask
     rows = [example for example in examples for _ in range(group_size)]
     prompts = [row.get("original_prompt", row["prompt"]) for row in rows]
-    names = {name for function in functions for name in inspect.signature(function).parameters}
 
     def select(values: Tensor, mask: Tensor) -> list[list]:
         return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
+    prompt_ids = select(rollout.prompt_ids, rollout.prompt_mask)
     arguments = dict(
         completions=list(map(match_prompt_format, rollout.completions, prompts)), prompts=prompts,
         completion_ids=select(rollout.completion_ids, mask),
+        sampling_logp=select(rollout.sampling_logp, mask),
+        prompt_ids=[row for row in prompt_ids for _ in range(group_size)],
         trainer_state=trainer_state or SimpleNamespace(global_step=0, max_steps=1, epoch=0.0),
         **{name: [row.get(name) for row in rows] for name in sorted(columns_of(examples))},
     )
-    if "sampling_logp" in names:
-        arguments["sampling_logp"] = select(rollout.sampling_logp, mask)
-    if "prompt_ids" in names:
-        ids = select(rollout.prompt_ids, rollout.prompt_mask)
-        arguments["prompt_ids"] = [row for row in ids for _ in range(group_size)]
     if turn_points is not None:
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
         arguments["turn_points"] = select(turn_points, ends)
@@ -117,105 +111,55 @@ def call_reward_function(
     """Return the points (B,) float64, NaN for None, and (B,) bool: where the function failed.
 
     call  result of start_call. With on_error "none" a function that raises is called again for each group
-          alone, so that the groups on which it does not raise are scored; all of that within the time limit
+          alone, so that the groups on which it does not raise are scored
     """
-    name, count = name_of(function), len(arguments["completions"])
-    points, failed = torch.full((count,), math.nan, dtype=torch.float64), torch.ones(count, dtype=torch.bool)
-    try:
-        return parse_points(call_with_timeout(timeout, call), name, reports), ~failed
-    except Exception as raised:
-        error, completion, known = raised, f"all of {count}", len(reports.failures)
-    with suppress(CallFailed):                            # no time is left
-        if on_error == "none" and not isinstance(error, CallFailed):
-            again = partial(call_groups, function, arguments, reports, group_size, points, failed)
-            call_with_timeout(timeout, again)
-        elif not isinstance(error, CallFailed):
-            completion = call_with_timeout(timeout, partial(find_failing_completion, function, arguments))
-    if on_error == "none":
-        if len(reports.failures) == known:
-            reports.failures.append({"function": name, "error": describe(error), "completion": completion})
-        return points, failed
-    if isinstance(error, CallFailed):
-        raise RewardError(f"reward function {name}: {error}") from None
-    fix = "Let it return None for what it cannot score, or pass --reward_errors none."
-    if isinstance(arguments["completions"][0], str) and isinstance(error, IndexError | KeyError | TypeError):
-        fix += (
-            ' Prompts are text, so completions are text: if it reads completion[0]["content"], make each '
-            'prompt a list of messages, [{"role": "user", "content": ...}].'
-        )
-    raise RewardError(
-        f"reward function {name} raised {describe(error)} ({locate_error(error, function)}); "
-        f"on completion {completion!r}. {fix}"
-    ) from error
-
-
-def describe(error: Exception) -> str:
-    """Return an error in one line, with its type unless the message is ours."""
-    kind = "" if isinstance(error, CallFailed) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())
-
-
-def call_groups(function: Callable, arguments: dict, reports: Reports, size: int, points, failed) -> None:
-    """Call a function for each group alone, fill in points and failed (B,), and report the failures."""
-    for rows, part, outcome in call_in_parts(function, arguments, reports, size):
-        if isinstance(outcome, Tensor):
-            points[rows], failed[rows] = outcome, False
-        else:
-            cause = {"error": describe(outcome), "completion": find_failing_completion(function, part)}
-            reports.failures.append({"function": name_of(function)} | cause)
-
-
-def find_failing_completion(function: Callable, arguments: dict) -> str:
-    """Return the first completion on which the function raises if called with this completion alone."""
     completions = arguments["completions"]
-    for rows, _, outcome in call_in_parts(function, arguments, Reports([{} for _ in completions]), 1):
-        if not isinstance(outcome, Tensor):
-            return text_of(completions[rows.start])
-    return f"none alone; all {len(completions)} together"
-
-
-def call_in_parts(function: Callable, arguments: dict, reports: Reports, size: int) -> Iterator[tuple]:
-    """Call a function for `size` completions at a time. Yield their rows, arguments, and points or error."""
-    for start in range(0, len(arguments["completions"]), size):
-        rows = slice(start, start + size)
+    try:
+        points = parse_points(call_with_timeout(timeout, call), name_of(function), reports)
+        return points, torch.zeros(len(points), dtype=torch.bool)
+    except Exception as error:
+        if on_error == "raise":
+            raise RewardError(error_message(function, error, completions)) from error
+        if isinstance(error, NoPoints) or len(completions) == group_size:
+            report = {"error": in_one_line(error), "completion": text_of(completions[0])}
+            reports.failures.append({"function": name_of(function)} | report)
+            unscored = torch.full((len(completions),), math.nan, dtype=torch.float64)
+            return unscored, torch.ones(len(completions), dtype=torch.bool)
+    parts = []
+    for start in range(0, len(completions), group_size):
+        rows = slice(start, start + group_size)
         part = {name: value[rows] if isinstance(value, list) else value for name, value in arguments.items()}
-        of_part = Reports(reports.extra[rows], reports.metrics)
-        try:
-            yield rows, part, parse_points(start_call(function, part, of_part)(), name_of(function), of_part)
-        except Exception as error:
-            yield rows, part, error
+        of_part = Reports(reports.extra[rows], reports.metrics, reports.failures)
+        call = start_call(function, part, of_part)
+        parts.append(call_reward_function(function, call, part, of_part, group_size, on_error, timeout))
+    points, failed = zip(*parts, strict=True)
+    return torch.cat(points), torch.cat(failed)
 
 
-def start_call(function: Callable, arguments: dict, reports: Reports, timeout: float = 0.0) -> Callable:
+def start_call(function: Callable, arguments: dict, reports: Reports) -> Callable:
     """Return a function that returns the result of a call. An async function begins here, beside others.
 
-    Each call has lists of its own: what one changes in them, the others do not see.
+    Each call has lists of its own: what one changes in them, the others do not see. So have siblings.
     """
     logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
-    own = {name: own_copy(value) for name, value in accepted(function, arguments | logs).items()}
+    own = accepted(function, arguments | logs)
+    own |= {name: list(map(copy.deepcopy, value)) for name, value in own.items() if isinstance(value, list)}
 
-    def call():
-        with exits_as_errors():
-            return function(**own)
-
-    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        return call
-
-    async def awaited():
+    async def call_async():
         with exits_as_errors():                           # SystemExit would end the event loop
             return await function(**own)
 
-    async def limited():                                  # ends after the call below has given up
-        return await asyncio.wait_for(awaited(), timeout + 1 if timeout else None)
+    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        return exits_as_errors()(partial(function, **own))
+    future = asyncio.run_coroutine_threadsafe(call_async(), event_loop())
 
-    return asyncio.run_coroutine_threadsafe(limited(), event_loop()).result
+    def result():
+        try:
+            return future.result()
+        finally:
+            future.cancel()                               # without effect, unless the wait was interrupted
 
-
-def own_copy(value):
-    """Return lists and dicts copied, at any depth, and anything else as it is."""
-    if isinstance(value, list):
-        return [own_copy(part) for part in value]
-    return {name: own_copy(part) for name, part in value.items()} if type(value) is dict else value
+    return result
 
 
 @cache
@@ -227,45 +171,30 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def call_with_timeout(seconds: float, call: Callable):
-    """Return call(), or raise CallFailed after that many seconds; 0: no limit.
+    """Return call(), or raise NoPoints after that many seconds; 0: no limit.
 
-    In the main thread a timer interrupts Python code, waiting and regular expressions, but no other C code
-    that holds the interpreter lock. The function may set an alarm of its own; that replaces the timer, of
-    which a process has one, so a thread sends another signal. In other threads, and on Windows, the call goes
-    on in a thread. Run programs that a model wrote in reward_functions/sandbox.py.
+    A timer's signal interrupts Python code, waiting and regular expressions, but no other C code, and only in
+    the main thread: elsewhere, on Windows, and after a function's own signal.alarm there is no limit. A
+    thread that is given up on would go on, and functions that set an alarm, as math-verify does, fail in one.
     """
-    if not seconds:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not seconds or not is_main or not hasattr(signal, "setitimer"):
         return call()
-    out_of_time = CallFailed(f"no result within {seconds:g} s (--reward_timeout)")
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        future = ThreadPoolExecutor(1).submit(call)
-        if not wait([future], seconds).done:
-            raise out_of_time
-        return future.result()
-    late = ended = False
 
     def interrupt(*_) -> None:
-        nonlocal late
-        if not ended:
-            late = True
-            raise KeyboardInterrupt                       # functions often catch Exception
+        raise OutOfTime
 
-    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGALRM, signal.SIGVTALRM)}
-    started, outer = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    thread = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), signal.SIGVTALRM))
-    thread.start()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)    # again: a thread pool waits for its threads then
     try:
-        return call()
+        result = call()
+        signal.setitimer(signal.ITIMER_REAL, 0)           # here, where a late signal is still caught
+        return result
+    except OutOfTime:
+        raise NoPoints(f"no result within {seconds:g} s (--reward_timeout)") from None
     finally:
-        ended = True
-        thread.cancel()
-        thread.join()                                     # it sends nothing once the handlers are gone
-        left = outer[0] and max(1e-3, outer[0] + started - time.monotonic())
-        signal.setitimer(signal.ITIMER_REAL, left, outer[1])
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if late:
-            raise out_of_time
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def parse_points(returned, name: str, reports: Reports) -> Tensor:
@@ -288,20 +217,32 @@ def parse_points(returned, name: str, reports: Reports) -> Tensor:
             raise TypeError
         points = torch.tensor([math.nan if p is None else float(p) for p in points], dtype=torch.float64)
     except (TypeError, ValueError):
-        raise CallFailed(f"it returned {returned!r:.60}; {expected}") from None
+        raise NoPoints(f"it returned {returned!r:.60}; {expected}") from None
     for length in {len(points), *map(len, outputs.values())} - {count}:
-        raise CallFailed(f"it returned {length} values for {count} completions; {expected}")
+        raise NoPoints(f"it returned {length} values for {count} completions; {expected}")
     if (points.abs() > MOST_POINTS).any():
         most = f"an infinite number of points, or more than {MOST_POINTS:g}"
-        raise CallFailed(f"it returned {most}; return None if it cannot score")
+        raise NoPoints(f"it returned {most}; return None if it cannot score")
     for output, values in outputs.items():
         reports.log_extra(f"{name}/{output}", values)
         reports.metrics[f"reward/{name}/{output}"] += [float(v) for v in values if isinstance(v, int | float)]
     return points
 
 
-def locate_error(error: Exception, function: Callable) -> str:
-    """Return the file and line of an error, in the function's own file if the traceback has it."""
+def error_message(function: Callable, error: Exception, completions: list) -> str:
+    """Return a line with the function, its error with file and line, a completion, and what to do."""
+    name = name_of(function)
+    if isinstance(error, NoPoints):
+        return f"reward function {name}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == getattr(getattr(function, "__code__", None), "co_filename", "")]
-    return f"{Path((own or frames)[-1].filename).name}, line {(own or frames)[-1].lineno}"
+    frame = (own or frames)[-1]
+    where = f"{Path(frame.filename).name}, line {frame.lineno}"
+    fix = "Let it return None for what it cannot score, or pass --reward_errors none."
+    if isinstance(completions[0], str) and isinstance(error, IndexError | KeyError | TypeError):
+        fix += (
+            ' Prompts are text, so completions are text: if it reads completion[0]["content"], make each '
+            'prompt a list of messages, [{"role": "user", "content": ...}].'
+        )
+    first = f"on {len(completions)} completions, the first is {text_of(completions[0])!r:.80}"
+    return f"reward function {name} raised {in_one_line(error)} ({where}); {first}. {fix}"

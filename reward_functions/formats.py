@@ -17,11 +17,11 @@ LETTERS = "ABCDEFGHIJ"          # of choices
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
     """Give 1 point if the tagged answer names the right choice, else 0; None where the column `answer` names
-    no choice.
+    no choice, or could mean two.
 
     "B", "(b)", "B." and "B) four" name choice B; so does its text if the column `choices` is a list of texts.
-    The data's answer may also be an index from 0, as an int. An "A" among the texts that is not choice A, so
-    that "A" has two meanings, is refused before training.
+    The data's answer may also be an index from 0, as an int. An "A" among the texts that is not choice A has
+    two meanings.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
@@ -30,15 +30,12 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
     def points(text: str, truth, options: list[str]) -> float | None:
         given, right = extract_answer(text), choice_of(truth, options)
         letters = [choice_of(letter, options) for letter in LETTERS[: len(options)]]
-        if letters != options[: len(LETTERS)] or choice_of(str(truth), options) not in (None, right):
-            two = f"a letter or the answer {truth!r:.60} could mean two of the choices {options!r:.200}"
-            raise ValueError(f"--reward_functions multiple_choice: {two}; reword them, or leave the row out")
-        return None if right is None else float(given is not None and choice_of(given, options) == right)
+        ambiguous = letters != options[: len(LETTERS)] or choice_of(str(truth), options) not in (None, right)
+        if right is None or ambiguous:
+            return None
+        return float(given is not None and choice_of(given, options) == right)
 
     return score_each(points, completions, answer, map(as_texts, choices or [None] * len(completions)))
-
-
-multiple_choice.check_row = lambda row: multiple_choice([""], [row.get("answer")], [row.get("choices")])
 
 
 def choice_of(answer, options: list[str]) -> str | None:

@@ -5,7 +5,6 @@ Give them a small weight next to a function that checks the answer, and read com
 """
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable
 
 import regex
@@ -35,14 +34,12 @@ def diversity(completions, prompts=None, **columns) -> list[float | None]:
     """
     words = [text_of(completion).casefold().split() for completion in completions]
     pairs = [set(itertools.pairwise(text)) or set(text) for text in words]
-    groups = defaultdict(list)
-    for row, prompt in enumerate(prompts or [""] * len(completions)):
-        groups[str(prompt)].append(row)
-    points: list[float | None] = [None] * len(completions)
-    for rows in groups.values():
-        for row in rows if len(rows) > 1 else []:
-            overlaps = [jaccard_index(pairs[row], pairs[sibling]) for sibling in rows if sibling != row]
-            points[row] = 1 - sum(overlaps) / len(overlaps)
+    prompts = prompts or [""] * len(completions)
+    points: list[float | None] = []
+    for row, prompt in enumerate(prompts):
+        siblings = [pairs[i] for i, other in enumerate(prompts) if other == prompt and i != row]
+        overlaps = [jaccard_index(pairs[row], sibling) for sibling in siblings]
+        points.append(1 - sum(overlaps) / len(overlaps) if overlaps else None)
     return points
 
 

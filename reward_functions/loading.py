@@ -19,6 +19,7 @@ PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_
             "log_extra", "log_metric")
 RESERVED = (*PROVIDED, "prompt", "original_prompt", "completion", "turn_points")
 TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
+ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
 
 
@@ -81,7 +82,7 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
 
 
 def accepted(function: Callable, arguments: dict) -> dict:
-    """Return the arguments that a function has parameters for: all of them if it accepts any.
+    """Return the arguments that a function has parameters for: if it accepts any, all but ONLY_BY_NAME.
 
     A parameter `completions: list[list[int]]` gets token ids.
     """
@@ -90,9 +91,9 @@ def accepted(function: Callable, arguments: dict) -> dict:
         arguments = arguments | {"completions": arguments.get("completion_ids")}
     aliases = [name for name in ANSWER_NAMES if name in parameters and "answer" in arguments]
     arguments = dict.fromkeys(aliases, arguments.get("answer")) | arguments
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
+    accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = {name for name in arguments if name in parameters or (accepts_any and name not in ONLY_BY_NAME)}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def columns_of(examples: list[dict]) -> set[str]:
@@ -100,21 +101,17 @@ def columns_of(examples: list[dict]) -> set[str]:
     return {name for example in examples for name in example} - set(RESERVED)
 
 
-def named_parameters(function: Callable, skip: int = 0) -> list[inspect.Parameter]:
-    """Return the parameters of a function, after the first `skip` ones, that can be passed by name."""
-    parameters = list(inspect.signature(function).parameters.values())[skip:]
-    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
-
 def missing_columns(function: Callable, columns: set[str]) -> list[str]:
-    """Return the required parameters of a reward function that no column of the data provides."""
+    """Return the required parameters of a function that no column of the data provides."""
     provided = columns - set(RESERVED) | set(PROVIDED)
     provided |= set(ANSWER_NAMES) if "answer" in columns else set()
-    return [p.name for p in named_parameters(function) if p.default is p.empty and p.name not in provided]
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    by_name = [p.name for p in required if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in by_name if name not in provided]
 
 
 def require_columns(functions: Iterable[Callable], examples: Sequence[dict], source: str) -> None:
-    """Raise ValueError if a function needs a column without values, or its check_row refuses an example."""
+    """Raise ValueError if a function needs a column without values."""
     cells = (cell for example in examples for cell in example.items())
     columns = {name for name, value in cells if str(value) not in ("", "None", "nan")}
     for function in functions:
@@ -124,14 +121,6 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
                 f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}{other}"
             )
-    check_rows(functions, examples)
-
-
-def check_rows(functions: Iterable[Callable], examples: Iterable[dict]) -> None:
-    """Raise ValueError if the check_row of a function refuses an example."""
-    for check in [function.check_row for function in functions if hasattr(function, "check_row")]:
-        for example in examples:
-            check(example)
 
 
 def refuse_equal_names(functions: list[Callable]) -> None:

@@ -27,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache as call_once
 from pathlib import Path
 
@@ -37,7 +38,6 @@ from engine.chat_template import as_messages, as_text
 from engine.devices import best_device, eager_device
 from reward_functions.answers import text_of
 
-MAX_RESPONSE_BYTES = 1 << 20
 certificates = call_once(httpx2.create_ssl_context)       # 20 ms
 
 
@@ -104,17 +104,15 @@ def judge(
                   2 * backoff, ... seconds. So B completions take at most
                   B / at_once * ((1 + retries) * timeout + pauses)
     cache         a file in which ratings are kept between runs; "": in memory only. A line that is no rating,
-                  such as the last one of a run that was killed, is left out with a warning
+                  such as the last one of a run that was killed, is left out
     """
     api_key = os.environ.get(key_variable, "").strip()
     if not (api_key.isascii() and api_key.isprintable()):
         raise ValueError(f"judge {name}: the API key in {key_variable} has a character that none can have")
     ratings: dict[str, float] = {}
     for line in Path(cache).read_text(errors="replace").splitlines() if os.path.exists(cache) else []:
-        try:
+        with suppress(ValueError, TypeError):
             ratings.update([json.loads(line)])
-        except (ValueError, TypeError):
-            warnings.warn(f"judge {name}: {cache}: left out {line!r:.80}, not a rating", stacklevel=2)
     lock = threading.Lock()
 
     def points(prompt, completion) -> float | None:
@@ -169,8 +167,8 @@ def request_completion(url: str, body: dict, key: str, timeout: float, retries: 
     request = dict(url=f"{url.rstrip('/')}/chat/completions", json=body, headers=headers)
     for attempt in itertools.count():
         try:
-            response = asyncio.run(asyncio.wait_for(read_response(request), timeout))
-            return json.loads(response)["choices"][0]["message"]["content"]
+            response = asyncio.run(asyncio.wait_for(post(request), timeout))
+            return response.json()["choices"][0]["message"]["content"]
         except (OSError, ValueError, LookupError, TypeError, httpx2.HTTPError) as error:
             status = error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else 500
             if (status < 500 and status != 429) or attempt == retries:
@@ -178,15 +176,9 @@ def request_completion(url: str, body: dict, key: str, timeout: float, retries: 
         time.sleep(backoff * 2**attempt)
 
 
-async def read_response(request: dict) -> bytearray:
-    """Send a request and return the body of the response. Redirects count as errors."""
-    body = bytearray()
+async def post(request: dict) -> httpx2.Response:
+    """Send a request. Redirects count as errors."""
     # Without the timeout of httpx2, which is for one read: a server can send one byte after the other.
-    client = httpx2.AsyncClient(timeout=None, verify=certificates())
-    async with client, client.stream("POST", **request) as response:
-        response.raise_for_status()
-        async for chunk in response.aiter_raw():
-            body += chunk
-            if len(body) > MAX_RESPONSE_BYTES:
-                raise ValueError(f"the response is longer than {MAX_RESPONSE_BYTES} bytes")
-    return body
+    async with httpx2.AsyncClient(timeout=None, verify=certificates()) as client:
+        response = await client.post(**request)
+        return response.raise_for_status()

@@ -29,7 +29,7 @@ from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from model import check_context_length, load_policy, load_tokenizer, move
 from reward_functions.calling import RewardError
-from reward_functions.loading import as_name, check_rows, name_of, refuse_equal_names, require_columns
+from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
 from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.flag_notes import template_notes
@@ -37,7 +37,7 @@ from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
-from runs.startup_check import INSTEAD, check_engine, check_setup, refuse_endless_template
+from runs.startup_check import INSTEAD, check_engine, check_setup
 from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
@@ -147,8 +147,7 @@ def start_engine(policy, config: GRPOConfig, longest_prompt: int) -> VLLMEngine 
     if config.engine != "vllm":
         return None
     states, max_length = random_states(), longest_prompt + config.generation_max_length
-    engine = VLLMEngine(
-        policy, max_length=max_length, memory=config.engine_memory, timeout=config.engine_timeout)
+    engine = VLLMEngine(policy, max_length=max_length, memory=config.engine_memory)
     set_random_states(states)
     return engine
 
@@ -192,12 +191,10 @@ def set_up(
     checkpoint = find_checkpoint(config, folder) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
-    refuse_endless_template(tokenizer)
     tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
-        check_rows(functions, eval_set)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, console.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, console.print)
     memory = min(all_gather_object(available_gb(device))) * (device.type != "xla")

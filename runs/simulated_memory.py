@@ -25,7 +25,7 @@ from engine.adapters import add_adapter, trainable_parameters
 from engine.cache import PlainCache, PrefixCache
 from engine.errors import first_line
 from engine.logits import compute_logits, restrict_logits
-from engine.model_files import adapter_settings, attention_options, auto_class, find_missing
+from engine.model_files import adapter_settings, attention_options, auto_class, check_model_path
 from engine.recomputation import layers_of, recompute_activations
 from engine.sampling_state import sample_inverse_cdf
 from engine.text_model import freeze_towers, text_model
@@ -82,10 +82,9 @@ class FakePolicy:
     def __init__(self, config: ModelConfig, recompute: bool = False, tp: int = 1):
         adapter = adapter_settings(config.model_path)
         path = adapter.get("base_model_name_or_path", config.model_path)
-        options = attention_options(config.attn_implementation, adapter)
-        trust = dict(trust_remote_code=config.trust_remote_code)
-        if path and (problem := find_missing(path)):
-            raise ValueError(f"--model_path={path}: {problem}")
+        trust, options = dict(trust_remote_code=config.trust_remote_code), attention_options(config)
+        if path:
+            check_model_path(config.model_path, config_only=True)
         try:
             with torch.device("meta"):
                 settings = tiny_gemma(byte_tokenizer()).config
@@ -94,7 +93,7 @@ class FakePolicy:
                 model = auto_class(settings).from_config(settings, dtype=torch.float32, **trust, **options)
                 freeze_towers(model)
                 if rank := adapter.get("r", config.lora_rank):
-                    add_adapter(model, replace(config, lora_rank=rank), False, options)
+                    add_adapter(model, replace(config, lora_rank=rank), False)
                 with_precision(model.eval(), config.precision)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"--model_path={path}: no usable config.json: {first_line(error)}") from None

@@ -6,7 +6,6 @@ It runs before every training; a run does not start if an assumption fails.
 """
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +23,6 @@ from environments.loading import responders
 from logprobs import completion_log_probs
 from engine.precision import is_exact
 from reward_functions.loading import data_example
-from reward_functions.sandbox import run_python
 from rewards import BUILT_IN, Reports, compute_rewards_for_completions
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 from sources.tasks import demonstration
@@ -35,14 +33,6 @@ INSTEAD = "; plain rows instead"
 
 
 # Renders a message as transformers does, as far as time and memory depend on it.
-TEMPLATE_TEMPLATE = '''
-import jinja2.ext, jinja2.sandbox
-messages = [{{"role": "user", "content": "question"}}]
-environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
-environment.from_string({template!r}).render(messages=messages, add_generation_prompt=True)
-'''
-
-
 @dataclass
 class Finding:
     """Result of one check."""
@@ -116,17 +106,6 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
                 "set eos_token_id in the model's generation_config.json"),
         Finding("open prompt", is_open, end, "switch add_eos_token off in tokenizer_config.json"),
     ]
-
-
-def refuse_endless_template(tokenizer) -> None:
-    """Raise ValueError if rendering a message takes seconds or gigabytes, where a sandbox can find out."""
-    if not isinstance(tokenizer.chat_template, str):
-        return
-    code = TEMPLATE_TEMPLATE.format(template=tokenizer.chat_template)
-    with suppress(RuntimeError):                          # no sandbox here
-        result = run_python(code, modules=("jinja2.sandbox", "jinja2.ext"), memory_mb=1024)
-        if result.reason in ("time", "memory"):
-            raise ValueError(f"the chat template takes too much {result.reason} for one message; correct it")
 
 
 def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
@@ -291,7 +270,7 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     reports = Reports()
     scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
         reward_functions, config.weights, rollout, [example] * len(texts), on_error=config.reward_errors,
-        clips=config.reward_clips, timeout=config.reward_timeout, reports=reports, turn_points=turn_points,
+        timeout=config.reward_timeout, reports=reports, turn_points=turn_points,
     )
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))
     totals = {kind: total for kind, total in totals.items() if not math.isnan(total)}

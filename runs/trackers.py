@@ -14,7 +14,6 @@ from pathlib import Path
 from engine.chat_template import as_text
 
 COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # fields of rollouts.jsonl in a table
-CELL_ESCAPES = str.maketrans({"|": "/", "\n": " ", "`": "'"})
 
 
 def open_tracker(report_to: str, folder: Path, settings: dict, last_step: int):
@@ -24,12 +23,6 @@ def open_tracker(report_to: str, folder: Path, settings: dict, last_step: int):
     if report_to == "tensorboard":
         return TensorBoard(folder, last_step)
     return Service(report_to, folder, settings, last_step)
-
-
-def table_rows(completions: list[dict]) -> list[list]:
-    """Return the cells of a table, with each conversation as one text."""
-    texts = "prompt", "completion"
-    return [[as_text(r[name]) if name in texts else r.get(name) for name in COLUMNS] for r in completions]
 
 
 def refuse_missing(report_to: str) -> None:
@@ -51,10 +44,7 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
 
     def show(self, step: int, completions: list[dict]) -> None:
-        """Write completions as a Markdown table, with the text of models as code."""
-        rows = [[f"`{str(cell).translate(CELL_ESCAPES)}`" for cell in row] for row in table_rows(completions)]
-        lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-        self.writer.add_text("completions", "\n".join(" | ".join(line) for line in lines), step)
+        """Write nothing: report.html shows completions."""
 
     def close(self) -> None:
         self.writer.close()
@@ -77,10 +67,12 @@ class Service:
         self.service.log(values, step=step)
 
     def show(self, step: int, completions: list[dict]) -> None:
-        """Log completions as a table."""
+        """Log completions as a table, with each conversation as one text."""
         from pandas import DataFrame  # comes with datasets
 
-        table = DataFrame(table_rows(completions), columns=list(COLUMNS))
+        texts = [{name: as_text(r[name]) for name in ("prompt", "completion")} for r in completions]
+        rows = [r | text for r, text in zip(completions, texts, strict=True)]
+        table = DataFrame(rows, columns=list(COLUMNS))
         self.service.log({"completions": self.service.Table(dataframe=table)}, step=step)
 
     def close(self) -> None:

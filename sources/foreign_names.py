@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs/coming-from.md"
 REMOVED: dict[str, tuple[Any, str]] = {
     "advantage_epsilon": (1e-8, "it is always 1e-8"),
     "bad_lines": ("error", "correct the line that the error names"),
-    "engine_timeout": (600.0, "it is always 600 s"),
+    "engine_timeout": (600.0, "there is no limit"),
     "kl_horizon": (10_000, "it is always 10000 completions"),
     "limit": (0, "--train_split train[:1000] for a part of a split, or a shorter file"),
     "log_groups": (0, "the first group is printed every --log_rollouts_every steps"),

@@ -7,9 +7,7 @@ are memory-mapped by `datasets`. A .json file is held in memory. data.py convert
 
 import importlib
 import json
-import sys
 from array import array
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,26 +19,21 @@ READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}  # b
 CSV_AS_TEXT = dict(encoding="utf-8-sig", na_filter=False, converters=dict.fromkeys(range(10_000), str))
 
 
-def read_rows(source: str, split: str, bad_lines: str) -> Sequence[dict]:
+def read_rows(source: str, split: str) -> Sequence[dict]:
     """Return the rows of a file or a hub, with their original columns."""
     if source.startswith("tfds:"):
         return read_tfds(source.removeprefix("tfds:"), split)
     if source.startswith("kaggle:"):
-        return read_file(download_from_kaggle(source.removeprefix("kaggle:")), bad_lines)
-    return read_file(Path(source), bad_lines) if Path(source).suffix in READERS else read_hub(source, split)
+        return read_file(download_from_kaggle(source.removeprefix("kaggle:")))
+    return read_file(Path(source)) if Path(source).suffix in READERS else read_hub(source, split)
 
 
-def read_file(path: Path, bad_lines: str) -> Sequence[dict]:
+def read_file(path: Path) -> Sequence[dict]:
     """Return the rows of a data file: a list, JsonLines or a datasets.Dataset."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path}: the file is empty")
-    with path.open("rb") as file:
-        if file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE):
-            raise ValueError(f"{path}: is encoded as UTF-16; save it as UTF-8")
     if path.suffix == ".jsonl":
-        return JsonLines(path, bad_lines)
+        return JsonLines(path)
     if path.suffix == ".json":
         try:
             content = parse_json(path.read_text(encoding="utf-8-sig"))           # without a byte-order mark
@@ -92,28 +85,20 @@ class JsonLines(Sequence):
     (The reader of `datasets` does not report the number of a bad line, and converts "2020-01-01" to a date.)
     """
 
-    def __init__(self, path: Path, bad_lines: str):
-        self.file, self.offsets, bad, end = path.open("rb"), array("q"), [], 0
+    def __init__(self, path: Path):
+        self.file, self.offsets, end = path.open("rb"), array("q"), 0
         for number, line in enumerate(self.file, start=1):
             start, end = end, end + len(line)
             if not line.strip():
                 continue
             try:
-                row, problem = parse_line(line), 'not an object such as {"prompt": "...", "answer": "..."}'
-            except UnicodeDecodeError as error:
-                row, problem = None, f"not UTF-8 ({error.reason}, byte {error.object[error.start]:#x})"
+                row = parse_line(line)
             except ValueError as error:
-                row, problem = None, f"not JSON: {error}"
-            if isinstance(row, dict):
-                self.offsets.append(start)
-                continue
-            if bad_lines == "error":
-                fix = "correct it; train.py and the linter have --bad_lines skip"
-                raise ValueError(f"{path}: line {number} is {problem}; {fix}")
-            bad.append(number)
-        if bad:
-            counts = f"{len(bad)} of {len(self.offsets) + len(bad)} lines"
-            print(f"{path}: left out {counts} that are not JSON objects: {bad[:5]}", file=sys.stderr)
+                raise ValueError(f"{path}: line {number} is not JSON: {error}; correct it") from None
+            if not isinstance(row, dict):
+                example = '{"prompt": "...", "answer": "..."}'
+                raise ValueError(f"{path}: line {number} is not an object such as {example}")
+            self.offsets.append(start)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -177,18 +162,12 @@ def read_tfds(name: str, split: str) -> Sequence[dict]:
     except Exception as error:
         reason = f"{first_line(error)}{split_hint(split)}"
         raise ValueError(f"tfds:{name}: TensorFlow Datasets answers: {reason}") from None
-    return View(rows, range(len(rows)), as_json_value)
+    return View(rows, range(len(rows)), lambda row: json.loads(json.dumps(row, default=as_json_value)))
 
 
 def as_json_value(value):
-    """Convert a value of TensorFlow Datasets to JSON types: bytes to text, numpy to numbers and lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {name: as_json_value(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [as_json_value(part) for part in value]
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+    """Convert a value that JSON has no type for: numpy to numbers and lists, bytes to text."""
+    return value.tolist() if hasattr(value, "tolist") else value.decode("utf-8", errors="replace")
 
 
 def download_from_kaggle(name: str) -> Path:

@@ -50,6 +50,7 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
                         "step": step, "phase": "grpo", "prompt": prompt or f"prompt {p}", "completion": text,
                         "rewards": {"correctness": right, "length": None if g == 1 else 0.5},
                         "reward": right + 0.5 * (p > 0 and g == 0), "advantage": 0.0 if p == 0 else 1.0 if g == 0 else -0.5,
+                        "tied": p == 0,
                         "finished": g != 1, "tokens": len(ids), "group": p, "completions_of_step": prompts * siblings, "prompt_ids": [2, 5], "completion_ids": ids,
                         "sampling_logp": [-0.1 * t for t in range(len(ids))],
                     }) + "\n")

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
-from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, run_folder
+from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs.startup_check import check_setup
 from config import ModelConfig
 from data import encode_prompt
-from engine.adapters import merged_copy
 from engine.text_model import text_model
 from logprobs import completion_log_probs
 from engine.recomputation import recompute_activations
@@ -49,70 +47,12 @@ def attention_of(folder, chosen="auto"):
     return load_policy(ModelConfig(str(folder), chosen))[0].config._attn_implementation
 
 
-def test_a_chosen_attention_is_saved_with_the_model_and_a_flag_is_stronger(tokenizer, tmp_path):
-    save_policy(ARCHITECTURES["llama"](), tokenizer, tmp_path / "base")
-    assert attention_of(tmp_path / "base") == "sdpa"
-    eager, _ = load_policy(ModelConfig(str(tmp_path / "base"), "eager"))
-    save_policy(eager, tokenizer, tmp_path / "eager")
-    assert attention_of(tmp_path / "eager") == "eager" and attention_of(tmp_path / "eager", "sdpa") == "sdpa"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "eager").config._attn_implementation == "eager"
+def test_a_chosen_attention_is_that_of_the_policy_and_its_reference(tokenizer, tmp_path):
+    save_policy(ARCHITECTURES["llama"](), tokenizer, tmp_path)
+    assert attention_of(tmp_path) == "sdpa" and attention_of(tmp_path, "eager") == "eager"
+    eager, _ = load_policy(ModelConfig(str(tmp_path), "eager"))
     assert frozen_copy(eager).config._attn_implementation == "eager"
-    again, _ = load_policy(ModelConfig(str(tmp_path / "eager")))
-    save_policy(again, tokenizer, tmp_path / "again")
-    assert attention_of(tmp_path / "again") == "eager"
-    other, _ = load_policy(ModelConfig(str(tmp_path / "eager"), "sdpa"))
-    save_policy(other, tokenizer, tmp_path / "other")
-    assert attention_of(tmp_path / "other") == "sdpa"
     assert load_policy(ModelConfig(attn_implementation="eager"))[0].config._attn_implementation == "eager"
-
-
-def test_an_adapter_remembers_the_attention_that_was_chosen_for_it(tokenizer, tmp_path, recwarn):
-    torch.manual_seed(0)
-    save_policy(ARCHITECTURES["llama"](), tokenizer, tmp_path / "base")
-    eager, _ = load_policy(ModelConfig(str(tmp_path / "base"), "eager"))
-    save_policy(eager, tokenizer, tmp_path / "eager_base")
-    for base, chosen, expected in (("base", "auto", "sdpa"), ("base", "eager", "eager"), ("eager_base", "auto", "eager"),
-                                   ("eager_base", "sdpa", "sdpa")):
-        model, _ = load_policy(ModelConfig(str(tmp_path / base), chosen, lora_rank=4))
-        adapter = tmp_path / f"{base}_{chosen}"
-        save_policy(model, tokenizer, adapter)
-        assert attention_of(adapter) == expected, (base, chosen)
-        again, _ = load_policy(ModelConfig(str(adapter)))
-        save_policy(again, tokenizer, adapter / "again")
-        save_policy(merged_copy(again), tokenizer, adapter / "merged")
-        assert attention_of(adapter / "again") == attention_of(adapter / "merged") == expected, (base, chosen)
-    other, _ = load_policy(ModelConfig(str(tmp_path / "base_eager"), "sdpa"))
-    save_policy(other, tokenizer, tmp_path / "other")
-    assert attention_of(tmp_path / "other") == "sdpa"
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
-    ids = torch.tensor([[5, 9, 40]])
-    expected = load_policy(ModelConfig(str(tmp_path / "base_eager")))[0](ids).logits
-    assert torch.allclose(PeftModel.from_pretrained(plain, tmp_path / "base_eager").eval()(ids).logits, expected, atol=1e-5)
-    assert not [str(w.message) for w in recwarn if "nexpected keyword" in str(w.message)], "peft knows every field"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_final_and_checkpoints_of_a_run_have_its_attention(tmp_path, lora_rank):
-    flags = f"--use_grpo --cold_start_steps 0 --max_steps 2 --save_steps 1 --generation_max_length 8 --lora_rank {lora_rank}"
-    run = run_folder(tmp_path / "run", *flags.split(), "--use_kl_penalty", "true", "--attn_implementation", "eager")
-    checkpoint = min((run / "checkpoints").glob("step-*"))
-    folders = [run / "final", checkpoint] + ([run / "base"] if lora_rank else [checkpoint / "reference"])
-    assert [attention_of(folder) for folder in folders] == ["eager"] * 3
-    later = run_folder(tmp_path / "later", *flags.split(), "--model_path", str(run / "final"))
-    assert attention_of(later / "final") == "eager" and attention_of(later / "final", "sdpa") == "sdpa"
-
-
-def test_attention_that_transformers_chose_is_not_required_of_a_tower_without_it(tokenizer, tmp_path):
-    save_policy(WITH_TOWERS["gemma4_vision_audio"](), tokenizer, tmp_path / "base")
-    model, _ = load_policy(ModelConfig(str(tmp_path / "base")))
-    assert (model.config._attn_implementation, model.config.audio_config._attn_implementation) == ("sdpa", "eager")
-    save_policy(model, tokenizer, tmp_path / "final")
-    assert attention_of(tmp_path / "final") == "sdpa"
-    eager, _ = load_policy(ModelConfig(str(tmp_path / "base"), "eager"))
-    save_policy(eager, tokenizer, tmp_path / "eager")
-    again, _ = load_policy(ModelConfig(str(tmp_path / "eager")))
-    assert again.config._attn_implementation == again.config.text_config._attn_implementation == "eager"
 
 
 def test_the_built_in_model_is_a_gemma_3_of_a_million_parameters():
@@ -137,12 +77,6 @@ def test_a_tokenizer_without_pad_pads_with_eos(model, tokenizer, tmp_path):
     bare.pad_token = None
     save_policy(model, bare, tmp_path)
     assert load_policy(ModelConfig(model_path=str(tmp_path)))[1].pad_token_id == 1
-
-
-def test_a_file_is_no_model_and_its_folder_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"config.json: is a file; name its folder, {tmp_path}$"):
-        load_policy(ModelConfig(model_path=f"{tmp_path}/config.json"))
 
 
 def test_a_model_is_moved_and_moved_back_also_after_an_exception():

@@ -94,7 +94,7 @@ def test_explanation_quality(reasoning, points):
 @pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
 @pytest.mark.filterwarnings("ignore:.*left out 1 of")
 def test_every_gold_answer_of_gsm8k_is_right_and_its_successor_wrong():
-    answers = [example["answer"] for example in load_examples(str(GSM8K / "train.jsonl"), bad_lines="skip")]
+    answers = [example["answer"] for example in load_examples(str(GSM8K / "train.jsonl"))]
     assert len(answers) >= 7472
     for spell in (str, lambda a: f"${a}.00", lambda a: f"{int(a):,}"):
         assert set(rewards.correctness([f"<answer>{spell(a)}</answer>" for a in answers], answer=answers)) == {1.0}
@@ -164,18 +164,6 @@ def test_none_makes_a_completion_unscored_unless_the_function_is_not_meant_for_t
     assert total[1].isnan().all()
 
 
-def test_points_are_clipped_function_by_function_before_they_are_weighted():
-    def minus(completions, **columns):
-        return [-10.0 * len(text) for text in completions]
-
-    rollout = rollout_of("a", "bb", "ccc", "dddd")
-    total, points = compute_rewards_for_completions([length, minus], [1.0, 0.1], rollout, EXAMPLES, clips=[2.0, 15.0])
-    assert total.tolist() == [[0.0, 0.5], [0.5, 0.5]]
-    assert points["minus"].tolist() == [[-10.0, -20.0], [-30.0, -40.0]], "the log keeps what the function said"
-    total, _ = compute_rewards_for_completions([length, minus], [1.0, 0.1], rollout, EXAMPLES, clips=[0.0, 0.0])
-    assert total.tolist() == [[0.0, 0.0], [0.0, 0.0]], "0 does not clip"
-
-
 def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     right, short = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).double(), torch.tensor([[0.01, 0.02, 0.03, 0.04]]).double()
     nobody = torch.full((1, 4), torch.nan).double()
@@ -184,9 +172,6 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     half, third = 0.5 / math.sqrt(1 / 3), 0.01 / math.sqrt(5e-4 / 3)             # deviation / standard deviation (n - 1)
     expected = [-half - 0.75 * third, half - 0.25 * third, half + 0.25 * third, -half + 0.75 * third]
     assert points.tolist()[0] == pytest.approx(expected, rel=1e-5)
-    settings["reward_clips"] = [0.0, 0.02, 0.0]
-    clipped = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": short, "c": nobody})
-    assert clipped[0, 2] - clipped[0, 1] == pytest.approx(0, abs=1e-6), "0.02 and 0.03, cut to 0.02"
     partly = torch.where(right == 1, torch.nan, short)
     unscored = shape_rewards(GRPOConfig(**settings), None, right, {"a": right, "b": partly, "c": nobody})
     assert torch.equal(unscored.isnan(), partly.isnan())
@@ -196,13 +181,8 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
 
 
 def test_reward_settings_that_make_no_sense_are_refused():
-    for flags, message in {
-        "--reward_clips 1": "one number from 0 up for each of the 3",
-        "--reward_clips 1 1 -1": "one number from 0 up",
-        "--reward_timeout -1": "must be at least 0",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            parse_config(["--use_grpo", *flags.split()])
+    with pytest.raises(ValueError, match="must be at least 0"):
+        parse_config(["--use_grpo", "--reward_timeout", "-1"])
     notes = flag_notes(parse_config(["--use_grpo", "--reward_combination", "gdpo"]))
     assert any("advantage_scale batch" in line for line in notes)
 

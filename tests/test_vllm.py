@@ -1,6 +1,6 @@
 """
 --engine vllm: its log-probabilities against the trainer's, masks and stop tokens, weights that are not sent, an engine that
-raises or hangs, whole runs, and a server measured by infer.py.
+raises, whole runs, and a server measured by infer.py.
 
 make test-vllm runs this in an environment of its own, with a vLLM for CPUs.
 """
@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -68,8 +67,8 @@ def tokenizer():
     return byte_tokenizer()
 
 
-def engine_of(model, timeout: float = 300) -> VLLMEngine:
-    return VLLMEngine(model, max_length=256, memory=0.3, timeout=timeout)
+def engine_of(model) -> VLLMEngine:
+    return VLLMEngine(model, max_length=256, memory=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, to
     torch.manual_seed(0)
     model = ARCHITECTURES[name]().eval()
     if adapter:
-        add_adapter(model, ModelConfig(lora_rank=4), False, {})
+        add_adapter(model, ModelConfig(lora_rank=4), False)
     engine = engine_of(model)
     before, config = sample(model, tokenizer, engine)
     update(model, 10)
@@ -224,18 +223,15 @@ def test_an_engine_whose_log_probabilities_are_not_the_policys_ends_the_run(tmp_
     assert len(steps) == 1 and steps[0]["sampler_deviation"] < 1e-4 and "importance_weight" in steps[0]
 
 
-@pytest.mark.parametrize("fault", ["raises", "hangs"])
-def test_an_engine_that_fails_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, fault):
+def test_an_engine_that_fails_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
     generate, calls = VLLMEngine.generate, []
 
     def fail(*args, **kwargs):
-        time.sleep(30 if fault == "hangs" else 0)
         raise ValueError("the engine is broken\n  and why")
 
     def failing(self, prompts, **options):
         calls.append(1)
         if len(calls) > 3:                                # 1: start-up check, 2: evaluation, 3: first step
-            self.timeout = 1
             monkeypatch.setattr(self.llm, "generate", fail)
         return generate(self, prompts, **options)
 
@@ -243,8 +239,7 @@ def test_an_engine_that_fails_ends_the_run_with_a_checkpoint(tmp_path, monkeypat
     with pytest.raises(RunError) as error:
         train.train(parse_config([*RUN, "--output_dir", str(tmp_path / "run")]))
     message = str(error.value)
-    expected = {"raises": "vLLM raised ValueError: the engine is broken and why.", "hangs": "vLLM did not answer within"}[fault]
-    assert expected in message and "Saved to" in message and "\n" not in message
+    assert "vLLM raised ValueError: the engine is broken and why." in message and "Saved to" in message and "\n" not in message
     assert (tmp_path / "run/checkpoints/step-00000001").exists()
 
 

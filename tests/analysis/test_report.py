@@ -4,88 +4,124 @@ import base64
 import hashlib
 import json
 import math
-import shutil
 from html.parser import HTMLParser
 
 import pytest
-from fake_run import AFTER, HOSTILE, STOP, edit_rollouts, fake_run
+from fake_run import AFTER, HOSTILE, edit_rollouts, fake_run
 
 import infer
 from analysis import report
+from analysis.report import list_charts, moving_mean, read_run, write_report
 from model import byte_tokenizer
-from analysis.report import list_charts, write_report
+
 
 class Page(HTMLParser):
-    """What a browser makes of the file: its tags, its data blocks by id and its scripts."""
+    """What a browser makes of the file: its tags, texts, JSON by id, and scripts."""
 
     def __init__(self, path):
         super().__init__()
-        self.tags, self.data, self.scripts, self.open = [], {}, [], None
+        self.tags, self.texts, self.data, self.scripts, self.open = [], [], {}, [], None
         self.feed(path.read_text(encoding="utf-8"))
+        self.kinds = {(tag, tuple(dict(attributes))) for tag, attributes in self.tags}
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, attributes))
-        if tag == "script":
-            self.open = dict(attributes).get("id", "")
+        if tag in ("script", "style"):
+            self.open = dict(attributes).get("id", tag)
 
     def handle_endtag(self, tag):
-        self.open = None if tag == "script" else self.open
+        self.open = None if tag in ("script", "style") else self.open
 
     def handle_data(self, text):
-        if self.open:
-            self.data[self.open] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-        elif self.open == "":
+        if self.open is None:
+            self.texts += [text.strip()] if text.strip() else []
+        elif self.open == "script":
             self.scripts.append(text)
+        elif self.open != "style":
+            self.data[self.open] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_the_numbers_of_the_files_are_in_the_page(tmp_path):
-    page = Page(write_report(fake_run(tmp_path / "run")))
-    (run,) = page.data["page"]["runs"]
-    assert run["series"]["mean_reward"] == [list(range(2, 13)), [pytest.approx(step / 12, rel=1e-5) for step in range(2, 13)]]
-    assert run["series"]["kl"][1][:3] == [0.01, None, 0.01]
-    assert run["series"]["eval_accuracy"] == [[0, 12], [0.1, 0.8]] and run["series"]["eval_accuracy_high"][1] == [0.2, 0.9]
-    assert run["series"]["tokens_per_second"] == [list(range(1, 13)), [5.0 * 4 / 0.5] + [10.0 * 4 * 3 / 2.0] * 11]
-    assert run["phases"] == [["cold_start", 1], ["grpo", 2]] and run["advice"] == [[5, "ties: <b>most</b> groups"]]
-    assert [group["step"] for group in run["groups"]] == [2] * 4 + [6] * 4 + [10] * 4 and run["every"] == 1
-    group = run["groups"][1]
-    assert group["prompt"] == "prompt 1" and group["names"] == ["correctness", "length"] and not group["tied"]
-    assert group["completions"][1] == {
-        "text": "answer 11 of step 2", "reward": 0.0, "advantage": -0.5, "points": [0.0, None], "finished": False, "tokens": 20}
-    assert [group["tied"] for group in run["groups"]] == [True, False, False, False] * 3
-    ids, logp, advantages, entropies, changes = page.data["tokens-0-2"][group["first"] + 1]
-    assert len(ids) == 20 and logp[:3] == [0.0, -0.1, -0.2] and advantages is entropies is changes is None
-    assert run["pieces"][str(STOP)] == "<eos>"
+def charts_of(*folders):
+    """{title: chart} of the runs in some folders."""
+    runs = [read_run(folder, settings_of(folder)) for folder in folders]
+    return {chart["title"]: chart | {"section": section} for section, charts in list_charts(runs).items() for chart in charts}
 
 
-def test_groups_by_hand(tmp_path):
-    """Rewards to six digits; a group with unscored completions is tied if the others are; tokens are found where they lie."""
-    rewards = [[0.123456789, None, 0.123456789], [None, 0.5, 0.25], [None] * 3, [1.0, 2.0, 3.0]]
-    page = Page(write_report(edit_rollouts(fake_run(tmp_path / "run"), lambda record, i: record.update(
-        reward=rewards[record["group"]][i % 3], completion_ids=[i],
-        tied=record["group"] % 2 == 0)))).data            # as training wrote it, of rewards after clips and penalties
-    groups = page["page"]["runs"][0]["groups"][4:8]       # of step 6
-    assert [group["tied"] for group in groups] == [True, False, True, False]
-    assert [completion["reward"] for completion in groups[0]["completions"]] == [0.123457, None, 0.123457]
-    ids = [[page["tokens-0-6"][group["first"] + g][0] for g in range(3)] for group in groups]
-    assert ids == [[[12 + 3 * p + g] for g in range(3)] for p in range(4)]
+def settings_of(folder):
+    return {name: value for section in json.loads((folder / "config.json").read_text()).values() for name, value in section.items()}
 
 
-def test_a_middling_completion_does_not_tie_its_group(tmp_path):
-    """Its advantage is 0, and those beside it have others."""
-    folder = edit_rollouts(
-        fake_run(tmp_path / "run"), lambda record, i: record.update(reward=float(i % 3), advantage=i % 3 - 1.0))
-    assert not any(group["tied"] for group in Page(write_report(folder)).data["page"]["runs"][0]["groups"])
+def points(chart, path, run=0):
+    """[[(step, value), ...], ...]: the unbroken pieces of a path, read by the labels of the axes."""
+    def read(ticks, place):
+        (here, first), *_, (there, last) = [(at, float(label.removesuffix("\u00a0%"))) for at, label in ticks]
+        return first + (last - first) * (place - here) / (there - here)
+
+    pieces = [piece.removesuffix("h0").split("L") for piece in chart["runs"][run][path].split("M")[1:]]
+    places = [[map(float, place.split()) for place in piece] for piece in pieces]
+    return [[(read(chart["x_ticks"], x), read(chart["y_ticks"], y)) for x, y in piece] for piece in places]
 
 
-def test_what_only_the_other_run_has_is_drawn_and_what_is_no_number_is_not(tmp_path):
-    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other")
-    for folder, line in (ours, {"never": None, "flag": True}), (other, {"theirs": 2.5}):
+def near(found, wanted):
+    """Within the width of a line."""
+    (steps, values), (right_steps, right_values) = zip(*found, strict=True), zip(*wanted, strict=True)
+    assert steps == pytest.approx(right_steps, abs=0.05)
+    assert values == pytest.approx(right_values, abs=0.01 * max(right_values))
+
+
+def test_curves_lie_where_their_axes_say_with_gaps_and_an_interval(tmp_path):
+    charts = charts_of(fake_run(tmp_path / "run"))
+    reward, kl, accuracy = (charts[title] for title in ("reward", "KL to the reference", "accuracy, 95 % interval"))
+    near(points(reward, "curve")[0], [(step, step / 12) for step in range(2, 13)])
+    assert reward["runs"][0]["ends"] == "0.1667 \u2192 1" and reward["unit"] == "points"
+    before, after = points(kl, "curve")
+    near(before, [(2, 0.01)])
+    near(after, [(step, 0.01) for step in range(4, 13)])
+    near(points(accuracy, "curve")[0], [(0, 10), (12, 80)])
+    near(points(accuracy, "band")[0], [(0, 20), (12, 90), (12, 70), (0, 5)])
+    assert accuracy["y_ticks"][0][1] == "0\u00a0%" and accuracy["runs"][0]["ends"] == "10\u00a0% \u2192 80\u00a0%"
+    place = {float(label): x for x, label in reward["x_ticks"]}
+    assert reward["runs"][0]["starts"] == [pytest.approx(place[0] + (place[10] - place[0]) / 5, abs=0.1)], "step 2"
+    assert reward["runs"][0]["advice"] == [place[5]]
+
+
+def test_every_metric_has_a_chart_and_constant_ones_come_last(tmp_path):
+    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", steps=40)
+    for folder, line in (ours, {"never": None, "flag": True, "kl": math.nan}), (other, {"theirs": 2.5}):
         with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 13, "phase": "grpo"} | line) + "\n")
-    page = Page(write_report(ours, other)).data["page"]
-    drawn = {chart["metric"] for chart in page["charts"]}
-    assert "theirs" in drawn and not {"never", "flag"} & drawn
-    assert page["runs"][1]["series"]["theirs"] == [[13], [2.5]]
+            file.write(json.dumps({"step": 41, "phase": "grpo"} | line) + "\n")
+    charts = charts_of(ours, other)
+    assert list(charts)[:3] == ["reward", "correctness", "accuracy, 95 % interval"]
+    assert {title for title, chart in charts.items() if chart["section"] == "More"} >= {"own_metric", "theirs", "tied groups"}
+    assert charts["correctness"]["section"] == "Reward" and charts["entropy"]["unit"] == "nat/token"
+    assert not {"eval_accuracy_low", "advice", "phase", "never", "flag"} & set(charts)
+    near(points(charts["reward"], "curve", 1)[0], [(step, step / 40) for step in range(2, 41)])
+    assert points(charts["theirs"], "curve", 0) == [] and charts["theirs"]["runs"][1]["ends"] == "2.5"
+    speed = charts_of(ours)["completion tokens per second"]
+    assert speed["runs"][0]["ends"] == "40 \u2192 60", "4 demonstrations of 5 tokens in 0.5 s; 4 * 3 of 10 in 2 s"
+
+
+def test_the_moving_mean_is_that_of_the_values_around():
+    values = {step: float(step * step % 17) for step in range(3, 103)}
+    found = dict(moving_mean(values))
+    assert found[50] == pytest.approx(sum(values[step] for step in range(48, 53)) / 5)
+    assert found[3] == pytest.approx(sum(values[step] for step in range(3, 6)) / 3) and moving_mean({1: 2.0}) == []
+
+
+def test_the_page_has_summary_advice_settings_and_groups(tmp_path):
+    page = Page(write_report(fake_run(tmp_path / "run")))
+    assert f"plain-grpo: {tmp_path / 'run'}" in page.texts and "cold_start until step 1, grpo until step 12" in page.texts
+    assert "eval_accuracy: 0.1 before training, 0.8 after GRPO" in page.texts
+    assert page.texts[page.texts.index("step 5") + 1] == "ties: <b>most</b> groups"
+    assert list(page.data) == ["step-0-2", "step-0-6", "step-0-10"]
+    groups = page.data["step-0-6"]
+    assert [group["title"] for group in groups] == [f"step 6, group {p}" for p in (1, 2, 3, 0)], "the tied one is last"
+    assert [group["tied"] for group in groups] == [False] * 3 + [True] and groups[0]["prompt"] == "prompt 1"
+    completion = groups[0]["completions"][1]
+    assert completion["reward"] == "reward +0" and completion["end"] == "20 tokens, truncated at the length limit"
+    assert completion["points"] == ["advantage -0.5", "correctness +0", "length none"]
+    assert "".join(completion["pieces"]) == "answer 11 of step 6<eos>"
+    assert completion["numbers"] == {"log-probability": pytest.approx([-0.1 * t for t in range(20)])}
 
 
 def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_the_one_it_began_with(tmp_path, monkeypatch):
@@ -103,71 +139,56 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
     assert loaded == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
 
 
-def test_every_metric_is_drawn_and_known_ones_come_first_with_a_unit(tmp_path):
-    charts = Page(write_report(fake_run(tmp_path / "run"))).data["page"]["charts"]
-    found = {chart["metric"]: chart for chart in charts}
-    assert list(found)[:2] == ["mean_reward", "reward/correctness"] and found["reward/correctness"]["title"] == "correctness"
-    assert found["own_metric"]["section"] == "More" and found["entropy"]["unit"] == "nat/token"
-    assert {"kl", "tied_groups", "eval_accuracy", "loss", "tokens_per_second"} <= set(found)
-    assert not {"step", "eval_accuracy_low", "advice", "phase"} & set(found)
-
-
-def test_settings_stand_beside_defaults_profiles_and_the_other_run(tmp_path):
+def test_settings_stand_beside_the_defaults_and_those_of_the_other_run(tmp_path):
     ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", flags=["--learning_rate", "0.05"])
-    rows = {row["name"]: row for row in Page(write_report(ours, other)).data["page"]["settings"]}
-    assert rows["learning_rate"]["values"] == [1e-4, 0.05], "the demonstration's 4e-4, for 4 prompts in place of 64"
-    assert rows["learning_rate"]["default"] == 5e-6
-    assert rows["learning_rate"]["profile"] == [True, False] and "peak learning rate" in rows["learning_rate"]["help"]
-    assert rows["ppo_epochs"]["values"] == [1, 1] == [rows["ppo_epochs"]["default"]] * 2
-    assert "resume" not in rows
     theirs = json.loads((other / "config.json").read_text())
-    theirs["grpo"]["of_a_later_version"] = 7
-    theirs["training"]["profile"] = ""
+    theirs["grpo"]["of_a_later_version"] = ["a", 7]
     (other / "config.json").write_text(json.dumps(theirs))
-    rows = {row["name"]: row for row in Page(write_report(ours, other)).data["page"]["settings"]}
-    assert rows["of_a_later_version"]["values"] == [None, 7] and rows["of_a_later_version"]["default"] is None
-    assert rows["num_epochs"]["profile"] == [True, False], "the same value, and no profile that set it"
+    texts = Page(write_report(ours, other)).texts
+    cells = texts[texts.index("flag") : texts.index("Groups", texts.index("flag"))]
+    assert cells[:4] == ["flag", str(ours), str(other), "default"]
+    rows = dict(zip(cells[4::4], zip(cells[5::4], cells[6::4], cells[7::4], strict=True), strict=True))
+    assert list(rows)[:2] == ["--learning_rate", "--of_a_later_version"], "what differs between the runs is first"
+    assert rows["--learning_rate"] == ("0.0001", "0.05", "5e-06") and rows["--of_a_later_version"] == ("null", '["a", 7]', "null")
+    assert rows["--use_grpo"] == ("true", "true", "false") and rows["--profile"] == ("demo", "demo", '""')
+    assert not {"--ppo_epochs", "--resume"} & set(rows)
 
 
 def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
     harmless = Page(write_report(fake_run(tmp_path / "harmless")))
     for number, text in enumerate(HOSTILE):
-        folder = fake_run(tmp_path / f"{number}" / "<b>run", completion=text, prompt=text)
+        folder = fake_run(tmp_path / f"{number}" / '<b>"run', completion=text, prompt=text)
         page = Page(write_report(folder))
-        assert page.tags == harmless.tags and page.scripts == harmless.scripts, text
-        groups = page.data["page"]["runs"][0]["groups"]
-        assert {c["text"] for group in groups for c in group["completions"]} == {text} == {group["prompt"] for group in groups}
+        assert page.kinds == harmless.kinds and page.scripts == harmless.scripts, text
+        assert {group["prompt"] for groups in page.data.values() for group in groups} == {text}
 
 
-def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path, capsys):
+def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
     """Whatever the files of somebody else's run hold in place of numbers and names."""
     harmless, hostile = Page(write_report(fake_run(tmp_path / "harmless"))), '1"></script><img src=x onerror=alert(1)>'
     fields = "group", "tokens", "finished", "prompt", "completion"
     for name in fields:
         folder = edit_rollouts(fake_run(tmp_path / name), lambda record, i, name=name: record.update({name: hostile}))
         page = Page(write_report(folder))
-        assert page.tags == harmless.tags and page.scripts == harmless.scripts, name
+        assert page.kinds == harmless.kinds and page.scripts == harmless.scripts, name
     folder = edit_rollouts(fake_run(tmp_path / "names"), lambda record, i: record.update(rewards={hostile: 1.0}))
     config = json.loads((folder / "config.json").read_text())
     config["training"] |= {hostile: hostile, "max_steps": hostile}
     config[hostile] = {hostile: hostile}
     (folder / "config.json").write_text(json.dumps(config))
+    lines = {"step": 13, "phase": "grpo", hostile: 1.0, "advice": [hostile]}, {"step": 14, "phase": hostile}
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 13, "phase": "grpo", hostile: 1.0, "advice": [hostile]}) + "\n")
-    page = Page(write_report(folder))
-    assert page.tags == harmless.tags and page.scripts == harmless.scripts
-    assert page.data["page"]["runs"][0]["advice"][-1] == [13, str([hostile])]
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    page = Page(write_report(folder, folder))
+    assert page.kinds - {("tr", ("class",))} == harmless.kinds and page.scripts == harmless.scripts
+    assert {hostile, str([hostile]), f"--{hostile}"} <= set(page.texts), "they are shown"
     for head in f'"step": {json.dumps(hostile)}', f'"step": 2, "x": 1, "step": {json.dumps(hostile)}', '"step": null':
-        folder = fake_run(tmp_path / "step")
+        folder = fake_run(tmp_path / str(len(head)))
         for name in "rollouts.jsonl", "metrics.jsonl":
             text = (folder / name).read_text().replace('"step": 2', head)
             (folder / name).write_text(text)
         page = Page(write_report(folder))
-        assert [tag for tag in page.tags if tag[1] != [("type", "application/json"), ("id", "tokens-0-2")]] == [
-            tag for tag in harmless.tags if tag[1] != [("type", "application/json"), ("id", "tokens-0-2")]], head
-        assert all(type(step) is int for steps, _ in page.data["page"]["runs"][0]["series"].values() for step in steps)
-        assert {group["step"] for group in page.data["page"]["runs"][0]["groups"]} == {6, 10}
-        shutil.rmtree(folder)
+        assert page.kinds == harmless.kinds and list(page.data) == ["step-0-6", "step-0-10"]
 
 
 def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
@@ -181,46 +202,21 @@ def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
         assert word not in page.scripts[0].replace("http://www.w3.org/2000/svg", ""), word
 
 
-def test_numbers_that_are_not_finite_are_none(tmp_path):
-    folder = fake_run(tmp_path / "run")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "phase": "grpo", "mean_reward": NaN, "kl": Infinity, "step_seconds": 0, "entropy": null}\n')
-    record = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[-1])
-    record |= {"step": 13, "reward": None, "advantage": math.nan, "token_advantages": [math.nan]}
-    record["sampling_logp"] = [-math.inf] * record["tokens"]
-    record |= {"entropies": [math.nan] * record["tokens"], "logp_after": [-math.inf, *[-1.0] * (record["tokens"] - 1)]}
-    with (folder / "rollouts.jsonl").open("a") as file:
-        file.write(2 * (json.dumps(record | {"completions_of_step": 2}) + "\n"))
-    page = Page(write_report(folder))
-    run = page.data["page"]["runs"][0]
-    assert run["series"]["mean_reward"][1][-1] is None and run["series"]["kl"][1][-1] is None
-    completion = run["groups"][-1]["completions"][0]
-    assert completion["reward"] is None and completion["advantage"] is None
-    (_, logp, advantages, entropies, changes), _ = page.data["tokens-0-13"]
-    assert set(logp) == set(entropies) == set(changes) == {None} and advantages == [None]
-
-
-def test_entropies_and_changes_have_three_digits_however_small(tmp_path):
-    page = Page(write_report(edit_rollouts(fake_run(tmp_path / "run"), lambda record, i: record.update(AFTER)))).data
-    *_, entropies, changes = page["tokens-0-6"][5]
-    assert entropies == [0.0, 0.000123, 0.693, None, 2.3] and changes == [0.0, 0.0002, -0.123, None, 0.5]
-    assert page["page"]["runs"][0]["offers"] == ["change", "entropy"]
-    folder = edit_rollouts(tmp_path / "run", lambda record, i: record.pop("entropies"))
-    assert Page(write_report(folder)).data["page"]["runs"][0]["offers"] == ["change"]
+def test_numbers_of_tokens_have_four_decimals_and_none_where_they_are_not_finite(tmp_path):
+    folder = edit_rollouts(fake_run(tmp_path / "run"), lambda record, i: record.update(AFTER))
+    edit_rollouts(folder, lambda record, i: record.update(
+        reward=None, advantage=math.nan, sampling_logp=[-math.inf, None], logp_after=[-1.0, None], entropies=[math.nan] * 2)
+        if record["step"] == 10 else None)
+    data = Page(write_report(folder)).data
+    assert data["step-0-6"][0]["completions"][0]["numbers"] == {
+        "log-probability": [-0.25, -1.0, -2.5, None, -1.0], "change": [0.0, 0.0002, -0.1235, None, 0.5],
+        "entropy": [0.0, 0.0001, 0.6931, None, 2.3026]}
+    last = data["step-0-10"][0]["completions"][0]
+    assert last["reward"] == "reward none" and last["points"][0] == "advantage none"
+    assert set(map(tuple, last["numbers"].values())) <= {(None, None), (math.inf, None)}
     edit_rollouts(folder, lambda record, i: record["logp_after"].append(0.0))
     with pytest.raises(ValueError, match=r"rollouts\.jsonl is damaged"):
         write_report(folder)
-
-
-def test_the_rounding_of_a_mean_that_is_0_is_no_curve(tmp_path):
-    folder = fake_run(tmp_path / "run")
-    means = [5e-8, -7e-8, 2e-6, 0.0312345678, None]
-    with (folder / "metrics.jsonl").open("a") as file:
-        for i, mean in enumerate(means):
-            file.write(json.dumps({"step": 13 + i, "phase": "grpo", "mean_advantage": mean, "kl": mean}) + "\n")
-    series = Page(write_report(folder)).data["page"]["runs"][0]["series"]
-    assert series["mean_advantage"][1] == [0, 0, 0, 0.03123, None]
-    assert series["kl"][1][-5:] == [5e-8, -7e-8, 2e-6, 0.0312346, None]
 
 
 @pytest.mark.parametrize("keep", [[], ["metrics.jsonl"]])
@@ -228,17 +224,9 @@ def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path, keep):
     folder = fake_run(tmp_path / "run")
     for name in "metrics.jsonl", "rollouts.jsonl":
         (folder / name).write_text("") if name in keep else (folder / name).unlink()
-    page = Page(write_report(folder)).data["page"]
-    assert page["charts"] == [] and page["runs"][0]["groups"] == [] and page["settings"]
-
-
-def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
-    folder = fake_run(tmp_path / "run")
-    for name in "metrics.jsonl", "rollouts.jsonl":
-        with (folder / name).open("a") as file:
-            file.write('{"step": 99, "pha')
-    run = Page(write_report(folder)).data["page"]["runs"][0]
-    assert run["series"]["mean_reward"][0][-1] == 12 and run["groups"][-1]["step"] == 10
+    page = Page(write_report(folder))
+    assert {"no steps yet", "metrics.jsonl holds no numbers yet.", "No advice.", "--use_grpo"} <= set(page.texts)
+    assert page.scripts == [] and page.data == {}
 
 
 def test_damaged_lines_and_steps_that_are_not_whole_are_left_out_with_one_line_for_each_file(tmp_path, capsys):
@@ -247,12 +235,14 @@ def test_damaged_lines_and_steps_that_are_not_whole_are_left_out_with_one_line_f
     (folder / "metrics.jsonl").write_bytes(b"".join([*metrics[:4], b"\0" * 99 + b"\n", b"[1]\n", *metrics[4:]]))
     rollouts[17] = b"\xff\xfe" + rollouts[17]             # in step 6
     (folder / "rollouts.jsonl").write_bytes(b"".join(rollouts[:32]))             # 8 of the 12 of step 10
-    run = Page(write_report(folder)).data["page"]["runs"][0]
-    assert run["series"]["mean_reward"][0] == list(range(2, 13)) and {group["step"] for group in run["groups"]} == {2}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "pha')                   # cut off by a crash
+    page = Page(write_report(folder))
+    assert list(page.data) == ["step-0-2"] and "grpo until step 12" in str(page.texts)
     write_report(folder)
     assert capsys.readouterr().err.splitlines() == [
         f"{folder}/{name}: left out {count} lines that are damaged or belong to a step that is not whole"
-        for name, count in (("metrics.jsonl", 2), ("rollouts.jsonl", 20))
+        for name, count in (("metrics.jsonl", 3), ("rollouts.jsonl", 20))
     ]
 
 
@@ -260,10 +250,8 @@ def test_of_very_many_completions_every_nth_saved_step_is_shown(tmp_path, monkey
     folder = fake_run(tmp_path / "run", steps=40)
     monkeypatch.setattr(report, "MAX_BYTES", (folder / "rollouts.jsonl").stat().st_size // 3 + 1)
     page = Page(write_report(folder))
-    run = page.data["page"]["runs"][0]
-    assert run["every"] == 3 and list(dict.fromkeys(group["step"] for group in run["groups"])) == [2, 14, 26, 38]
-    assert sorted(name for name in page.data if name != "page") == sorted(f"tokens-0-{step}" for step in (2, 14, 26, 38))
-    assert all(len(group["completions"]) == 3 for group in run["groups"])
+    assert list(page.data) == [f"step-0-{step}" for step in (2, 14, 26, 38)]
+    assert f"Of {folder}, 1 of 3 saved steps is shown; rollouts.jsonl holds all." in str(page.texts)
 
 
 def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
@@ -277,10 +265,10 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
-def test_without_a_tokenizer_the_page_has_texts_and_no_pieces(tmp_path):
-    folder = fake_run(tmp_path / "run", flags=["--model_path", "some/model"])
-    run = Page(write_report(folder)).data["page"]["runs"][0]
-    assert run["pieces"] == {} and run["groups"][0]["completions"][0]["text"] == "answer 00 of step 2"
+def test_without_a_tokenizer_the_page_has_texts_and_no_numbers_of_tokens(tmp_path):
+    page = Page(write_report(fake_run(tmp_path / "run", flags=["--model_path", "some/model"])))
+    completion = page.data["step-0-2"][-1]["completions"][0]
+    assert completion["pieces"] == ["answer 00 of step 2"] and completion["numbers"] == {}
 
 
 @pytest.mark.parametrize("prompt,shown", [
@@ -289,15 +277,13 @@ def test_without_a_tokenizer_the_page_has_texts_and_no_pieces(tmp_path):
 ])
 def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
     page = Page(write_report(fake_run(tmp_path / "run", prompt=prompt)))
-    found = page.data["page"]["runs"][0]["groups"][0]["prompt"]
-    assert found == shown
+    assert page.data["step-0-2"][0]["prompt"] == shown
 
 
 @pytest.mark.parametrize("break_it,message", [
     (lambda folder: (folder / "config.json").unlink(), "is not a run folder: it has no config.json"),
-    (lambda folder: (folder / "config.json").write_text("[1"), "config.json is not the config.json of a run"),
-    (lambda folder: (folder / "config.json").write_text("[1]"), "config.json is not the config.json of a run"),
-    (lambda folder: (folder / "config.json").write_text('{"model_path": "x"}'), "config.json is not the config.json of a run"),
+    (lambda folder: (folder / "config.json").write_text("[1"), "config.json: not a readable JSON file of settings"),
+    (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: must hold an object"),
     (lambda folder: (folder / "metrics.jsonl").write_text(
         '{"step": 1, "phase": "grpo", "step_seconds": "a", "completion_tokens": 1}\n'), "metrics.jsonl is damaged"),
     (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1, "phase": "grpo"}\n'), "rollouts.jsonl is damaged"),
@@ -312,14 +298,10 @@ def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it
         assert "\n" not in str(error.value) and not (folder / "report.html").exists()
 
 
-def test_the_command_says_where_the_page_is(tmp_path, capsys):
+def test_the_command_says_where_the_page_is_and_the_newest_step_is_shown_first(tmp_path, capsys):
     folder = fake_run(tmp_path / "run")
-    infer.main(["--report", str(folder), "--against", str(fake_run(tmp_path / "other", steps=20))])
+    infer.main(["--report", str(folder), "--against", str(fake_run(tmp_path / "other"))])
     assert capsys.readouterr().out == f"{folder}/report.html\n"
-    assert [run["name"] for run in Page(folder / "report.html").data["page"]["runs"]] == [str(folder), str(tmp_path / "other")]
-
-
-def test_ends_of_intervals_are_no_charts_of_their_own():
-    names = "eval_reward/length", "eval_reward_low/length", "eval_reward_high/length", "eval_accuracy", "eval_accuracy_low"
-    charts = list_charts([{"series": {name: [[1], [0.5]] for name in names}}])
-    assert [chart["metric"] for chart in charts] == ["eval_accuracy", "eval_reward/length"]
+    options = [dict(attributes) for tag, attributes in Page(folder / "report.html").tags if tag == "option"]
+    assert [option["value"] for option in options if "selected" in option] == ["step-0-10"]
+    assert [option["value"] for option in options][:4] == ["step-1-2", "step-0-2", "step-1-6", "step-0-6"]

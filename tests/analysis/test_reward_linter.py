@@ -175,13 +175,11 @@ def test_without_names_the_functions_are_those_that_score_something(capsys, monk
 
 
 def test_data_is_read_as_training_reads_it(capsys, tmp_path):
-    (tmp_path / "own.jsonl").write_text('nonsense\n{"q": "1+1=?", "a": "2", "c": "<answer>2</answer>"}\n')
+    (tmp_path / "own.jsonl").write_text('{"q": "1+1=?", "a": "2", "c": "<answer>2</answer>"}\n')
     command = ["--lint", "--dataset", str(tmp_path / "own.jsonl"), "--reward_functions", "correctness"]
-    assert exit_code(command) == 2 and exit_code([*command, "--bad_lines", "skip"]) == 2
-    errors = capsys.readouterr().err
-    assert "--bad_lines skip" in errors and "--prompt_column" in errors
+    assert exit_code(command) == 2 and "--prompt_column" in capsys.readouterr().err
     columns = ["--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]
-    assert reward_linter.main([*command, "--bad_lines", "skip", *columns]) == 0
+    assert reward_linter.main([*command, *columns]) == 0
     assert "| `correctness` | 1.00 |" in capsys.readouterr().out
 
 

@@ -389,17 +389,14 @@ def test_a_run_of_conversations_writes_them_down(finished):
 @pytest.mark.slow
 def test_the_report_of_conversations_shows_who_said_what(finished):
     page = (finished / "report.html").read_text()
-    blocks = dict(re.findall(r'<script type="application/json" id="(.*?)">(.*?)</script>', page))
-    (run,) = json.loads(blocks["page"])["runs"]
+    blocks = re.findall(r'<script type="application/json" id="step-.*?">(.*?)</script>', page)
     given = 0
-    for group in run["groups"]:
-        tokens = json.loads(blocks[f"tokens-0-{group['step']}"])[group["first"] :]
-        for completion, (ids, logp, *others) in zip(group["completions"], tokens):
-            assert completion["text"].startswith("assistant: ") and completion["text"].count("\nuser: ") <= 3
-            assert len(ids) == len(logp) and len(others) == 3, "advantages, entropies, changes"
-            for numbers in others:
-                assert [value is None for value in numbers] == [value is None for value in logp]
-            given += sum(value is None for value in logp)
+    for completion in (c for block in blocks for group in json.loads(block) for c in group["completions"]):
+        logp, *others = completion["numbers"].values()
+        assert len(completion["pieces"]) == len(logp) and len(others) == 3, "changes, entropies, advantages"
+        for numbers in others:
+            assert [value is None for value in numbers] == [value is None for value in logp]
+        given += sum(value is None for value in logp)
     assert given > 0
 
 

@@ -10,7 +10,7 @@ from conftest import QUICK
 import train
 from data import load_examples
 from environments.conversations import Conversation, run_scripted_turns
-from environments.loading import columns_for, load_environment, responders
+from environments.loading import load_environment, refuse_missing_columns, responders
 from rewards import load_reward_function
 from runs.startup_check import check_rewards
 
@@ -23,7 +23,11 @@ def test_an_environment_gets_the_columns_it_asks_for():
     assert first("x") == ("x", "t") and second("x") == ("x", None)
     (first, _) = responders(lambda conversation, **columns: columns, examples)
     assert first([]) == {"topic": "t", "answer": "3"}, "never the demonstration"
-    assert columns_for(lambda conversation, level, topic=1: None, examples) == ({"level", "topic"}, {"level"})
+    (first, _) = responders(lambda conversation, level, topic=1: (level, topic), examples)
+    assert first([]) == (None, "t"), "other examples have the column"
+    with pytest.raises(ValueError, match="--environment=mine: needs the column level"):
+        refuse_missing_columns("mine", lambda conversation, level, topic=1: None, examples)
+    refuse_missing_columns("mine", lambda conversation, topic: None, examples)
     assert responders(None, examples) is None
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from environments import loading, tools
-from environments.loading import environment_by_name, load_environment
+from environments.loading import load_environment
 from environments.tools import calculate, run_calls
 from reward_functions.sandbox import SandboxResult
 
@@ -60,7 +60,6 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
                "1/0": SandboxResult(ok=False, stdout="", stderr="ZeroDivisionError", reason="exit code 1")}
     monkeypatch.setattr(tools, "run_python", results.__getitem__)
     monkeypatch.setattr(loading, "run_python", results.__getitem__)
-    environment_by_name.cache_clear()
     respond = load_environment("python")
     ask = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
     assert respond([{"role": "assistant", "content": ask % "print(6*7)"}])["content"] == "42"
@@ -70,7 +69,6 @@ def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_containe
         raise RuntimeError("programs cannot be isolated here")
 
     monkeypatch.setattr(loading, "run_python", refuses)
-    environment_by_name.cache_clear()
     with pytest.raises(ValueError, match="--environment=python: programs cannot be isolated here; or use calculator"):
         load_environment("python")
 

@@ -195,15 +195,14 @@ MISTAKES = {
     "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
     "missing column": (["--reward_functions", "{tmp}/needs.py:f"], "needs the column tests"),
     "demonstration wanted": (["--reward_functions", "{tmp}/needs.py:g"], "needs the column completion"),
-    "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*; train.py and the linter have --bad_lines skip"),
+    "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*; correct it"),
     "half a pair": (["--dataset", "{tmp}/pair.jsonl"], r"pair.jsonl: line 2 is not JSON: 'utf-8' codec can't encode character '\\ud800'"),
     "half a pair in .json": (["--dataset", "{tmp}/pair.json"], "pair.json: not JSON: 'utf-8' codec can't encode"),
-    "UTF-16": (["--dataset", "{tmp}/u16.jsonl"], "u16.jsonl: is encoded as UTF-16; save it as UTF-8"),
+    "UTF-16": (["--dataset", "{tmp}/u16.jsonl"], "u16.jsonl: line 1 is not JSON: 'utf-8' codec"),
     "epochs without end": (["--num_epochs", "inf"], "--num_epochs=inf: must be above 0 and at most 1000000"),
     "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
     "no limit of the gradient": (["--max_grad_norm", "inf"], "--max_grad_norm=inf: must be a number of at most 4294967295 in size"),
     "weights without end": (["--reward_weights", "1", "inf", "0"], "--reward_weights=inf: must be a number of at most"),
-    "clips without end": (["--reward_clips", "nan", "1", "1"], "--reward_clips=nan: must be a number of at most"),
     "hot": (["--generation_temperature", "inf"], "--generation_temperature=inf: must be a number of at most"),
     "no end of time": (["--reward_timeout", "1e300"], "--reward_timeout=1e.300: must be a number of at most"),
     "no time": (["--reward_timeout", "1e-9"], "--reward_timeout=1e-09: at least 0.001 seconds, or 0 for no limit"),
@@ -216,16 +215,13 @@ MISTAKES = {
     "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
-    "held-out row of two meanings": (
-        ["--reward_functions", "multiple_choice", "--dataset", "{tmp}/choices.jsonl", "--eval_dataset", "{tmp}/ambiguous.jsonl",
-         "--cold_start_steps", "0"], "--reward_functions multiple_choice: a letter .*could mean two of the choices"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
                           "=5 needs demonstrations, .*for 2 of 2 examples.*--completion_column.*or pass --cold_start_steps 0"),
     "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
     "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* are longer.*raise it to 8.*--long_prompts"),
     "no such model": (["--model_path", "{tmp}/none"], "error: --model_path=[^:]*none: no such folder"),
-    "no weights": (["--model_path", "{tmp}/no_weights"], "error: --model_path=[^:]*no_weights: the folder has no weights"),
-    "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: the folder has no a? ?tokenizer"),
+    "no weights": (["--model_path", "{tmp}/no_weights"], "error: --model_path=[^:]*no_weights: .* has no \\*.safetensors or"),
+    "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: .* has no tokenizer.json or"),
     "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
     "resume what": (["--resume"], "--resume: needs --output_dir"),
     "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is not a writable folder"),
@@ -248,8 +244,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     data_file(tmp_path, "deep.jsonl", '{"prompt": "a"}\n' + '{"prompt": "a", "x": ' + "[" * 100_000)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
-    data_file(tmp_path, "choices.jsonl", '{"prompt": "Which?", "answer": "A", "choices": ["x", "y"]}\n')
-    data_file(tmp_path, "ambiguous.jsonl", '{"prompt": "What?", "answer": "A", "choices": ["B", "A"]}\n')
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -258,7 +258,7 @@ def test_estimate_for_processes_that_are_elsewhere(configured, capsys):
 
 
 @pytest.mark.parametrize("flags,error", [
-    ("--model_path .", "no usable config.json"), ("--model_path nowhere/at/all", "no such folder"),
+    ("--model_path .", ". has no config.json"), ("--model_path nowhere/at/all", "no such folder"),
     ("--mesh fsdp=0", "--mesh=fsdp=0: write some of"), ("--memory_gb -1", "--memory_gb=-1.0: must be at least 0"),
     ("--mesh fsdp=2 --adam_8bit", "--adam_8bit: not in several processes"),
 ])

@@ -74,18 +74,6 @@ def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
         RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]))
 
 
-def test_a_table_of_completions_survives_what_models_write(tmp_path):
-    written = []
-    board = TensorBoard(tmp_path, 0)
-    board.writer.add_text = lambda name, text, step: written.append((name, text, step))
-    talk = [{"role": "assistant", "content": "a|b`c\n\nd"}, {"role": "user", "content": "e"}]
-    board.show(3, [{"prompt": [5, 6], "completion": talk, "reward": 1.0, "advantage": 0.5, "finished": True}])
-    board.close()
-    (name, text, step), = written
-    assert (name, step) == ("completions", 3) and len(text.splitlines()) == 3
-    assert text.splitlines()[2] == "`[5, 6]` | `assistant: a/b'c  d user: e` | `1.0` | `0.5` | `True`"
-
-
 def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes(tmp_path):
     for last_step, value in (0, 1.0), (2, 2.0):
         board = TensorBoard(tmp_path, last_step)
