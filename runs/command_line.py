@@ -68,6 +68,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_all(self, argv: list[str], file_hint: str = "see --help") -> argparse.Namespace:
         """Parse the flags and reject unknown words. file_hint: what to do about the name of a .json file."""
+        for word in argv:
+            if word != word.encode(errors="replace").decode():
+                raise ValueError(f"{word!a:.60}: is not UTF-8")
         words = [re.sub(r"(?<=^--)[\w-]+", lambda flag: flag[0].replace("-", "_"), word) for word in argv]
         self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 too is no flag
         args, unknown = self.parse_known_args(words)
