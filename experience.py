@@ -210,11 +210,8 @@ def compute_experience(
     if config.importance_cap or value_head is not None or config.engine == "vllm":
         before = log_probs_of_rollout(model, rollout, config.policy, value_head=value_head, **forwarding)
         policy_logp, values = before.logp, before.values
-        differences = (policy_logp - rollout.sampling_logp)[rollout.completion_mask]
-        metrics["sampler_deviation"] = float((differences.clamp(-20, 20).exp() - 1).abs().mean())
-    if config.engine == "vllm":
-        metrics["engine_ratio"] = float(differences.exp().mean())
-        metrics["engine_deviation"] = float(differences.abs().max())
+        found = compare_with_sampler(policy_logp, rollout)
+        metrics |= found if config.engine == "vllm" else {"sampler_deviation": found["sampler_deviation"]}
     if config.importance_cap:
         weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=config.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())
@@ -242,15 +239,44 @@ def compute_experience(
     )
 
 
+def experience_of_groups(run, groups: Groups) -> Experience:
+    """Compute group advantages and what else updates need, as grpo_training_step does. run: a Run."""
+    config, rewards, mean_reward = run.config.grpo, groups.rewards, run.progress.mean_reward
+    advantages = compute_group_advantages(rewards, **config.advantage_options, global_mean=mean_reward)
+    return compute_experience(
+        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
+        kl_coef=run.progress.kl_coef, **run.forwarding,
+    )
+
+
+def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
+    """Compare the trainer's log-probabilities (B, T) with those of sampling, over all sampled tokens.
+
+    returns  with ratio = exp(logp - sampling_logp): sampler_deviation, the mean of |ratio - 1|; engine_ratio,
+             the mean ratio; engine_deviation, the largest difference of a log-probability in nats
+    """
+    differences = (logp - rollout.sampling_logp)[rollout.completion_mask]
+    ratio = differences.clamp(-20, 20).exp()
+    return {
+        "sampler_deviation": float((ratio - 1).abs().mean()), "engine_ratio": float(ratio.mean()),
+        "engine_deviation": float(differences.abs().max()),
+    }
+
+
+def ratio_tolerance(model, engine=None) -> float:
+    """Return the largest mean of |ratio - 1| on policy. engine: a VLLMEngine, whose rounding differs more."""
+    return (0.01 if is_exact(model) else 0.1) * (3 if engine else 1)
+
+
 def require_first_ratios_of_1(experience: Experience, deviation: float, model, engine=None) -> None:
     """Raise RunError if tokens were sampled with other probabilities than the policy gives them.
 
     deviation  mean of |ratio - 1| in the first update, NaN if it forwarded no row. Where the trainer computed
                log-probabilities of its own, the mean from those to the sampler's is taken in its place
-    engine     a VLLMEngine that sampled, whose rounding differs more, or None
+    engine     a VLLMEngine that sampled, or None
     """
     deviation = experience.metrics.get("sampler_deviation", deviation)
-    tolerance = (0.01 if is_exact(model) else 0.1) * (3 if engine else 1)
+    tolerance = ratio_tolerance(model, engine)
     if deviation > tolerance:                             # False for NaN
         raise RunError(
             f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from runs.command_line import exit_on_mistake  # first: it refuses an old Python
+from runs.command_line import exit_on_mistake, section_of  # first: it refuses an old Python
 from analysis.infer_flags import parse_arguments, sampling_config
 from config import ModelConfig
 
@@ -37,10 +37,7 @@ def main(argv: list[str]) -> None:
         print(write_report(Path(args.report), Path(args.against) if args.against else None))
         return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
-    source = ModelConfig(
-        args.model_path, args.attn_implementation, args.precision, trust_remote_code=args.trust_remote_code,
-        device=args.device, chat_template=args.chat_template, chat_template_kwargs=args.chat_template_kwargs,
-    )
+    source = section_of(args, ModelConfig)
     if args.merge_into:
         merge_adapter(source, args.merge_into)
         return
@@ -70,7 +67,7 @@ def merge_adapter(source: ModelConfig, folder: str) -> None:
 
 def answer_questions(args, source: ModelConfig) -> None:
     """Write the answers to the prompts of --questions into the file --answers, or print them."""
-    examples = load_dataset(args, args.questions, args.limit)
+    examples = load_dataset(args, args.questions, args.limit or None)
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
     with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:
         write_answers(chat_model, examples, args.samples, args.generation_batch_size, file)

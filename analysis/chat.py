@@ -8,9 +8,6 @@ the environment up to the user's next turn.
 Left out on purpose: serving, and a cache kept between the user's turns: each forwards the whole conversation.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/chat.py is no program; run: python infer.py --chat")
-
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -22,7 +19,7 @@ from transformers import TextStreamer
 
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.infer_flags import sampling_config
-from config import GRPOConfig, ModelConfig
+from config import DataConfig, GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt, load_examples, with_instruction
 from engine.chat_template import as_text, with_known_role
 from engine.devices import best_device
@@ -33,7 +30,7 @@ from environments.loading import load_environment, refuse_missing_columns, respo
 from model import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
-from runs.command_line import UNSAFE, printable
+from runs.command_line import UNSAFE, printable, section_of
 from runs.startup_check import can_share_prompts
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 
@@ -111,12 +108,11 @@ def chat(chat_model: ChatModel, instruction: str) -> None:
         while text := input("> ").encode(errors="replace").decode().strip():     # no lone surrogates
             messages.append({"role": "user", "content": text})
             try:
-                prompt = encode_conversation(chat_model, messages, instruction)
+                reply = chat_model.answer(encode_conversation(chat_model, messages, instruction))
             except ValueError as error:
                 print(f"{error}\n(this message is left out)")
                 messages.pop()
                 continue
-            reply = chat_model.answer(prompt)
             messages += [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
             chat_model.seed += 1
     except (EOFError, KeyboardInterrupt):
@@ -126,32 +122,20 @@ def chat(chat_model: ChatModel, instruction: str) -> None:
 def encode_conversation(
     chat_model: ChatModel, messages: list[dict], instruction: str = ""
 ) -> list[dict] | str | list[int]:
-    """Return a conversation as a prompt. While it is too long for the model, remove its first messages.
+    """Return a conversation as a prompt.
 
     With a chat template these are the messages. Without one it is the first message as text, as with
-    --question, or the token ids of all messages, as in training on conversations. Raises ValueError if the
-    last message alone is too long, or if the template rejects it.
+    --question, or the token ids of all messages, as in training on conversations.
     """
-    tokenizer, stops = chat_model.tokenizer, stop_token_ids(chat_model.model, chat_model.tokenizer)
-    for start in [number for number, message in enumerate(messages) if message["role"] == "user"]:
-        first, *later = with_instruction({"prompt": messages[start:]}, instruction)["prompt"]
-        prompt = first["content"]
-        if tokenizer.chat_template:
-            prompt = [first, *(with_known_role(tokenizer, message) for message in later)]
-        elif later:
-            ids, _ = encode_demonstration(tokenizer, prompt, later, stops)
-            prompt = encode_prompt(tokenizer, prompt) + ids
-        encode_prompt(tokenizer, prompt)                  # raises if the template rejects it
-        try:
-            chat_model.check_length([prompt])
-        except ValueError as error:
-            too_long = error
-            continue
-        if start:
-            print("(the conversation is too long for the model: its first messages are left out)")
-            del messages[:start]
+    tokenizer = chat_model.tokenizer
+    first, *later = with_instruction({"prompt": messages}, instruction)["prompt"]
+    if tokenizer.chat_template:
+        return [first, *(with_known_role(tokenizer, message) for message in later)]
+    prompt = first["content"]
+    if not later:
         return prompt
-    raise too_long
+    ids, _ = encode_demonstration(tokenizer, prompt, later, stop_token_ids(chat_model.model, tokenizer))
+    return encode_prompt(tokenizer, prompt) + ids
 
 
 def write_answers(
@@ -159,10 +143,10 @@ def write_answers(
 ) -> None:
     """Write a line of JSON for each answer: the example's columns, completion and finished.
 
-    batch_size  completions that are sampled before they are written; those of a prompt always are
+    batch_size  completions that are sampled before they are written; those of a prompt always are; 0: all
     """
     earlier = occurrences([example["prompt"] for example in examples])
-    prompts = max(1, batch_size // num_completions)
+    prompts = max(1, batch_size // num_completions) if batch_size else len(examples)
     for start in range(0, len(examples), prompts):
         batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
         rollout = chat_model.sample(batch, num_completions, prompt_occurrences=repeats)
@@ -178,7 +162,11 @@ def run_evaluation(args, source: ModelConfig) -> None:
     """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
     functions = [load_reward_function(name) for name in args.reward_functions]
     refuse_equal_names(functions)
-    results = measure_models(args, source, examples_to_evaluate(args, functions), functions)
+    examples = examples_to_evaluate(args, functions)
+    results = [measure_model(args, source, examples, functions)]
+    if args.against_model:
+        other = replace(source, model_path=args.against_model)
+        results.append(measure_model(args, other, examples, functions))
     for result in results:
         if args.against_model:
             print(result["model_path"] or "built-in model")
@@ -210,30 +198,22 @@ def examples_to_evaluate(args, functions: list) -> list[dict]:
     return examples
 
 
-def measure_models(args, source: ModelConfig, examples: list[dict], functions: list) -> list[dict]:
-    """Return the result of evaluation.measure, and model_path, for --model_path and --against_model.
-
-    raises  ValueError that names the flag, if a model cannot be loaded or evaluated
-    """
-    config, results = sampling_config(args), []
-    for flag in ["model_path", *(["against_model"] if args.against_model else [])]:
-        evaluated = replace(source, model_path=getattr(args, flag))
-        try:
-            loaded = ChatModel.load(evaluated, config, args.seed)
-            loaded.check_length([example["prompt"] for example in examples])
-            results.append({"model_path": evaluated.model_path} | measure(
-                loaded.model, loaded.tokenizer, examples, config, seed=args.seed, samples=args.samples,
-                reward_functions=functions, shared_prompt=loaded.shared_prompt,
-                environment=load_environment(args.environment), batch_size=args.generation_batch_size,
-            ))
-        except (ValueError, RunError) as error:
-            raise ValueError(str(error).replace("--model_path=", f"--{flag}=")) from None
-        del loaded                                        # before the other model is loaded
-    return results
+def measure_model(args, source: ModelConfig, examples: list[dict], functions: list) -> dict:
+    """Return the result of evaluation.measure, and model_path. Raises ValueError if it cannot be measured."""
+    loaded = ChatModel.load(source, sampling_config(args), args.seed)
+    loaded.check_length([example["prompt"] for example in examples])
+    try:
+        return {"model_path": source.model_path} | measure(
+            loaded.model, loaded.tokenizer, examples, loaded.config, seed=args.seed, samples=args.samples,
+            reward_functions=functions, shared_prompt=loaded.shared_prompt,
+            environment=load_environment(args.environment), batch_size=args.generation_batch_size,
+        )
+    except RunError as error:
+        raise ValueError(str(error)) from None
 
 
 def load_dataset(args, source: str, limit: int | None) -> list[dict]:
     """Return the examples of a data set with --instruction before each prompt."""
-    columns = {"prompt": args.prompt_column, "answer": args.answer_column}
+    columns = section_of(args, DataConfig).columns
     examples = load_examples(source, args.split, limit=limit, columns=columns)
     return [with_instruction(example, args.instruction) for example in examples]

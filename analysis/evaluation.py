@@ -8,20 +8,15 @@ The functions from summarise on need no model. A problem is a dict as measure re
 them.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/evaluation.py is no program; run: python infer.py --evaluate DATA")
-
 import math
+from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
 
-from engine.devices import gather_from_ranks, rank_slice
-from engine.sampling_state import occurrences
-from engine.vllm_engine import ready_to_sample
 from environments.loading import responders
+from experience import Groups, sample_on_all_ranks
 from reward_functions.answers import extract_answer, same_answer, text_of
 from reward_functions.loading import name_of
 from rewards import Reports, compute_rewards_for_completions, correctness
@@ -38,18 +33,16 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
              eval_problems, eval_reward/<function> (mean points), eval_reward_low/ and eval_reward_high/
              (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
     """
-    _, points, num_truncated, reports = sample_and_score(
-        model, tokenizer, examples, config, seed=seed, num_completions=1, **options
-    )
-    columns = {name: values[:, 0] for name, values in points.items()}            # (P,)
-    correct = columns["correctness"][~columns["correctness"].isnan()]
-    result = {f"eval_{name}": value for name, value in reports.means().items()}
-    for name, values in columns.items():
-        found = estimate_points(values[:, None].tolist())
+    groups = sample_and_score(model, tokenizer, examples, config, seed=seed, num_completions=1, **options)
+    result = {f"eval_{name}": value for name, value in groups.reports.means().items()}
+    for name, points in groups.per_function.items():
+        found = estimate_points(points.tolist())
         for end, of in ("", "mean"), ("_low", "low"), ("_high", "high"):
             result[f"eval_reward{end}/{name}"] = found[of]                       # None: unknown
+    correct = groups.per_function["correctness"]
+    correct = correct[~correct.isnan()]
     result["eval_problems"] = len(correct) or len(examples)
-    result["eval_truncated"] = num_truncated / len(examples)
+    result["eval_truncated"] = float((~groups.rollout.finished).double().mean())
     if len(correct):
         found = estimate_mean(correct.numpy())
         result["eval_accuracy"] = found["mean"]
@@ -61,7 +54,7 @@ def sample_and_score(
     model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int,
     reward_functions=(correctness,), on_error: str = "raise", reward_timeout: float = 0.0,
     batch_size: int = 64, shared_prompt: bool = True, environment=None, trainer_state=None, engine=None,
-) -> tuple[list, dict[str, torch.Tensor], int, Reports]:
+) -> Groups:
     """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
 
     config       and shared_prompt: as for sample_completions_for_prompts; on_error, reward_timeout and
@@ -69,33 +62,26 @@ def sample_and_score(
     engine       a VLLMEngine that samples; None: the model does
     batch_size   completions sampled at once; waiting ones are started when half of these are finished
     environment  replies to the policy; None: no conversation
-    returns      completions (P * n, those of a problem adjacent: texts, or conversations), points of each
-                 function (P, n), the number of completions that were truncated, and what functions logged
+    returns      groups with the points of correctness and the reward functions, which are not weighted
     """
     functions = [correctness, *(f for f in reward_functions if f is not correctness)]
-    local_examples = rank_slice([{"answer": None} | example for example in examples])
-    earlier = rank_slice(occurrences([example["prompt"] for example in examples]))
 
-    def sample_local():
-        if not local_examples:
-            return None
+    def sample_slice(examples: list[dict], prompt_occurrences: list[int], attempt: int) -> Groups:
         rollout = sample_completions_for_prompts(
-            model, tokenizer, [example["prompt"] for example in local_examples], config, seed=seed,
+            model, tokenizer, [example["prompt"] for example in examples], config, seed=seed,
             num_completions=num_completions, shared_prompt=shared_prompt, batch_size=batch_size,
-            prompt_occurrences=earlier, responders=responders(environment, local_examples), engine=engine,
+            prompt_occurrences=prompt_occurrences, responders=responders(environment, examples),
+            engine=engine,
         )
         reports = Reports()
-        _, points = compute_rewards_for_completions(
-            functions, [1.0] * len(functions), rollout, local_examples, on_error=on_error,
-            timeout=reward_timeout, turn_points=rollout.turn_points, reports=reports,
-            trainer_state=trainer_state,
+        total, points = compute_rewards_for_completions(
+            functions, [1.0] * len(functions), rollout, examples, on_error=on_error, timeout=reward_timeout,
+            turn_points=rollout.turn_points, reports=reports, trainer_state=trainer_state,
         )
-        return rollout.completions, points, int((~rollout.finished).sum()), reports
+        return Groups(examples, rollout, total, points, total, reports=reports)
 
-    with ready_to_sample(model, engine):
-        texts, points, truncated, reports = zip(*filter(None, gather_from_ranks(sample_local)), strict=True)
-    points = {name: torch.cat([of_rank[name] for of_rank in points]) for name in points[0]}
-    return list(chain(*texts)), points, sum(truncated), Reports().add(*reports)
+    examples = [{"answer": None} | example for example in examples]
+    return sample_on_all_ranks(model, engine, sample_slice, examples, attempt=0)
 
 
 def measure(
@@ -108,10 +94,11 @@ def measure(
                       problems: prompt, answer; right (n bools) and majority (its majority_vote), None without
                       an answer; points by name (n each, None: unscored). --json writes the same
     """
-    completions, points, num_truncated, _ = sample_and_score(
+    groups = sample_and_score(
         model, tokenizer, examples, config, num_completions=samples, reward_functions=reward_functions,
         on_error=config.reward_errors, **options,
     )
+    points, completions = groups.per_function, groups.rollout.completions
     rewards = {f"reward/{name_of(function)}": points[name_of(function)] for function in reward_functions}
     if rewards:                                           # NaN where a function with a weight is
         pairs = zip(config.weights, rewards.values(), strict=True)
@@ -127,7 +114,7 @@ def measure(
             "points": {name: list(map(or_none, values[p])) for name, values in rewards.items()},
         })
     note = note_on_form([correctness, *reward_functions], points, completions)
-    truncated = num_truncated / len(completions)
+    truncated = float((~groups.rollout.finished).double().mean())
     return {"truncated": truncated, "note": note, "estimates": summarise(problems), "problems": problems}
 
 
@@ -196,16 +183,11 @@ def majority_vote(completions: list, truth: str) -> float:
     Completions without a readable answer are ignored; without any readable answer the result is 0.
     arXiv:2203.11171.
     """
-    votes: list[tuple[str, int]] = []
-    for answer in filter(None, (extract_answer(text_of(completion)) for completion in completions)):
-        index = next((i for i, (other, _) in enumerate(votes) if same_answer(other, answer)), None)
-        if index is None:
-            votes.append((answer, 1))
-        else:
-            votes[index] = votes[index][0], votes[index][1] + 1
-    most = max((count for _, count in votes), default=0)
-    leading = [same_answer(answer, truth) for answer, count in votes if count == most]
-    return sum(leading) / max(1, len(leading))
+    counts = Counter(filter(None, (extract_answer(text_of(completion)) for completion in completions)))
+    votes = {answer: sum(n for other, n in counts.items() if same_answer(answer, other)) for answer in counts}
+    leading = [answer for answer in votes if votes[answer] == max(votes.values())]
+    right = sum(counts[answer] for answer in leading if same_answer(answer, truth))
+    return right / max(1, sum(counts[answer] for answer in leading))
 
 
 # ---- intervals ---------------------------------------------------------------------------------------------

@@ -9,9 +9,6 @@ Every number comes from the functions that train. Unlike a real step, it has a b
 update on the whole group. Nothing is written to disk, and the updated weights are not kept.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/explain.py is no program; run: python train.py --use_grpo --explain")
-
 from collections.abc import Callable
 
 import torch
@@ -22,7 +19,7 @@ from torch import Tensor
 
 from config import GRPOConfig
 from engine.chat_template import as_text
-from experience import Experience, Groups, compute_experience, log_probs_of_rollout
+from experience import Experience, Groups, experience_of_groups, log_probs_of_rollout
 from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
 from runs.console import RunConsole
 from runs.doctor import SUCCESS
@@ -50,16 +47,10 @@ def explain(
         )
         return
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    advantages = compute_group_advantages(
-        groups.rewards, **config.advantage_options, global_mean=progress.mean_reward
-    )
-    experience = compute_experience(
-        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
-        kl_coef=progress.kl_coef, **run.forwarding,
-    )
+    experience = experience_of_groups(run, groups)
     show_completions(console, config, groups, experience, progress.mean_reward)
     old = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp       # (G, T)
-    best_first = experience.advantages.mean(dim=1).argsort(descending=True).tolist()
+    best_first = experience.advantages.mean(dim=1).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
     show_tokens(console, config, run.tokenizer, experience, old, picked, title)
@@ -99,21 +90,22 @@ def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
 
 def find_group(run: Run, sample_groups: Callable) -> Groups | None:
     """Sample until a group has right and wrong answers, at most BATCHES batches, else take one not tied."""
-    group, found, best = None, "", 0
+    best = 0
     for number in range(1, BATCHES + 1):
         groups = sample_groups(run, next(run.batches))
         right = [points == 1 for name, points in groups.per_function.items() if f"reward/{name}" in SUCCESS]
         mixed = right[0].any(dim=1) & ~right[0].all(dim=1) if right else True
         rank = (~groups.tied).int() + (~groups.tied & mixed).int()               # (P,): 2 is best, 0 is tied
         if rank.max() > best:
-            best, first = int(rank.max()), int((rank == rank.max()).nonzero()[0])
-            group = groups.select(torch.arange(len(rank)) == first)
+            best, found = int(rank.max()), groups.select(torch.arange(len(rank)) == rank.argmax())
             kind = "with right and wrong answers" if right and best == 2 else "of the others"
-            found = f"{int(groups.tied.sum())} of {len(rank)} groups of batch {number} are tied"
+            where = f"{int(groups.tied.sum())} of {len(rank)} groups of batch {number} are tied"
         if best == 2:
             break
-    run.console.print(f"{found}; this is the first {kind}" if group is not None else "")
-    return group
+    if not best:
+        return None
+    run.console.print(f"{where}; this is the first {kind}")
+    return found
 
 
 def least_likely_tokens(rollout, row: int) -> list[int]:

@@ -11,30 +11,29 @@ a step, its numbers are those of the run, but with --baseline global_mean and --
 replaced groups are not saved. A rollout is one update here, at any --minibatch_size.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/replay.py is no program; run: python train.py --replay RUN/rollouts.jsonl")
-
 import json
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from config import Config, GRPOConfig
 from engine.devices import best_device, num_processes
-from engine.errors import in_one_line
 from engine.packing import left_pad, pad_rows
-from experience import Experience, Groups, compute_experience, demonstrations_as_experience, shape_rewards
-from grpo import compute_group_advantages
+from engine.sharding import clip_gradient
+from experience import (
+    Experience, Groups, demonstrations_as_experience, experience_of_groups, shape_rewards,
+)
 from model import ValueHead, load_policy, move
 from reward_functions.loading import name_of
 from rewards import load_reward_function, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
-from runs.records import or_none, parse_record, read_jsonl, read_steps, warn_once
+from runs.records import or_none, read_jsonl, read_steps, warn_once
 from runs.run import Progress, Run
 from runs.setup import load_reference
 from sample import Rollout
@@ -47,14 +46,10 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
 
     raises  ValueError in one line, if the file, the weights or something that the settings need is missing
     """
-    path = Path(config.training.replay)
-    if not path.exists():
-        raise ValueError(f"--replay={path}: no such file")
-    first = None
-    if path.is_file():
-        with path.open("rb") as file:
-            first = next(filter(None, map(parse_record, file)), None)
-    if not first or "completion_ids" not in first:
+    path, grpo = Path(config.training.replay), config.grpo
+    steps = read_steps(path)
+    first = next(steps, None)
+    if not first or "completion_ids" not in first[0]:
         raise ValueError(
             f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
     given = config.model.model_path
@@ -64,25 +59,14 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
     run = load_run(config, weights)
     lines = read_jsonl(path.parent / "metrics.jsonl")
     logged = {line["step"]: line for line in lines if line["phase"] != "eval"}
-    grpo = config.grpo
     how = "of the value head" if grpo.use_value_head else f"{grpo.baseline}, {grpo.scale}"
     variant = f"{grpo.loss_type} {grpo.loss_aggregation}".strip() + f", advantages {how}"
     title = f"as trained | now ({variant}), with the weights of {weights}"
     table = [title, " step" + "".join(f"{n:>24}" for n in SHOWN)]
-    for records in read_steps(path):
+    for records in chain([first], steps):
         step, phase = records[0]["step"], records[0]["phase"]
-        try:
-            rollout, _ = rollout_of(records, run.tokenizer.pad_token_id)
-            rollout.completion_ids[rollout.completion_mask]                      # of one shape
-        except Exception as error:                        # of whatever type the lines hold
-            raise ValueError(f"--replay={path}: step {step} holds no rollout: {in_one_line(error)}") from None
-        if phase == "grpo":
-            run.progress = saved_progress(config, run.saved_state)
-            load_reference_and_value_head(run, weights)
-            metrics = replay_grpo_step(run, records, accumulate_gradients)
-        else:
-            metrics = replay_supervised_step(run, records, accumulate_gradients)
-        metrics = {name: or_none(value) for name, value in metrics.items()}
+        replay_step = replay_grpo_step if phase == "grpo" else replay_supervised_step
+        metrics = {name: or_none(n) for name, n in replay_step(run, records, accumulate_gradients).items()}
         if not sys.stdout.isatty():
             print(json.dumps({"step": step, "phase": phase} | metrics))
         columns = [[row.get(name) for row in (logged.get(step, {}), metrics)] for name in SHOWN]
@@ -94,44 +78,35 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
 
 
 def load_run(config: Config, weights: Path) -> Run:
-    """Return a run with saved weights; those of a checkpoint come with its progress and state."""
-    policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
-    state = read_state(weights) if (weights / "state.pt").exists() else {}
-    device = best_device(config.model.device)
+    """Return a run with saved weights; those of a checkpoint with its progress, reference, value head."""
     if num_processes() > 1:
         raise ValueError("--replay: runs in one process; start it without torchrun")
-    return Run(
+    policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
+    state = read_state(weights) if (weights / "state.pt").exists() else {}
+    device, grpo = best_device(config.model.device), config.grpo
+    run = Run(
         config, RunFolder(config), device, tokenizer, [], None, [], [], [], state.get("shared_prompt", True),
-        move(policy, device), saved_progress(config, state), state,
+        move(policy, device), Progress(**state.get("progress", {})), state,
     )
-
-
-def saved_progress(config: Config, state: dict) -> Progress:
-    """Return the progress of a checkpoint's state, or that of a new run if state is empty."""
-    progress = Progress(**state["progress"]) if state else Progress()
-    if not (config.grpo.kl_target and state):
-        progress.kl_coef = config.grpo.kl_coef
-    return progress
-
-
-def load_reference_and_value_head(run: Run, weights: Path) -> None:
-    """Load the reference and the value head that were saved with the weights, if GRPO needs them."""
-    config = run.config.grpo
-    if config.kl_coef and run.reference is None:
-        run.reference = load_reference(run.model, run.config, weights, run.saved_state)
+    if not (grpo.kl_target and state):
+        run.progress.kl_coef = grpo.kl_coef
+    if config.training.use_grpo and grpo.kl_coef:
+        run.reference = load_reference(run.model, config, weights, state)
         if run.reference is None:
             raise ValueError(
                 f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")
-    if config.use_value_head and run.value_head is None:
-        if not run.saved_state.get("value_head"):
+    if config.training.use_grpo and grpo.use_value_head:
+        if not state.get("value_head"):
             raise ValueError(f"--replay: {weights} has no value head; add --use_value_head false")
-        run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(run.device)
-        run.value_head.load_state_dict(run.saved_state["value_head"])
+        run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(device)
+        run.value_head.load_state_dict(state["value_head"])
+    return run
 
 
 def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callable) -> dict:
     """Return metrics of a GRPO step from its records."""
-    config, progress = run.config.grpo, run.progress
+    config = run.config.grpo
+    run = replace(run, progress=replace(run.progress))    # every step begins with that of the weights
     rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
     names = [saved_name(name, per_function) for name in config.reward_functions]
     saved = torch.tensor([math.nan if r["reward"] is None else r["reward"] for r in records])
@@ -139,16 +114,9 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     failed = saved.view_as(could_be).isnan() & ~could_be.isnan()                 # a function raised
     per_function = {name: per_function[name] for name in names}
     scores = weighted_sum(per_function, config.weights).masked_fill(failed, torch.nan)
-    rewards = shape_rewards(config, rollout, scores, per_function)
-    progress.add_rewards(rewards)
-    advantages = compute_group_advantages(
-        rewards, **config.advantage_options, global_mean=progress.mean_reward
-    )
-    groups = Groups([], rollout, scores, per_function, rewards)
-    experience = compute_experience(
-        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
-        kl_coef=progress.kl_coef, **run.forwarding,
-    )
+    groups = Groups([], rollout, scores, per_function, shape_rewards(config, rollout, scores, per_function))
+    run.progress.add_rewards(groups.rewards)
+    experience = experience_of_groups(run, groups)
     metrics = experience.metrics | {"mean_reward": float(scores.nanmean())}
     return gradient_metrics(run, experience, config, accumulate_gradients) | metrics
 
@@ -175,12 +143,11 @@ def gradient_metrics(
 ) -> dict:
     """Return metrics of one update on all completions, with the norm of its gradient."""
     modules = [module for module in (run.model, run.value_head) if module is not None]
-    parameters = [p for module in modules for p in module.parameters()]
-    for parameter in parameters:
-        parameter.grad = None
+    for module in modules:
+        module.zero_grad()
     losses = accumulate_gradients(run, experience, torch.arange(len(experience.mask)), config)
-    squares = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
-    return losses | {"grad_norm": squares**0.5}
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return losses | {"grad_norm": clip_gradient(parameters, math.inf)}
 
 
 def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, torch.Tensor]]:

@@ -6,9 +6,6 @@ Lint reward functions: score correct, wrong, empty and cheating completions, and
 prints a table of mean points, then one line per flag. The exit code is 1 if there are flags, 0 if not.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/reward_linter.py is no program; run: python rewards.py --lint")
-
 import inspect
 import itertools
 import math
@@ -17,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from data import COLUMNS, load_examples
+from config import DataConfig
+from data import load_examples
 from engine.chat_template import as_text
 from reward_functions.answers import as_texts, extract_answer, text_of
 from reward_functions.formats import LETTERS, choice_of
 from reward_functions.loading import RESERVED, missing_columns, name_of, require_columns
-from runs.command_line import OneLineParser, exit_on_mistake
+from runs.command_line import OneLineParser, add_flags_of_config, exit_on_mistake, section_of
 from sources.tasks import demonstration
 
 KINDS = {
@@ -79,23 +77,21 @@ def completions_of(example: dict, other: dict | None = None, choices: Sequence =
     }
 
 
-def as_rollout(completions: list) -> SimpleNamespace:
+def texts_as_rollout(completions: list) -> SimpleNamespace:
     """Return texts or conversations as a rollout: one token per word of the last turn, and a stop token."""
-    import torch  # slow to import
-    from torch.nn.utils.rnn import pad_sequence
+    from engine.packing import pad_rows  # slow to import
 
     words = [text_of(completion).split() for completion in completions]
     vocabulary = {word: token for token, word in enumerate(itertools.chain(*words), start=1)}
-    rows = [torch.tensor([*map(vocabulary.get, text), 0]) for text in words]
-    ids = pad_sequence(rows, batch_first=True)
-    mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
+    rows = [[*map(vocabulary.get, text), 0] for text in words]
+    ids, mask = pad_rows(rows), pad_rows([[True] * len(row) for row in rows])
     return SimpleNamespace(
         completions=completions, completion_ids=ids, completion_mask=mask, prompt_ids=ids[:, :1],
         prompt_mask=mask[:, :1], sampling_logp=ids * 0.0,
     )
 
 
-def measure(
+def score_kinds(
     function: Callable, examples: list[dict], timeout: float = 0.0
 ) -> tuple[dict[str, float], float, list[dict]]:
     """Score all kinds of completions with a function, for the examples that have one of the columns it names.
@@ -115,7 +111,7 @@ def measure(
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
         texts = completions_of(example, other, as_texts(example.get("choices") if "choices" in used else ""))
         total, _ = compute_rewards_for_completions(
-            [function], [1.0], as_rollout(list(texts.values())), [columns | example] * len(texts),
+            [function], [1.0], texts_as_rollout(list(texts.values())), [columns | example] * len(texts),
             on_error="none", timeout=timeout, reports=reports,
         )
         for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
@@ -164,7 +160,7 @@ def lint(
     total: dict[str, float] = {}
     for function, weight in zip(functions, weights, strict=True):
         name = name_of(function)
-        points, seconds, failures = measure(function, examples)
+        points, seconds, failures = score_kinds(function, examples)
         table.append(table_row(name, points))
         found = [f"failed on {f['completion']!r:.60}: {f['error']}" for f in failures[:1]]
         found = found or flags_of(points, is_total=len(functions) == 1)
@@ -185,7 +181,7 @@ def applicable_functions(examples: list[dict]) -> list[Callable]:
 
     columns = {name for example in examples for name in example}
     functions = [function for name, function in BUILT_IN.items() if name != "environment"]
-    return [f for f in functions if not missing_columns(f, columns) and measure(f, examples)[0]]
+    return [f for f in functions if not missing_columns(f, columns) and score_kinds(f, examples)[0]]
 
 
 def build_parser() -> OneLineParser:
@@ -193,13 +189,11 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="rewards.py", description="Lint reward functions.", allow_abbrev=False)
     add = parser.add_argument
     add("--lint", action="store_true", required=True, help="score correct, wrong and cheating completions")
-    add("--reward_functions", nargs="+", default=[],
-        help="names from rewards.py, or path/to/file.py:function; empty: the built-in ones that fit the data")
-    add("--reward_weights", nargs="+", type=float, default=[], help="one for each function; empty: 1 each")
-    add("--dataset", default="arithmetic", help="a built-in task, file or hub id [%(default)s]")
-    for name in COLUMNS:
-        add(f"--{name}_column", default="", help=f"column with the {name}; empty: a usual name")
     add("--limit", type=int, default=8, help="use the first n examples [%(default)s]")
+    add_flags_of_config(
+        parser, reward_functions=[], reward_weights=[], dataset="arithmetic", prompt_column="",
+        answer_column="", completion_column="",
+    )
     return parser
 
 
@@ -208,9 +202,8 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_all(argv)
     from rewards import load_reward_function  # slow to import
 
-    columns = {name: getattr(args, f"{name}_column") for name in COLUMNS}
-    limit = max(1, args.limit)
-    examples = load_examples(args.dataset, limit=limit, columns=columns)
+    data = section_of(args, DataConfig)
+    examples = load_examples(data.dataset, limit=max(1, args.limit), columns=data.columns)
     functions = [load_reward_function(name) for name in args.reward_functions]
     require_columns(functions, examples, args.dataset)
     functions = functions or applicable_functions(examples)

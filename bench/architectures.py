@@ -36,7 +36,7 @@ FLAGS = (
 
 def main() -> None:
     """Save each model, run train.py --check and ten steps on it, print a row."""
-    print("| model | check: sampler, head, packing, padding (nat) | first step, ratio - 1 | reward, steps 1-2 and 9-10 |")
+    print("| model | check: sampler, head, packing (nat) | first step, ratio - 1 | reward, steps 1-2 and 9-10 |")
     print("|---|---|---|---|")
     for name, build in ARCHITECTURES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ def main() -> None:
             lines = [line.split() for line in check.stdout.splitlines() if line.startswith("  ")]
             found = {words[1]: words[-2] for words in lines if words[0] == "ok" and words[-1] == "nat"}
             metrics = read_jsonl(Path(folder) / "run/metrics.jsonl")
-        agreement = ", ".join(found.get(check, "off") for check in ("sampler", "head", "packing", "padding"))
+        agreement = ", ".join(found.get(check, "off") for check in ("sampler", "head", "packing"))
         reward = [m["mean_reward"] for m in metrics]
         means = f"{sum(reward[:2]) / 2:.3f}, {sum(reward[-2:]) / 2:.3f}"
         attention = model.config._attn_implementation

@@ -49,12 +49,12 @@ def print_agreement() -> None:
             engine, found = t.engine_of(model), []
             for _ in range(2):
                 rollout, config = t.sample(model, tokenizer, engine)
-                found.append(t.compare_rollout(model, rollout, config.policy, **t.FORWARDING))
+                found.append(t.compare(model, rollout, config))
                 t.update(model, 10)
-            stale = t.compare_rollout(model, rollout, config.policy, **t.FORWARDING)
-            ratios = ", ".join(f"{x.mean_ratio:.6f}" for x in found)
-            differences = ", ".join(f"{x.deviation:.1e}" for x in found)
-            print(f"| {name} | {precision} | {trained} | {ratios} | {differences} | {stale.deviation:.2f} |", flush=True)
+            stale = t.compare(model, rollout, config)
+            ratios = ", ".join(f"{x['engine_ratio']:.6f}" for x in found)
+            differences = ", ".join(f"{x['engine_deviation']:.1e}" for x in found)
+            print(f"| {name} | {precision} | {trained} | {ratios} | {differences} | {stale['engine_deviation']:.2f} |", flush=True)
 
 
 def print_speed() -> None:

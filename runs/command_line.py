@@ -146,9 +146,6 @@ def printable(text: str) -> str:
     return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-# ---- train.py ----------------------------------------------------------------------------------------------
-
-
 def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
     """Yield (heading, name, kind, default, help) of every flag. The kind of a choice is its alternatives."""
     heading = ""
@@ -168,6 +165,36 @@ def parse_bool(text: str) -> bool:
     return text.lower() in TRUE
 
 
+def add_flag(parser, name: str, kind: str, help: str, **options) -> None:
+    """Add a flag of the configuration to a parser or a group of one."""
+    type_of_value = FLAGS[name].type
+    choices = get_args(type_of_value)
+    if type_of_value is bool:
+        options |= {"type": parse_bool, "nargs": "?", "const": True}
+    elif get_origin(type_of_value) is list:
+        options |= {"type": choices[0], "nargs": "+"}
+    else:
+        options |= {"type": str if choices else type_of_value}
+    parser.add_argument(f"--{name}", metavar=kind.removesuffix(" ..."), help=help, **options)
+
+
+def add_flags_of_config(parser: argparse.ArgumentParser, **defaults) -> None:
+    """Add flags of the configuration to another program's parser, with their defaults there."""
+    for _, name, kind, _, help in described_flags():
+        if name in defaults:
+            help += "" if defaults[name] in ("", []) else " [%(default)s]"
+            add_flag(parser, name, kind, help, default=defaults[name])
+
+
+def section_of(args: argparse.Namespace, section: type, **others):
+    """Return a section of the configuration from the flags that a program shares with it, and others."""
+    shared = {f.name for f in dataclasses.fields(section)} & vars(args).keys()
+    return section(**{name: getattr(args, name) for name in shared} | others)
+
+
+# ---- train.py ----------------------------------------------------------------------------------------------
+
+
 def build_parser(show_all: bool) -> OneLineParser:
     """Return the parser of train.py, with a flag for each field of the configuration.
 
@@ -182,16 +209,10 @@ def build_parser(show_all: bool) -> OneLineParser:
     for heading, rows in groupby(described_flags(), key=itemgetter(0)):
         group = parser.add_argument_group(heading)
         for _, name, kind, default, help in rows:
-            f, text = FLAGS[name], f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
-            text = text if show_all or name in COMMON else argparse.SUPPRESS
-            options = {"metavar": kind.removesuffix(" ..."), "help": text}
-            if f.type is bool:
-                group.add_argument(f"--{name}", type=parse_bool, nargs="?", const=True, **options)
+            text = f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
+            add_flag(group, name, kind, text if show_all or name in COMMON else argparse.SUPPRESS)
+            if kind == "bool":
                 group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
-            elif get_origin(f.type) is list:
-                group.add_argument(f"--{name}", type=get_args(f.type)[0], nargs="+", **options)
-            else:
-                group.add_argument(f"--{name}", type=str if get_args(f.type) else f.type, **options)
     # Of earlier versions; --engine plain takes its place.
     parser.add_argument("--shared_prompt", choices=["auto", "never"], help=argparse.SUPPRESS)
     return parser

@@ -130,7 +130,7 @@ def start_up_check(
     if engine:
         findings.append(check_engine(engine, model, tokenizer, examples, grpo, packing.ok is True))
     for finding in findings:
-        is_note = finding.ok is not True and finding.name not in ("row 0", "first prompt")
+        is_note = finding.ok is not True and finding.name != "first prompt"
         if training.check or is_note:
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
             notify(f"  {mark:<6} {finding.name:<12} {finding.found}")

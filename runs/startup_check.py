@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from analysis.engine_comparison import compare_rollout
-from analysis.reward_linter import as_rollout, completions_of, flags_of
+from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
 from config import GRPOConfig
 from data import encode_prompt
-from engine.chat_template import as_messages, encode_reply, is_ids
+from engine.chat_template import as_messages, is_ids
 from engine.errors import first_line
-from engine.packing import left_pad, positions_of
+from engine.packing import left_pad
 from engine.text_model import has_experts
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
+from experience import compare_with_sampler, log_probs_of_rollout, ratio_tolerance
 from logprobs import completion_log_probs
 from engine.precision import is_exact
 from reward_functions.loading import data_example
-from rewards import BUILT_IN, Reports, compute_rewards_for_completions
+from rewards import Reports, compute_rewards_for_completions
 from sample import Rollout, sample_completions_for_prompts, stop_token_ids
 from sources.tasks import demonstration
 
@@ -32,7 +32,6 @@ TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16
 INSTEAD = "; plain rows instead"
 
 
-# Renders a message as transformers does, as far as time and memory depend on it.
 @dataclass
 class Finding:
     """Result of one check."""
@@ -61,25 +60,22 @@ def check_setup(
     packing = Finding("packing", None, "off: --engine plain")
     if shared_prompt:
         packing = check_packing(model, tokenizer, prompts, short)
+    padded = [prompts[0], prompts[0][len(prompts[0]) // 2 :]]         # the second one, to the first's length
     rollout = sample_completions_for_prompts(
-        model, tokenizer, prompts, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
+        model, tokenizer, padded, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
     )
     findings = [
         *check_tokens(model, tokenizer, prompts),
         *check_template(tokenizer, examples[0]["prompt"]),
-        check_padding(model, tokenizer, prompts[0]),
         check_head(model, rollout),
         *([] if engine else [check_sampler(model, rollout, config)]),
         packing,
-        Finding("row 0", None, f"{draw_row(rollout, 0)} (- padding, p prompt, T trained, . not trained)"),
     ]
 
     def new_conversation():
         (respond,) = responders(environment, [answered])
         return Conversation(tokenizer, answered["prompt"], respond, config, stop_token_ids(model, tokenizer))
 
-    if environment:
-        findings.append(check_environment(new_conversation(), gold_turns(answered)))
     if reward_functions:
         start = new_conversation if environment else None
         findings += check_rewards(answered, config, reward_functions, start)
@@ -123,20 +119,6 @@ def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
 
 
 @torch.no_grad()
-def check_padding(model, tokenizer, prompt: list[int]) -> Finding:
-    """Check that log-probabilities after the last 16 tokens do not change when the prompt is padded."""
-    last, device = min(16, len(prompt)), next(model.parameters()).device
-    ids, mask = (tensor.to(device) for tensor in left_pad([prompt, prompt + prompt], tokenizer.pad_token_id))
-    padded = model(
-        input_ids=ids[:1], attention_mask=mask[:1], position_ids=positions_of(mask)[:1], use_cache=False
-    ).logits[:, -last:]
-    alone = model(input_ids=ids[:1, len(prompt) :], use_cache=False).logits[:, -last:]
-    padded, alone = padded.float().log_softmax(-1), alone.float().log_softmax(-1)
-    fix = "this architecture ignores position_ids or the padding mask: try --attn_implementation eager"
-    return compare(model, "padding", "log-probabilities with and without padding", padded, alone, fix)
-
-
-@torch.no_grad()
 def check_head(model, rollout: Rollout) -> Finding:
     """Compare the chunked head with the model's own forward pass, at temperature 1, on the first row."""
     device = next(model.parameters()).device
@@ -152,7 +134,10 @@ def check_head(model, rollout: Rollout) -> Finding:
 
 @torch.no_grad()
 def check_sampler(model, rollout: Rollout, config) -> Finding:
-    """Compare the log-probabilities that tokens were sampled with and those that training computes."""
+    """Compare the log-probabilities that tokens were sampled with and those that training computes.
+
+    Sampling pads prompts on the left, training pads rows on the right.
+    """
     trained = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp.cpu()
     options = "--attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"
     fix = f"ratios would not start at 1: try {options}"
@@ -167,12 +152,12 @@ def check_engine(engine, model, tokenizer, examples: list[dict], config, shared_
             model, tokenizer, [example["prompt"] for example in examples[:2]], short, seed=0,
             num_completions=8, engine=engine,
         )
-    found = compare_rollout(model, rollout, config.policy, max_tokens=2048, shared_prompt=shared_prompt)
-    exact = is_exact(model)
-    ok = abs(found.mean_ratio - 1) <= (0.01 if exact else 0.1) and not (exact and found.deviation > TOLERANCE)
+    options = dict(max_tokens=2048, shared_prompt=shared_prompt)
+    found = compare_with_sampler(log_probs_of_rollout(model, rollout, config.policy, **options).logp, rollout)
+    ok = found["sampler_deviation"] <= ratio_tolerance(model, engine)
     fix = "vLLM computes this model differently: take --engine auto, or --precision float32"
-    return Finding("engine", ok, f"mean ratio {found.mean_ratio:.4f}, largest difference "
-                   f"{found.deviation:.1e} nat, kept mass {found.kept_mass:.2f}", fix)
+    return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, "
+                   f"largest difference {found['engine_deviation']:.1e} nat", fix)
 
 
 def can_share_prompts(model, tokenizer, prompt) -> bool:
@@ -241,17 +226,6 @@ def gold_turns(example: dict) -> list[str]:
     return [gold or demonstration("because", answer)] if gold or answer else []
 
 
-def check_environment(conversation: Conversation, gold: list[str]) -> Finding:
-    """Show the environment's reply to a first turn of the policy."""
-    turn = gold[0] if gold else ""
-    message, points = conversation.environment_step(turn)
-    if message is None:
-        return Finding("environment", True, f"ends the conversation after {turn!r:.60}, {points:g} points")
-    length = len(encode_reply(conversation.tokenizer, conversation.prompt, message, conversation.stops))
-    reply = f"{message['content']!r:.60} ({length} tokens)"
-    return Finding("environment", True, f"replies {reply} to {turn!r:.60}, {points:g} points")
-
-
 def check_rewards(example: dict, config, reward_functions: list, new_conversation=None) -> list[Finding]:
     """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points.
 
@@ -264,7 +238,7 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
         before = gold_turns(example)[:-1]
         results = [run_scripted_turns(new_conversation(), [*before, text]) for text in completions]
         completions, points = map(list, zip(*results, strict=True))
-    rollout = as_rollout(completions)
+    rollout = texts_as_rollout(completions)
     if new_conversation:
         turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
     reports = Reports()
@@ -287,15 +261,4 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     )
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
     flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True)]
-    prompt = example.get("original_prompt", example["prompt"])                   # before it was cut
-    own = any(function not in BUILT_IN.values() for function in reward_functions)
-    if own and any(isinstance(part, dict) for part in prompt) and len(set(totals.values())) == 1:
-        flags.append('completions are lists of messages here; the text is completion[-1]["content"]')
     return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]
-
-
-def draw_row(rollout: Rollout, row: int) -> str:
-    """Return a character for each token of a row: - padding, p prompt, T trained, . not trained."""
-    prompt = row // (len(rollout.completion_ids) // len(rollout.prompt_ids))
-    prompt_mask, completion_mask = rollout.prompt_mask[prompt].tolist(), rollout.completion_mask[row].tolist()
-    return "".join("-p"[m] for m in prompt_mask) + "".join(".T"[m] for m in completion_mask)

@@ -19,10 +19,8 @@ import train
 from config import GRPOConfig
 from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
-from experience import Groups, compute_experience
-from grpo import compute_group_advantages
+from experience import Groups, experience_of_groups
 from model import ValueHead, byte_tokenizer, frozen_copy
-from runs import memory_estimate
 from runs.command_line import parse_config
 from engine.packing import left_pad
 from runs.records import read_jsonl
@@ -181,14 +179,6 @@ QUICK = (
 ).split()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def without_estimates():
-    """Leave out estimates of memory, seconds of a run; returns the function that makes them."""
-    real = memory_estimate.memory_of_process
-    memory_estimate.memory_of_process = lambda *arguments: {"in all": 0.0}
-    return real
-
-
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch):
     """Leave out curves.png, half a second of every run; that of the fixture `finished` is drawn."""
@@ -243,14 +233,7 @@ def start_run(folder, *flags):
 def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
-    advantages = compute_group_advantages(
-        rewards, **run.config.grpo.advantage_options, global_mean=run.progress.mean_reward
-    )
-    groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
-    return compute_experience(
-        groups, advantages, run.config.grpo, run.model, reference=run.reference, value_head=run.value_head,
-        kl_coef=run.progress.kl_coef, **run.forwarding,
-    )
+    return experience_of_groups(run, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards))
 
 
 def made_up_rollout(prompt_lengths, lengths, vocab_size=200):

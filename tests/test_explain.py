@@ -245,9 +245,9 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
         assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
     assert f"b = {mean:.4f} (group_mean), s = {std:.4f} (standard deviation)" in printed
 
-    order = sorted(range(4), key=lambda g: advantages[g])
+    order = sorted(range(4), key=lambda g: -advantages[g])
     picked = []
-    for g in order[-1], order[0]:
+    for g in order[0], order[-1]:
         least = sorted(range(len(logp[g])), key=lambda t: logp[g][t])[:6]
         picked += [(g, t) for t in sorted(least)]
     (head, before), (_, after) = tables["3"], tables["6"]

@@ -338,14 +338,14 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
 
 
 @pytest.mark.parametrize("flags,message", [
-    ("--evaluate arithmetic --generation_batch_size 0", "--generation_batch_size=0: needs at least 1"),
-    ("--evaluate arithmetic --samples 0", "--samples=0: needs at least one"),
+    ("--evaluate arithmetic --generation_batch_size -1", "--generation_batch_size=-1: must be at least 0"),
+    ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
     ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
-    ("--question q --samples 4", "--samples=4: needs --evaluate"),
-    ("--question q --against_model m", "--against_model=m: needs --evaluate"),
-    ("--question q --json out.json", "--json=out.json: needs --evaluate"),
-    ("--evaluate arithmetic --json {tmp}/no/out.json", "does not exist"),
-    ("--evaluate arithmetic --against run", "--against=run: needs --report"),
+    ("--question q --samples 4", "--samples: needs --evaluate or --questions"),
+    ("--question q --against_model m", "--against_model: needs --evaluate"),
+    ("--question q --json out.json", "--json: needs --evaluate"),
+    ("--evaluate arithmetic --json {tmp}/no/out.json", "in a folder that exists"),
+    ("--evaluate arithmetic --against run", "--against: needs --report"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name --reward_functions that need none, or the column with --answer"),
     ("--evaluate countdown", "no example has an answer; name --reward_functions"),
     ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", r"correctness: needs the column answer.*a line of data.*\{"),
@@ -356,7 +356,7 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
     ("--evaluate arithmetic --reward_weights 2", "--reward_weights: needs --reward_functions"),
     ("--evaluate arithmetic --reward_functions environment", "needs points of an environment: add --environment"),
     ("--evaluate arithmetic --reward_functions {tmp}/broken.py:f", "importing .*broken.py failed: NameError"),
-    ("--question q --reward_functions correctness", "--reward_functions=.*: needs --evaluate"),
+    ("--question q --reward_functions correctness", "--reward_functions: needs --evaluate"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
     (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')

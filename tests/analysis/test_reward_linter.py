@@ -22,13 +22,13 @@ def flags_for(function, examples=EXAMPLES):
 
 
 def test_a_wrong_number_scores_below_silence_in_tunix_check_answer():
-    points, _, _ = reward_linter.measure(check_answer, EXAMPLES)
+    points, _, _ = reward_linter.score_kinds(check_answer, EXAMPLES)
     assert points["wrong"] == -1 and points["empty"] == 0 and points["gold"] == 3
     assert any("gives more to empty (0.00), form (-0.50), echo (0.00) than to wrong (-1.00)" in flag for flag in flags_for(check_answer))
 
 
 def test_correctness_has_no_flags():
-    points, _, _ = reward_linter.measure(correctness, EXAMPLES)
+    points, _, _ = reward_linter.score_kinds(correctness, EXAMPLES)
     assert points.pop("gold") == 1 and set(points) == {*reward_linter.KINDS, "untagged", "reversed"} - {"gold"} and set(points.values()) == {0}
     assert flags_for(correctness) == []
 
@@ -117,7 +117,7 @@ def test_a_function_that_does_not_read_the_choices_is_not_compared_on_them():
     def short(completions, answer, **columns):
         return [right and 1 / (1 + len(text)) for right, text in zip(correctness(completions, answer), completions)]
 
-    points, _, _ = reward_linter.measure(short, load_examples(CHOICES))
+    points, _, _ = reward_linter.score_kinds(short, load_examples(CHOICES))
     assert not {"other choice", "right choice"} & set(points) and flags_for(short, load_examples(CHOICES)) == []
     _, flags = reward_linter.lint([BUILT_IN["multiple_choice"], short], [1.0, 0.2], load_examples(CHOICES[1:]))
     assert flags == [], "and a total has only what all functions have"
@@ -141,7 +141,7 @@ def test_the_texts_of_choices_are_gold_with_each_letter_and_text():
 
 
 def test_functions_of_tokens_see_one_for_each_word():
-    rollout = reward_linter.as_rollout(["a b a", "", [{"role": "assistant", "content": "b c"}]])
+    rollout = reward_linter.texts_as_rollout(["a b a", "", [{"role": "assistant", "content": "b c"}]])
     first, empty, last = (ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask))
     assert len(first) == 4 and first[0] == first[2] != first[1] == last[0] != last[1]
     assert empty == [first[3]] == [last[2]] and len(last) == 3
@@ -178,8 +178,7 @@ def test_data_is_read_as_training_reads_it(capsys, tmp_path):
     (tmp_path / "own.jsonl").write_text('{"q": "1+1=?", "a": "2", "c": "<answer>2</answer>"}\n')
     command = ["--lint", "--dataset", str(tmp_path / "own.jsonl"), "--reward_functions", "correctness"]
     assert exit_code(command) == 2 and "--prompt_column" in capsys.readouterr().err
-    columns = ["--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]
-    assert reward_linter.main([*command, *columns]) == 0
+    assert reward_linter.main([*command, "--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]) == 0
     assert "| `correctness` | 1.00 |" in capsys.readouterr().out
 
 
@@ -189,7 +188,7 @@ def test_of_a_conversation_the_last_turn_is_changed():
     assert texts["gold"] == game["completion"][-1]["content"] == f"<answer>{game['answer']}</answer>"
     assert texts["wrong"] == f"<answer>not {game['answer']}</answer>"
     conversations = [[*game["completion"][:-1], {"role": "assistant", "content": text}] for text in texts.values()]
-    rollout = reward_linter.as_rollout(conversations)
+    rollout = reward_linter.texts_as_rollout(conversations)
     assert rollout.completions == conversations and rollout.completion_mask.sum(dim=1).min() == 1
     assert reward_linter.lint([correctness], [1.0], load_examples("guess_letter", limit=4))[1] == []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import QUICK, exhaustive
 
-from analysis.reward_linter import as_rollout, main as lint
+from analysis.reward_linter import main as lint, texts_as_rollout
 from reward_functions.loading import data_example, missing_columns, require_columns
 from reward_functions.sandbox import run_python
 from rewards import BUILT_IN, compute_rewards_for_completions, correctness, load_reward_function
@@ -72,7 +72,7 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
     if name == "math_equality" and importlib.util.find_spec("math_verify") is None:
         pytest.skip("needs math-verify")
     if example and (name != "passes_tests" or run_python("").ok):
-        rollout = as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
+        rollout = texts_as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
         points, _ = compute_rewards_for_completions([function], [1.0], rollout, [example])
         assert points.isfinite().all()
 

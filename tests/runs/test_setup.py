@@ -44,7 +44,7 @@ def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, caps
 def test_check_prints_and_stops(tmp_path, capsys):
     train.main(["--use_grpo", "--check", "--output_dir", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    for word in "BOS", "stop ids", "padding", "head", "sampler", "packing", "pppTTT", "gold 1.30":
+    for word in "BOS", "stop ids", "head", "sampler", "packing", "gold 1.30":
         assert word in printed
     assert not (tmp_path / "out").exists()
 

@@ -7,13 +7,12 @@ import torch
 
 from runs import startup_check
 import logprobs
-from engine import logits
-from runs.startup_check import check_setup, check_template, draw_row
+from engine import cache, logits
+from runs.startup_check import check_setup, check_template
 from conftest import start_run
 from tokenizers import processors
 from config import GRPOConfig
-from rewards import correctness, repetition_penalty
-from sample import sample_completions_for_prompts
+from rewards import correctness
 
 EXAMPLES = [{"prompt": "47+85=?", "answer": "132"}, {"prompt": "a longer one", "answer": "2"}]
 
@@ -62,8 +61,10 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
 
 
 def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
-    monkeypatch.setattr(startup_check, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) * 3)
-    assert findings_of(model, tokenizer, settings)["padding"].ok is False
+    monkeypatch.setattr(cache, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape))
+    same = [{"prompt": "47+85=?"}] * 2                    # of equal length
+    plain, shared = (check_setup(model, tokenizer, same, settings, [], shared_prompt=shared) for shared in (False, True))
+    assert [f.ok for findings in (plain, shared) for f in findings if f.name == "sampler"] == [False, True]
 
 
 def test_two_bos_tokens_are_found(model, tokenizer, settings, monkeypatch):
@@ -95,19 +96,6 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     assert found.fix == "nothing could be scored: the data may lack columns that it needs, such as answers"
 
 
-@pytest.mark.parametrize("prompt,own,shown", [
-    ([{"role": "user", "content": "1+1=?"}], True, True), ([{"role": "user", "content": "1+1=?"}], False, False), ("1+1=?", True, False),
-    ([2, 5, 6], True, False)])
-def test_a_function_of_texts_that_gives_equal_points_to_messages_gets_a_hint(prompt, own, shown, model, tokenizer):
-    config = GRPOConfig(reward_functions=["textual"], reward_weights=[1.0])
-
-    def textual(completions, **columns):
-        return [float("132 exactly" in completion) for completion in completions]
-
-    findings = check_setup(model, tokenizer, [{"prompt": prompt, "answer": "132"}] * 2, config, [textual if own else repetition_penalty])
-    assert any("lists of messages here; the text is completion[-1]" in f.found for f in findings if f.name == "rewards") == shown
-
-
 def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):
     def fussy(completions, **columns):
         raise KeyError("level")
@@ -119,8 +107,8 @@ def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, t
 
 
 def test_agreement_reads_as_a_sentence(model, tokenizer, settings):
-    found = findings_of(model, tokenizer, settings)["padding"].found
-    assert found.startswith("log-probabilities with and without padding differ by at most")
+    found = findings_of(model, tokenizer, settings)["head"].found
+    assert found.startswith("chunked head and the model's own differ by at most")
 
 
 def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(model, tokenizer, settings):
@@ -128,16 +116,6 @@ def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(mod
         findings = check_template(tokenizer, prompt)
         assert [finding.name for finding in findings] == names and "1+1=?" in findings[0].found
     assert "user: 1+1=?" in findings[0].found and "no chat template" in findings[1].found
-
-
-def test_the_mask_is_drawn(model, tokenizer):
-    config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=4)
-    model.generation_config.eos_token_id = [i for i in range(263) if i % 2]
-    rollout = sample_completions_for_prompts(model, tokenizer, ["abc", "a"], config, seed=0)
-    for row in range(4):
-        drawn = draw_row(rollout, row)
-        assert drawn.count("p") == [4, 2][row // 2] and drawn.count("-") == [0, 2][row // 2]
-        assert drawn.count("T") == rollout.completion_mask[row].sum() and drawn.index("T") == 4
 
 
 @pytest.mark.parametrize("shape", [(1, 3)])
