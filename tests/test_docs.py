@@ -71,7 +71,7 @@ def test_every_flag_exists(page):
     names |= {"folder", "batch_sizes", "jobs", "tiny"}                           # of bench/
     names |= {"requirement", "tb"}                                               # of pip and pytest
     names |= {"train", "keep", "only"}                                           # of docs/figures.py and docs/left_out.py
-    names |= {"no_use_kl_penalty"}                                               # of a flag that is true by default
+    names |= {"no_use_kl_penalty", "help_all"}
     names |= set(REMOVED) if page.name == "CHANGELOG.md" else set()
     text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)     # what other systems type
     for flag in re.findall(r"--([a-z_0-9]+)", text):
