@@ -298,7 +298,7 @@ class GRPOConfig(Section):
         needs="use_value_head")
 
     def __post_init__(self):
-        if self.engine == "built_in":                     # its name before version 0.3
+        if self.engine == "built_in":                     # its name in earlier versions
             object.__setattr__(self, "engine", "auto")
         if self.engine == "vllm" and "importance_cap" not in self.given:         # it rounds differently
             object.__setattr__(self, "importance_cap", 2.0)

@@ -41,15 +41,13 @@ from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy
 from rewards import Reports, compute_rewards_for_completions
-from runs.exit import Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
+from runs.exit import MOST_SKIPPED, Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
 from runs.fitting_flags import print_estimate
 from runs.metrics import summarize_groups, summarize_updates, timed
 from runs.phases import is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup  # noqa: F401
 from sample import demonstrations_as_rollout, sample_completions_for_prompts
-
-MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
 
 
 @timed("sampling_seconds")
@@ -74,8 +72,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
     sample_all = partial(sample_on_all_ranks, run.model, run.engine, sample_and_score)
     groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
-    for each in sampled:                                  # of replaced groups as well
-        run.progress.add_rewards(each.rewards)
+    run.progress.add_rewards(torch.cat([each.rewards for each in sampled]))      # of replaced groups as well
     return groups
 
 

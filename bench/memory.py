@@ -12,34 +12,51 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from workloads import Workload, write_workload
+from transformers import Gemma2Config, Qwen3Config, Qwen3MoeConfig
+from workloads import QWEN3, Workload, qwen3, write_workload
 
 ROOT = Path(__file__).parents[1]
 LAYERS = dict(
     hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=6, num_key_value_heads=1, head_dim=128,
-    query_pre_attn_scalar=128, sliding_window=512,
+    sliding_window=512, vocab_size=32768,
 )
-MODEL = LAYERS | {"vocab_size": 32768}                    # 127 million parameters
-WIDE = LAYERS | {"vocab_size": 262144, "hidden_size": 384, "num_hidden_layers": 6}       # 128 million, 101 of them the head
+GEMMA3 = LAYERS | {"query_pre_attn_scalar": 128}          # 127 million parameters
+GEMMA3_270M = dict(
+    vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1,
+    head_dim=256, query_pre_attn_scalar=256, sliding_window=512,
+)
+EXPERTS = LAYERS | dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=768, num_hidden_layers=6)   # 212 million
 GRPO, NO_KL = "--use_grpo", "--use_grpo --use_kl_penalty false"
-LONG_PROMPTS = Workload(MODEL, prompts=2, prompt_tokens=512, group_size=4, new_tokens=64, measured_steps=2)
-LONG_ANSWERS = Workload(MODEL, prompts=1, prompt_tokens=32, group_size=8, new_tokens=256, measured_steps=2)
-MANY_WORDS = Workload(WIDE, prompts=2, prompt_tokens=128, group_size=8, new_tokens=48, measured_steps=2)
+LONG_PROMPTS = Workload(GEMMA3, prompts=2, prompt_tokens=512, group_size=4, new_tokens=64, measured_steps=2)
+LONG_ANSWERS = Workload(GEMMA3, prompts=1, prompt_tokens=32, group_size=8, new_tokens=256, measured_steps=2)
+RAGGED = replace(LONG_ANSWERS, model=GEMMA3 | {"vocab_size": 263}, measured_steps=6)     # EOS is one of 263 tokens
+MANY_WORDS = Workload(GEMMA3_270M, prompts=1, prompt_tokens=32, group_size=4, new_tokens=128, measured_steps=2)
+QWEN3_06B = Workload(qwen3(*QWEN3["0.6B"]), prompts=1, prompt_tokens=32, group_size=4, new_tokens=64, measured_steps=2,
+                     architecture=Qwen3Config)
 SETTINGS = {
-    "float32, no KL": (LONG_PROMPTS, NO_KL),
-    "float32": (LONG_PROMPTS, GRPO),
-    "float32, passes of 512 tokens": (LONG_PROMPTS, f"{GRPO} --max_tokens_per_forward 512"),
-    "float32, recomputing": (LONG_PROMPTS, f"{GRPO} --gradient_checkpointing"),
-    "float32, long completions": (LONG_ANSWERS, GRPO),
-    "float32, value head": (LONG_PROMPTS, f"{GRPO} --use_value_head"),
-    "float32, vocabulary of 262,144": (MANY_WORDS, GRPO),
-    "LoRA, rank 16": (LONG_PROMPTS, f"{GRPO} --lora_rank 16"),
-    "bfloat16": (LONG_PROMPTS, f"{GRPO} --precision bfloat16"),
-    "bfloat16, recomputing": (LONG_PROMPTS, f"{GRPO} --precision bfloat16 --gradient_checkpointing"),
-    "bfloat16, vocabulary of 262,144": (MANY_WORDS, f"{GRPO} --precision bfloat16"),
-    "bfloat16, LoRA, rank 16": (LONG_PROMPTS, f"{GRPO} --precision bfloat16 --lora_rank 16"),
+    "Gemma 3, 127 M, no KL": (LONG_PROMPTS, NO_KL),
+    "Gemma 3, 127 M": (LONG_PROMPTS, GRPO),
+    "Gemma 3, 127 M, passes of 512 tokens": (LONG_PROMPTS, f"{GRPO} --max_tokens_per_forward 512"),
+    "Gemma 3, 127 M, recomputing": (LONG_PROMPTS, f"{GRPO} --gradient_checkpointing"),
+    "Gemma 3, 127 M, value head": (LONG_PROMPTS, f"{GRPO} --use_value_head"),
+    "Gemma 3, 127 M, LoRA": (LONG_PROMPTS, f"{GRPO} --lora_rank 16"),
+    "Gemma 3, 127 M, bfloat16": (LONG_PROMPTS, f"{GRPO} --precision bfloat16"),
+    "Gemma 3, 127 M, bfloat16, recomputing": (LONG_PROMPTS, f"{GRPO} --precision bfloat16 --gradient_checkpointing"),
+    "Gemma 3, 127 M, bfloat16, LoRA": (LONG_PROMPTS, f"{GRPO} --precision bfloat16 --lora_rank 16"),
+    "Gemma 3, 127 M, plain rows": (LONG_PROMPTS, f"{GRPO} --shared_prompt never"),
+    "Gemma 3, 127 M, long completions": (LONG_ANSWERS, GRPO),
+    "Gemma 3, 127 M, long completions, LoRA": (LONG_ANSWERS, f"{GRPO} --lora_rank 16"),
+    "Gemma 3, 102 M, ragged completions": (RAGGED, GRPO),
+    "Gemma 3 270m": (MANY_WORDS, NO_KL),
+    "Gemma 3 270m, LoRA": (MANY_WORDS, f"{GRPO} --lora_rank 16"),
+    "Gemma 2, 127 M": (replace(LONG_PROMPTS, architecture=Gemma2Config), GRPO),
+    "Qwen 3 MoE, 212 M": (replace(LONG_PROMPTS, model=EXPERTS, architecture=Qwen3MoeConfig), NO_KL),
+    "Qwen 3 MoE, 212 M, LoRA": (replace(LONG_PROMPTS, model=EXPERTS, architecture=Qwen3MoeConfig), f"{GRPO} --lora_rank 16"),
+    "Qwen 3 0.6B, LoRA": (QWEN3_06B, f"{GRPO} --lora_rank 16"),
+    "Qwen 3 0.6B, LoRA, recomputing": (QWEN3_06B, f"{GRPO} --lora_rank 16 --gradient_checkpointing"),
 }
 
 

@@ -187,7 +187,7 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
 def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
     """Read state.pt of a checkpoint; mmap: only what is used, from the file. Loading cannot run code."""
     state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
-    state.get("progress", {}).pop("prompt_memory", None)  # of version 0.2
+    state.get("progress", {}).pop("prompt_memory", None)  # of earlier versions
     return state
 
 

@@ -68,6 +68,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_all(self, argv: list[str], file_hint: str = "see --help") -> argparse.Namespace:
         """Parse the flags and reject unknown words. file_hint: what to do about the name of a .json file."""
+        for word in argv:
+            if word != word.encode(errors="replace").decode():
+                raise ValueError(f"{word!a:.60}: is not UTF-8")
         words = [re.sub(r"(?<=^--)[\w-]+", lambda flag: flag[0].replace("-", "_"), word) for word in argv]
         self._negative_number_matcher = re.compile(r"-\.?\d")                    # -5e-05 too is no flag
         args, unknown = self.parse_known_args(words)
@@ -143,41 +146,6 @@ def printable(text: str) -> str:
     return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def parse_bool(text: str) -> bool:
-    """Return the value of a word such as true or no."""
-    if text.lower() not in TRUE + FALSE:
-        raise argparse.ArgumentTypeError(f"invalid bool value: {text!r} (choose from true, false)")
-    return text.lower() in TRUE
-
-
-def parsing_options(f: dataclasses.Field) -> dict:
-    """Return the options of add_argument that parse a field of the configuration, which checks choices."""
-    choices = get_args(f.type)
-    if f.type is bool:
-        return dict(type=parse_bool, nargs="?", const=True, metavar="bool")
-    if get_origin(f.type) is list:
-        return dict(type=choices[0], nargs="+", metavar=choices[0].__name__)
-    if choices:
-        return dict(type=str, metavar="|".join(filter(None, choices)))
-    return dict(type=f.type, metavar=f.type.__name__)
-
-
-def add_flags_of_config(parser: argparse.ArgumentParser, **defaults) -> None:
-    """Add flags of the configuration to another program's parser, with their defaults there."""
-    for name, default in defaults.items():
-        text = FLAGS[name].metadata["help"] + (" [%(default)s]" if default not in ("", []) else "")
-        parser.add_argument(f"--{name}", default=default, help=text, **parsing_options(FLAGS[name]))
-
-
-def section_of(args: argparse.Namespace, section: type, **others):
-    """Return a section of the configuration from the flags that a program shares with it, and others."""
-    shared = {f.name for f in dataclasses.fields(section)} & vars(args).keys()
-    return section(**{name: getattr(args, name) for name in shared} | others)
-
-
-# ---- train.py ----------------------------------------------------------------------------------------------
-
-
 def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
     """Yield (heading, name, kind, default, help) of every flag. The kind of a choice is its alternatives."""
     heading = ""
@@ -188,6 +156,43 @@ def described_flags() -> Iterator[tuple[str, str, str, str, str]]:
         kind = f"{choices[0].__name__} ..." if is_list else "|".join(filter(None, choices)) or f.type.__name__
         default = str(default).lower() if isinstance(default, bool) else str(default)
         yield heading, f.name, kind, default, f.metadata["help"]
+
+
+def parse_bool(text: str) -> bool:
+    """Return the value of a word such as true or no."""
+    if text.lower() not in TRUE + FALSE:
+        raise argparse.ArgumentTypeError(f"invalid bool value: {text!r} (choose from true, false)")
+    return text.lower() in TRUE
+
+
+def add_flag(parser, name: str, kind: str, help: str, **options) -> None:
+    """Add a flag of the configuration to a parser or a group of one."""
+    type_of_value = FLAGS[name].type
+    choices = get_args(type_of_value)
+    if type_of_value is bool:
+        options |= {"type": parse_bool, "nargs": "?", "const": True}
+    elif get_origin(type_of_value) is list:
+        options |= {"type": choices[0], "nargs": "+"}
+    else:
+        options |= {"type": str if choices else type_of_value}
+    parser.add_argument(f"--{name}", metavar=kind.removesuffix(" ..."), help=help, **options)
+
+
+def add_flags_of_config(parser: argparse.ArgumentParser, **defaults) -> None:
+    """Add flags of the configuration to another program's parser, with their defaults there."""
+    for _, name, kind, _, help in described_flags():
+        if name in defaults:
+            help += "" if defaults[name] in ("", []) else " [%(default)s]"
+            add_flag(parser, name, kind, help, default=defaults[name])
+
+
+def section_of(args: argparse.Namespace, section: type, **others):
+    """Return a section of the configuration from the flags that a program shares with it, and others."""
+    shared = {f.name for f in dataclasses.fields(section)} & vars(args).keys()
+    return section(**{name: getattr(args, name) for name in shared} | others)
+
+
+# ---- train.py ----------------------------------------------------------------------------------------------
 
 
 def build_parser(show_all: bool) -> OneLineParser:
@@ -203,11 +208,10 @@ def build_parser(show_all: bool) -> OneLineParser:
     parser.add_argument("--help_all", action="help", help=f"show all {len(FLAGS)} flags")
     for heading, rows in groupby(described_flags(), key=itemgetter(0)):
         group = parser.add_argument_group(heading)
-        for _, name, _, default, help in rows:
-            f, text = FLAGS[name], f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
-            text = text if show_all or name in COMMON else argparse.SUPPRESS
-            group.add_argument(f"--{name}", help=text, **parsing_options(f))
-            if f.type is bool:
+        for _, name, kind, default, help in rows:
+            text = f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
+            add_flag(group, name, kind, text if show_all or name in COMMON else argparse.SUPPRESS)
+            if kind == "bool":
                 group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
     # Of earlier versions; --engine plain takes its place.
     parser.add_argument("--shared_prompt", choices=["auto", "never"], help=argparse.SUPPRESS)

@@ -15,6 +15,8 @@ from runs.checkpoint import NotSaved
 from runs.command_line import printable
 from runs.folder import RunFolder
 
+MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
+
 
 class Diverged(RunError):
     """Too many steps in a row had a loss or gradient that is not finite."""

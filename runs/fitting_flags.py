@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from config import Config
-from engine.devices import available_gb, best_device
+from engine.devices import available_gb, best_device, peak_memory_gb
 from engine.precision import resolve_precision
 from runs.memory_estimate import FULL, describe_step, memory_gb, resolve_memory_settings
 from runs.setup import parse_mesh
@@ -21,6 +21,7 @@ def print_estimate(config: Config) -> None:
     memory = config.training.memory_gb or available_gb(device)
     kind = "cuda" if config.training.memory_gb else device.type
     shared = config.grpo.engine != "plain"
+    libraries = peak_memory_gb(device) if kind == "cpu" else 0.0
     # auto: an accelerator of which only the memory is known is taken to have bfloat16.
     auto = "bfloat16" if config.training.memory_gb else resolve_precision("auto", device)
     text = f"estimate from the model's configuration, prompts of {longest} tokens; not confirmed on a GPU"
@@ -35,7 +36,7 @@ def print_estimate(config: Config) -> None:
                 changed = replace(changed, model=replace(changed.model, precision=auto))
             mesh = parse_mesh(changed)
             chosen = resolve_memory_settings(changed, kind, longest, mesh, memory)
-            total = memory_gb(chosen, longest, mesh, shared)["in all"]
+            total = memory_gb(chosen, longest, mesh, shared)["in all"] + libraries
         except ValueError:
             if not number:
                 raise
@@ -46,7 +47,8 @@ def print_estimate(config: Config) -> None:
         words = " ".join(f"--{name} {str(value).lower()}" for name, value in named.items())
         if not number:
             lines = describe_step(
-                chosen, longest_prompt=longest, shared_prompt=shared, mesh=mesh, memory=memory)
+                chosen, longest_prompt=longest, shared_prompt=shared, mesh=mesh, memory=memory,
+                libraries=libraries)
             processes = " ".join(f"{name}={size}" for name, size in mesh.items() if size > 1) or "one"
             verdict = "fits" if fits else "does not fit, tried"
             print(*lines, f"{verdict}: {words}, processes: {processes}", sep="\n")

@@ -3,10 +3,7 @@ Notes on the flags of a run, printed at its start: flags without effect, combina
 what the chat template does with its variables.
 """
 
-from contextlib import suppress
 from pathlib import Path
-
-from jinja2 import TemplateError
 
 from config import FLAGS, Config, GRPOConfig
 from sources.readers import READERS
@@ -58,19 +55,12 @@ def unmet_need(name: str, values: dict) -> str:
 
 
 def template_notes(tokenizer) -> list[str]:
-    """Return a line for each variable that the chat template does not read, and for thoughts left on."""
+    """Return a line for each variable that the chat template does not read, and for thoughts it may add."""
     template = str(tokenizer.chat_template or "")
     variables = tokenizer.init_kwargs.get("chat_template_kwargs", {})
     unread = [name for name in variables if name not in template]
     lines = [f"--chat_template_kwargs: the chat template does not read {name}" for name in unread]
-    if "enable_thinking" not in template or "enable_thinking" in variables:
-        return lines
-    question = [{"role": "user", "content": "?"}]
-    with suppress(TemplateError):                         # it may reject such a conversation
-        prompts = [tokenizer.apply_chat_template(
-            question, tokenize=False, add_generation_prompt=True, **variables, **more)
-            for more in ({}, {"enable_thinking": False})]
-        if prompts[0] != prompts[1]:
-            lines.append("thoughts take thousands of tokens; without them: --chat_template_kwargs "
-                         """'{"enable_thinking": false}' (docs/recipes.md)""")
+    if "enable_thinking" in template and "enable_thinking" not in variables:
+        lines.append("thoughts take thousands of tokens, if the model has them on; without them: "
+                     """--chat_template_kwargs '{"enable_thinking": false}' (docs/recipes.md)""")
     return lines

@@ -4,47 +4,69 @@ Estimates of the tokens and the memory of a step, before any weights are loaded,
     python train.py --use_grpo --estimate --model_path FOLDER_OR_ID --memory_gb 24 --mesh fsdp=8
 
 They are for the worst case, in which every completion reaches the length limit. Weights, gradients, AdamW's
-state and the reference are counted; sampling and a training pass are simulated (simulated_memory.py).
+state and the reference are counted; sampling and a training pass are formulas (activations.py).
 """
 
-import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from config import Config, TrainingConfig
-from engine.adapters import has_adapter, trainable_parameters
+import torch
+from transformers import AutoConfig
+
+from config import Config, ModelConfig
+from engine.adapters import add_adapter, has_adapter, trainable_parameters
 from engine.devices import available_gb, best_device
 from engine.errors import first_line
+from engine.model_files import adapter_settings, attention_options, auto_class, check_model_path
+from engine.precision import matrices_of_layers, precision_of, with_precision
 from engine.recomputation import layers_of
-from engine.precision import matrices_of_layers, precision_of
-from runs.simulated_memory import FakePolicy
-
-logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)     # exceptions are enough
+from engine.text_model import freeze_towers, text_model
+from model import byte_tokenizer, tiny_gemma
+from runs.activations import pass_bytes, sampling_bytes
 
 FULL = 0.9                      # use at most this share of the memory: fragments and CUDA's context need some
 PASS_TOKENS = 8192, 4096, 2048  # defaults of --max_tokens_per_forward on an accelerator, the best one first
-fake_policy = lru_cache(maxsize=8)(FakePolicy)
+# A pass takes this many times its bytes of a CPU's heap. glibc cannot reuse every freed block for an aligned
+# one of the same size, and an adapter's passes free many between the tensors that they keep.
+FRAGMENTS, FRAGMENTS_WITH_ADAPTER = 1.2, 1.8
 
 
-@lru_cache(maxsize=64)
-def pass_bytes(
-    model_config, recompute: bool, tp: int, tokens: int, shared_prompt: bool, policy: tuple
-) -> int:
-    """Return FakePolicy.pass_bytes, or the result of the same call before."""
-    return fake_policy(model_config, recompute, tp).pass_bytes(tokens, shared_prompt, dict(policy))
+@lru_cache(maxsize=8)
+def model_shapes(config: ModelConfig, tp: int):
+    """Return the model of a configuration on the meta device: shapes without values.
+
+    tp      number of processes that divide the matrices of every layer; these are the shapes of one
+    raises  ValueError in one line if there is no usable config.json
+    """
+    adapter = adapter_settings(config.model_path)
+    path = adapter.get("base_model_name_or_path", config.model_path)
+    trust, options = dict(trust_remote_code=config.trust_remote_code), attention_options(config)
+    if path:
+        check_model_path(config.model_path, config_only=True)
+    try:
+        with torch.device("meta"):
+            settings = tiny_gemma(byte_tokenizer()).config
+            settings = AutoConfig.from_pretrained(path, **trust) if path else settings
+            divide(settings.get_text_config(), tp)
+            model = auto_class(settings).from_config(settings, dtype=torch.float32, **trust, **options)
+            freeze_towers(model)
+            if rank := adapter.get("r", config.lora_rank):
+                add_adapter(model, replace(config, lora_rank=rank), False)
+            return with_precision(model.eval(), config.precision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model_path={path}: no usable config.json: {first_line(error)}") from None
 
 
-@lru_cache(maxsize=64)
-def sampling_bytes(
-    model_config, recompute: bool, tp: int, prompts: int, size: int, longest: int, limit: int,
-    shared_prompt: bool, policy: tuple,
-) -> int:
-    """Return FakePolicy.sampling_bytes, or the result of the same call before."""
-    fake = fake_policy(model_config, recompute, tp)
-    return fake.sampling_bytes(prompts, size, longest, limit, shared_prompt, dict(policy))
+def divide(text_config, tp: int) -> None:
+    """Give a process its share of the heads and columns, as parallelize_layers in engine/sharding.py does."""
+    if tp > 1:
+        heads = text_config.num_attention_heads
+        text_config.head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+        for name in "num_attention_heads", "num_key_value_heads", "intermediate_size":
+            setattr(text_config, name, getattr(text_config, name) // tp)
 
 
 def step_tokens(config: Config, longest_prompt: int, shared_prompt: bool) -> int:
@@ -61,41 +83,40 @@ def memory_gb(
 
     longest_prompt  in tokens;  mesh  as parse_mesh returns it
     """
-    try:
-        return memory_of_process(config, longest_prompt, mesh, shared_prompt)
-    except AssertionError:                                # of check_layers: some carry state, so plain rows
-        return memory_of_process(config, longest_prompt, mesh, False)
-
-
-def memory_of_process(
-    config: Config, longest_prompt: int, mesh: dict[str, int], shared_prompt: bool
-) -> dict[str, float]:
-    """Return memory_gb for passes that are packed (shared_prompt) or plain."""
     training, grpo, limit = config.training, config.grpo, config.grpo.generation_max_length
     shards, slices = mesh["fsdp"], mesh["replicate"] * mesh["fsdp"]
-    shapes = config.model, training.gradient_checkpointing, mesh["tp"]
-    policy = fake_policy(*shapes)
-    model, width = policy.model, policy.model.config.get_text_config().hidden_size
+    model = model_shapes(config.model, mesh["tp"])
+    text_config, layers = model.config.get_text_config(), layers_of(text_model(model))
+    types, width = getattr(text_config, "layer_types", None) or [], text_config.hidden_size
+    if set(types) - {"full_attention", "sliding_attention"}:      # some carry state from token to token
+        shared_prompt = False
     weights, trained = num_bytes(model.parameters()), num_bytes(trainable_parameters(model))
     value_head = 4 * (width**2 + 4 * width + 1) if training.use_grpo and grpo.use_value_head else 0
-    layers = [num_bytes(layer.parameters()) for layer in layers_of(model)]
+    layer_weights = [num_bytes(layer.parameters()) for layer in layers]
     # Weights outside the layers stay gathered in a pass. Of layers there are two, and the gradient of one.
-    gathered = weights - sum(layers) + 3 * max(layers, default=0) if shards > 1 else 0
+    gathered = weights - sum(layer_weights) + 3 * max(layer_weights) if shards > 1 else 0
     tokens = math.ceil(step_tokens(config, longest_prompt, shared_prompt) / slices)
     tokens = min(tokens, max(training.max_tokens_per_forward, longest_prompt + limit))
+    row_length = 0 if shared_prompt else longest_prompt + limit
+    fragments = FRAGMENTS_WITH_ADAPTER if has_adapter(model) else FRAGMENTS
+    if training.memory_gb or best_device(config.model.device).type != "cpu":
+        fragments = 1.0
     prompts = math.ceil(training.batch_size / slices)
     if grpo.generation_batch_size:
-        prompts = min(prompts, grpo.generation_batch_size // grpo.num_completions_per_prompt)
-    distribution = tuple((grpo if training.use_grpo else grpo.supervised).policy.items())
+        prompts = min(prompts, max(1, grpo.generation_batch_size // grpo.num_completions_per_prompt))
+    rows = prompts * grpo.num_completions_per_prompt
+    # An evaluation samples one completion of each prompt, so more prompts at once.
+    prompts = max(prompts, min(rows, math.ceil(config.data.eval_limit / slices)))
+    sampling = engine_bytes(config) or sampling_bytes(
+        model, prompts, rows, longest_prompt, limit, shared_prompt)
     sizes = {
         "weights": weights / shards + value_head,
         "AdamW": trained / shards * (0.51 if training.adam_8bit else 2) + 2 * value_head,
         "reference": reference_bytes(config, model) / shards,
         "gradients": trained / shards + value_head,
-        "training pass": pass_bytes(*shapes, tokens, shared_prompt, distribution) + gathered,
-        "sampling": weights * (shards > 1) + (engine_bytes(config) or sampling_bytes(
-            *shapes, prompts, grpo.num_completions_per_prompt, longest_prompt, limit, shared_prompt,
-            tuple(grpo.policy.items()))),
+        "training pass": fragments * pass_bytes(
+            model, tokens, training.gradient_checkpointing, row_length) + gathered,
+        "sampling": sampling + weights * (shards > 1),
     }
     always = sizes["weights"] + sizes["AdamW"] + sizes["reference"]
     sizes["in all"] = always + max(sizes["gradients"] + sizes["training pass"], sizes["sampling"])
@@ -127,49 +148,34 @@ def num_bytes(parameters: Iterable) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def choose_memory_settings(
-    training: TrainingConfig, longest_prompt: int, estimate: Callable[[TrainingConfig], float], memory: float
-) -> TrainingConfig:
-    """Return max_tokens_per_forward and gradient_checkpointing, unless they were given, such that a run fits.
-
-    The longest passes that fit without recomputation, else with it; if none fits, those that need least.
-    estimate  gigabytes with these settings;  memory  gigabytes
-    """
-    tokens, recompute = training.max_tokens_per_forward, training.gradient_checkpointing
-    sizes = [tokens] if tokens else [max(size, 2 * longest_prompt) for size in PASS_TOKENS]
-    switches = [recompute] if recompute or "gradient_checkpointing" in training.given else [False, True]
-    choices = [
-        replace(training, gradient_checkpointing=switch, max_tokens_per_forward=size)
-        for switch, size in product(switches, dict.fromkeys(sizes))
-    ]
-    needed = []
-    for choice in choices:
-        needed.append(estimate(choice))
-        if needed[-1] <= FULL * memory:
-            return choice
-    return choices[needed.index(min(needed))]
-
-
 def resolve_memory_settings(
     config: Config, device: str, longest_prompt: int, mesh: dict[str, int], memory: float
 ) -> Config:
-    """Return the configuration with the result of choose_memory_settings; with constants on a CPU or XLA.
+    """Return the configuration with max_tokens_per_forward and gradient_checkpointing, where not given.
 
+    On an accelerator they are the longest passes that fit without recomputation, else with it; if none fits,
+    those that need least. On a CPU or XLA they are constants.
     device  its type;  memory  of the device, in 10^9 bytes
     """
     training = config.training
-    if device in ("cpu", "xla"):
-        default = max(2048 if device == "cpu" else 8192, 2 * longest_prompt)
-        training = replace(training, max_tokens_per_forward=training.max_tokens_per_forward or default)
-        return replace(config, training=training)
-
-    def estimate(training: TrainingConfig) -> float:
-        try:
-            return memory_gb(replace(config, training=training), longest_prompt, mesh)["in all"]
-        except Exception:                                 # not every architecture runs on fake tensors
-            return math.inf
-
-    return replace(config, training=choose_memory_settings(training, longest_prompt, estimate, memory))
+    tokens, recompute = training.max_tokens_per_forward, training.gradient_checkpointing
+    sizes = {"cpu": [2048], "xla": [8192]}.get(device, PASS_TOKENS)
+    sizes = [tokens] if tokens else [max(size, 2 * longest_prompt) for size in sizes]
+    choose = device not in ("cpu", "xla") and not recompute and "gradient_checkpointing" not in training.given
+    settings = product([False, True] if choose else [recompute], dict.fromkeys(sizes))
+    choices = [
+        replace(config, training=replace(
+            training, gradient_checkpointing=switch, max_tokens_per_forward=size))
+        for switch, size in settings
+    ]
+    if len(choices) == 1:
+        return choices[0]
+    try:
+        needed = [memory_gb(choice, longest_prompt, mesh)["in all"] for choice in choices]
+    except Exception:                                     # not every architecture has an estimate
+        return choices[0]
+    fitting = [choice for choice, gb in zip(choices, needed, strict=True) if gb <= FULL * memory]
+    return fitting[0] if fitting else choices[needed.index(min(needed))]
 
 
 def describe_step(

@@ -38,10 +38,7 @@ from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
 from runs.startup_check import INSTEAD, check_engine, check_setup
-from runs.training_data import (
-    describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
-)
-from sample import stop_token_ids
+from runs.training_data import fit_prompts, load_data, validate_demonstrations
 from sources.foreign_names import without_removed
 
 
@@ -211,8 +208,7 @@ def set_up(
     phases = plan_phases(config, len(train_set))
     console.describe(policy, device, len(train_set), len(eval_set))
     console.describe_phases(phases)
-    cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
-    for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
+    for line in template_notes(tokenizer) if training.use_grpo else []:
         console.print(f"  note   {line}")
     engine = start_engine(policy, config.grpo, longest)
     shared_prompt = start_up_check(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from config import Config
 from data import encode_prompt, load_examples, with_instruction
-from engine.chat_template import encode
 from sources.batches import prompt_key
 from sources.readers import READERS, View
 
@@ -103,22 +102,3 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
             f"{len(dataset)} examples; name a --completion_column, take conversations (--prompt_column "
             f"messages), or pass {instead} to learn from rewards alone"
         )
-
-
-def describe_cut_demonstrations(
-    config: Config, dataset: Sequence[dict], tokenizer, stop_ids: list[int]
-) -> list[str]:
-    """Return a line if demonstrations hold the text of a stop token: what follows it is not trained on."""
-    if config.training.use_grpo and not config.training.cold_start_steps:
-        return []
-    lost, marks = [], [tokenizer.decode([stop]) for stop in stop_ids]
-    for example in dataset:
-        turns = example["completion"] if isinstance(example["completion"], list) else [
-            {"role": "assistant", "content": example["completion"]}]
-        lost.append(0)
-        for text in (turn["content"] for turn in turns if turn["role"] == "assistant"):
-            ids = encode(tokenizer, text) if any(mark in text for mark in marks) else []
-            after = ids[next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids)) :]
-            lost[-1] += len(after) * bool(tokenizer.decode(after, skip_special_tokens=True).strip())
-    count = f"{sum(map(bool, lost))} of {len(lost)} demonstrations hold a stop token ({', '.join(marks)})"
-    return [f"{count}: {sum(lost)} tokens after it are left out"] if any(lost) else []

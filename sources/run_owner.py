@@ -33,22 +33,19 @@ def refuse_foreign_code(run: Path, saved: dict[str, Any], given: dict[str, Any])
     """
     if is_own(run):
         return
-    names = "reward_functions", "environment", "trust_remote_code"
-    code = {name: saved[name] for name in names if name not in given and runs_code(saved.get(name))}
-    if code:
-        flags = [f"--{name} {' '.join(as_list(value))}" for name, value in code.items()]
+    flags = []
+    for name in "reward_functions", "environment", "trust_remote_code":
+        words = saved.get(name)
+        words = words if isinstance(words, list) else [words]
+        if name not in given and any(map(runs_code, words)):
+            flags.append(f"--{name} {' '.join(map(str, words))}")
+    if flags:
         raise ValueError(
             f"{run}/config.json runs code, and {OWNER} does not name this folder and user; if you trust it, "
             f"give again {' '.join(flags)}"
         )
 
 
-def as_list(value) -> list[str]:
-    """Return a setting as the words of its flag."""
-    return [str(word) for word in value] if isinstance(value, list) else [str(value).lower()]
-
-
 def runs_code(value) -> bool:
     """Check for trust_remote_code, or a function from a file: neither built in nor a Python object."""
-    names = value if isinstance(value, list) else [value]
-    return any(name is True or (":" in str(name) and not str(name).startswith("python:")) for name in names)
+    return value is True or (":" in str(value) and not str(value).startswith("python:"))

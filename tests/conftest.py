@@ -21,7 +21,6 @@ from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
 from experience import Groups, experience_of_groups
 from model import ValueHead, byte_tokenizer, frozen_copy
-from runs import memory_estimate
 from runs.command_line import parse_config
 from engine.packing import left_pad
 from runs.records import read_jsonl
@@ -178,14 +177,6 @@ QUICK = (
     "--eval_limit 8 --report_to none --batch_size 4 --num_completions_per_prompt 4 --eval_steps 0 "
     "--generation_max_length 16"
 ).split()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def without_estimates():
-    """Leave out estimates of memory, seconds of a run; returns the function that makes them."""
-    real = memory_estimate.memory_of_process
-    memory_estimate.memory_of_process = lambda *arguments: {"in all": 0.0}
-    return real
 
 
 @pytest.fixture(autouse=True)

@@ -156,16 +156,14 @@ def test_without_a_profile_the_settings_that_matter_are_printed(base, capsys):
     assert re.match(r"no profile: num_completions_per_prompt \d+, generation_max_length", capsys.readouterr().out)
 
 
-ON = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-OFF = "{{ messages[0].content }}{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}"
+THINKING = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 
 
 @pytest.mark.parametrize("template,variables,notes", [
-    ("{{ messages }}", {}, []), (ON, {}, ["thoughts"]), (ON, {"enable_thinking": False}, []), (OFF, {}, []), (None, {}, []),
+    ("{{ messages }}", {}, []), (THINKING, {}, ["thoughts"]), (THINKING, {"enable_thinking": False}, []), (None, {}, []),
     ("{{ messages }}", {"enable_thinkin": False}, ["does not read enable_thinkin"]),
-    (ON + "{{ raise_exception('no system') }}", {}, []),
 ])
-def test_variables_of_the_chat_template_that_are_unread_or_leave_thoughts_on_are_noted(template, variables, notes, tokenizer):
+def test_variables_of_the_chat_template_that_are_unread_or_missing_for_thoughts_are_noted(template, variables, notes, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template, tokenizer.init_kwargs["chat_template_kwargs"] = template, variables
     lines = template_notes(tokenizer)

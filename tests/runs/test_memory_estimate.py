@@ -5,32 +5,33 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from weakref import finalize
 
 import pytest
 import torch
 from conftest import CURRENT_ARCHITECTURES, start_run
-from transformers import Qwen3Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config, GptOssConfig, LlamaConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig,
+)
 
 import train
-from config import Config, GRPOConfig, ModelConfig, TrainingConfig
-from engine.adapters import trainable_parameters
+from config import Config, ModelConfig
+from engine.adapters import add_adapter, trainable_parameters
+from engine.cache import PrefixCache
+from engine.logits import compute_logits, restrict_logits
+from engine.precision import with_precision
 from engine.recomputation import recompute_activations
-from model import load_policy
-from runs import memory_estimate
-from runs import fitting_flags
+from engine.sampling_state import sample_inverse_cdf
+from logprobs import completion_log_probs
+from runs import fitting_flags, memory_estimate
+from runs.activations import pass_bytes, sampling_bytes
 from runs.fitting_flags import candidates, with_flags
-from runs.memory_estimate import (
-    choose_memory_settings, describe_step, memory_gb, resolve_memory_settings, step_tokens,
-)
-from runs.simulated_memory import BytesAlive, FakePolicy
+from runs.memory_estimate import describe_step, memory_gb, model_shapes, resolve_memory_settings, step_tokens
+from sample import Rollout, sampling_mode
 
 ALONE = {"replicate": 1, "fsdp": 1, "tp": 1}
-POLICY = GRPOConfig().policy
-
-
-@pytest.fixture(autouse=True)
-def estimate(monkeypatch, without_estimates):
-    monkeypatch.setattr(memory_estimate, "memory_of_process", without_estimates)
 
 
 @pytest.fixture
@@ -65,54 +66,115 @@ def test_an_estimate_that_fails_ends_no_run(monkeypatch, error):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(memory_estimate, "pass_bytes", fail)
+    monkeypatch.setattr(memory_estimate, "memory_gb", fail)
     config = Config.of(use_grpo=True, max_tokens_per_forward=2048)
     assert describe(config)[1] == f"memory: no estimate for this model: {(str(error) or 'AssertionError').splitlines()[0]}"
     chosen = resolve_memory_settings(Config.of(use_grpo=True), "cuda", 20, ALONE, 24.0).training
     assert (chosen.max_tokens_per_forward, chosen.gradient_checkpointing) == (8192, False)
 
 
-def test_bytes_alive_are_those_of_storages_that_exist_at_once():
-    weight = torch.zeros(1000)
-    with BytesAlive([weight]) as alive:
-        first = weight.view(10, 100) + 1                  # views take nothing
-        second = first * 2
-        del first
-        assert (alive.now, alive.peak) == (4000, 8000)
-        assert alive.take_peak() == 8000
-        second.add_(1)
-        del second
-    assert (alive.now, alive.peak) == (0, 4000)
+class BytesAlive(TorchDispatchMode):
+    """The peak of the bytes of tensors that operations create within the context."""
+
+    def __init__(self, existing):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in existing}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                finalize(storage, self.forget, key, storage.nbytes())
+        return result
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.now -= size
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_pass_on_fake_tensors_has_the_peak_of_the_same_pass_on_true_ones(lora_rank, recompute):
-    settings = ModelConfig(lora_rank=lora_rank)
-    fake, (model, _) = FakePolicy(settings, recompute), load_policy(settings)
+SIZES = dict(
+    hidden_size=192, intermediate_size=576, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=1000)
+WITH_WINDOWS = SIZES | dict(sliding_window=64)
+EXPERTS = SIZES | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
+WIDE = SIZES | dict(hidden_size=512, intermediate_size=1536)
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=True), "qwen3": Qwen3Config(**SIZES),
+    "gemma3": Gemma3TextConfig(**WITH_WINDOWS, query_pre_attn_scalar=32), "gemma2": Gemma2Config(**WITH_WINDOWS),
+    "qwen3_moe": Qwen3MoeConfig(**EXPERTS), "gpt_oss": GptOssConfig(**WITH_WINDOWS, num_local_experts=8, num_experts_per_tok=2),
+    "gpt2": GPT2Config(n_embd=192, n_layer=6, n_head=8, vocab_size=1000), "wide": LlamaConfig(**WIDE),
+    "phi3": Phi3Config(**{name: size for name, size in SIZES.items() if name != "head_dim"}, pad_token_id=0),
+    "many_words": LlamaConfig(**SIZES | dict(num_hidden_layers=2, vocab_size=60000), tie_word_embeddings=True),
+}
+MOST_LOGITS = dict(temperature=0.8, top_k=0, top_p=0.9)   # all tokens are sorted
+
+
+def shapes_and_model(name, tmp_path, precision="float32", lora_rank=0):
+    CONFIGS[name].save_pretrained(tmp_path)
+    config = ModelConfig(model_path=str(tmp_path), precision=precision, lora_rank=lora_rank)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+    if lora_rank:
+        add_adapter(model, config, False, {})
+    return model_shapes(config, 1), with_precision(model, precision)
+
+
+@pytest.mark.parametrize("name,precision,lora_rank,recompute,shared", [
+    ("llama", "float32", 0, False, True), ("qwen3", "float32", 8, False, True), ("qwen3", "bfloat16", 0, False, True),
+    ("gemma3", "bfloat16", 8, False, True), ("gemma3", "float32", 0, True, True), ("gemma2", "float32", 0, False, True),
+    ("qwen3_moe", "float32", 0, False, True), ("qwen3_moe", "bfloat16", 8, False, True), ("gpt_oss", "float32", 0, False, True),
+    ("gpt2", "float32", 0, False, True), ("phi3", "bfloat16", 0, False, True), ("qwen3", "float32", 0, False, False),
+    ("gpt_oss", "float32", 0, False, False), ("wide", "bfloat16", 0, True, True), ("many_words", "float32", 0, True, True),
+])
+def test_a_pass_takes_what_the_formula_says_or_up_to_a_third_less(name, precision, lora_rank, recompute, shared, tmp_path):
+    torch.manual_seed(0)
+    shapes, model = shapes_and_model(name, tmp_path, precision, lora_rank)
     if recompute:
         recompute_activations(model)
-    seen = []
-    fake.peak = lambda simulate: seen.append(simulate) or 0
-    fake.pass_bytes(1000, True, POLICY)
-    fake_peaks = seen[0]()
-    true = FakePolicy.__new__(FakePolicy)                 # the same measurement, with nothing fake
-    true.model, true.peak = model, lambda simulate: max(simulate())
-    true.call = lambda function, *args: function(*args)
-    measured = true.pass_bytes(1000, True, POLICY)
-    assert measured == pytest.approx(max(fake_peaks), rel=0.03)
+    prompts, group, longest, limit = (1, 2, 16, 24) if name == "wide" else (2, 4, 160, 120)
+    ids, prompt_ids = torch.randint(5, 999, (prompts * group, limit)), torch.randint(5, 999, (prompts, longest))
+    mask = ids > 0
+    mask[::2, -2:] = False                                # ragged: plain rows are padded
+    rollout = Rollout(prompt_ids, prompt_ids > 0, ids, mask, torch.zeros(ids.shape), ids[:, 0] > 0, [""] * len(ids))
+    parameters = trainable_parameters(model)
+    for parameter in parameters:                          # as in the second pass of a step
+        parameter.grad = torch.zeros_like(parameter)
+    with BytesAlive([*model.parameters(), *model.buffers(), *(p.grad for p in parameters)]) as alive:
+        completion_log_probs(model, rollout, **MOST_LOGITS, shared_prompt=shared).logp.sum().backward()
+    tokens = prompts * (longest + group * limit) if shared else prompts * group * (longest + limit)
+    estimate = pass_bytes(shapes, tokens, recompute, 0 if shared else longest + limit)
+    assert 1 <= estimate / alive.peak <= 1.35, f"{estimate=} {alive.peak=}"
 
 
-def test_few_layers_stand_for_all(configured):
-    fake = FakePolicy(ModelConfig(model_path=configured))
-    few = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 4, 100, 40, True, POLICY)
-    fake.peak = lambda simulate, **unused: max(simulate())
-    every = fake.pass_bytes(2000, True, POLICY), fake.sampling_bytes(3, 4, 100, 40, True, POLICY)
-    assert few[0] == pytest.approx(every[0], rel=0.02)
-    assert every[1] <= few[1] < 1.2 * every[1], "the second layer adds its input, which in the first is the embedding"
-    with fake.some_layers([0]):
-        one = max(fake.pass_bytes(2001, True, POLICY), 1)
-    assert one < 0.5 * every[0] and len(fake.model.model.layers) == fake.model.config.num_hidden_layers == 5
+@pytest.mark.parametrize("name,precision,lora_rank", [("qwen3", "float32", 8), ("gemma3", "bfloat16", 0), ("many_words", "float32", 0)])
+def test_sampling_takes_what_the_formula_says_or_up_to_a_third_less(name, precision, lora_rank, tmp_path):
+    torch.manual_seed(0)
+    shapes, model = shapes_and_model(name, tmp_path, precision, lora_rank)
+    prompts, group, longest, limit = 2, 4, 160, 120
+    rows = torch.arange(prompts * group)
+
+    def draw(hidden):
+        logits = restrict_logits(compute_logits(model, hidden), **MOST_LOGITS)
+        sample_inverse_cdf(logits, torch.zeros(len(logits)))
+
+    with BytesAlive([*model.parameters(), *model.buffers()]) as alive, sampling_mode(model, True):
+        cache = PrefixCache(model)
+        hidden = cache.add_prompts([*range(prompts)], torch.randint(5, 999, (prompts, longest)).tolist())
+        draw(hidden.repeat_interleave(group, dim=0))
+        for capacity in 32, limit - 1:
+            cache.compact(rows.tolist(), (rows // group).tolist(), len(rows), capacity)
+            draw(cache.forward(rows, torch.full_like(rows, capacity), capacity))
+    estimate = sampling_bytes(shapes, prompts, prompts * group, longest, limit)
+    assert 1 <= estimate / alive.peak <= 1.35, f"{estimate=} {alive.peak=}"
+
+
+def test_an_evaluation_samples_more_prompts_at_once(configured):
+    config = Config.of(use_grpo=True, model_path=configured, max_tokens_per_forward=512)
+    without = replace(config, data=replace(config.data, eval_limit=0))
+    assert memory_gb(config, 500, ALONE)["sampling"] > 1.5 * memory_gb(without, 500, ALONE)["sampling"]
 
 
 @pytest.mark.parametrize("flags", ["", "--lora_rank 4", "--use_value_head true"])
@@ -166,11 +228,11 @@ def test_processes_divide_weights_and_prompts(configured):
     for name in "weights", "AdamW", "gradients", "reference":
         assert one[name] == pytest.approx(4 * four[name]) == pytest.approx(2 * copies[name])
     # Activations are those of a quarter of the tokens, and weights are gathered.
-    fake = FakePolicy(config.model)
-    tokens, policy = step_tokens(config, 20, True) // 4, config.grpo.policy
-    layers = [sum(p.nbytes for p in layer.parameters()) for layer in fake.layers]
-    gathered = sum(p.nbytes for p in fake.model.parameters()) - sum(layers) + 3 * layers[0]
-    assert four["training pass"] == pytest.approx((fake.pass_bytes(tokens, True, policy) + gathered) / 1e9)
+    model = model_shapes(config.model, 1)
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
+    gathered = sum(p.nbytes for p in model.parameters()) - sum(layers) + 3 * layers[0]
+    expected = memory_estimate.FRAGMENTS * pass_bytes(model, step_tokens(config, 20, True) // 4, False) + gathered
+    assert four["training pass"] == pytest.approx(expected / 1e9)
     assert copies["training pass"] == four["training pass"] and four["sampling"] > one["weights"]
     divided = memory_gb(config, 20, ALONE | {"tp": 2})
     matrices = 4 * 5 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 192) / 1e9
@@ -193,17 +255,16 @@ def test_experts_shared_keys_and_layers_with_state_have_an_estimate(architecture
     (20, {"gradient_checkpointing": False}, (2048, False)), (100, {"gradient_checkpointing": True}, (8192, True)),
     (20, {"max_tokens_per_forward": 3000}, (3000, True)), (100, {"max_tokens_per_forward": 3000}, (3000, False)),
 ])
-def test_the_longest_passes_that_fit_are_taken_and_recomputation_last(memory, given, expected):
-    def estimate(training):
-        return 9 + training.max_tokens_per_forward / (1000 if training.gradient_checkpointing else 100)
+def test_the_longest_passes_that_fit_are_taken_and_recomputation_last(memory, given, expected, monkeypatch):
+    def estimate(config, *rest):
+        return {"in all": 9 + config.training.max_tokens_per_forward / (1000 if config.training.gradient_checkpointing else 100)}
 
-    chosen = choose_memory_settings(TrainingConfig(**given), 100, estimate, memory)
+    monkeypatch.setattr(memory_estimate, "memory_gb", estimate)
+    chosen = resolve_memory_settings(Config.of(**given), "cuda", 100, ALONE, memory).training
     assert (chosen.max_tokens_per_forward, chosen.gradient_checkpointing) == expected
-
-
-def test_passes_hold_two_of_the_longest_prompt():
-    chosen = choose_memory_settings(TrainingConfig(), 3000, lambda training: training.max_tokens_per_forward, 0)
-    assert chosen.max_tokens_per_forward == 6000
+    if not given:
+        longer = resolve_memory_settings(Config.of(), "cuda", 5000, ALONE, memory).training
+        assert longer.max_tokens_per_forward == 10000, "a pass holds two of the longest prompt"
 
 
 def test_flags_that_were_given_are_remembered_through_changes_of_other_sections():

@@ -71,7 +71,7 @@ def test_code_of_a_foreign_run_is_named_again(tmp_path):
     run = saved(tmp_path / "run", **CODE)
     assert Config.of(resume=True, output_dir=str(run)).model.trust_remote_code
     copy = run.rename(tmp_path / "copy")
-    for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code true"), (
+    for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code True"), (
             {name: value for name, value in AGAIN.items() if name != "environment"}, "--environment e.py:e"):
         with pytest.raises(ValueError, match=f" runs code, .*; if you trust it, give again {missing}$"):
             Config.of(resume=True, output_dir=str(copy), **given)
