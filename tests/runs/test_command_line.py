@@ -198,6 +198,7 @@ MISTAKES = {
     "half a pair": (["--dataset", "{tmp}/pair.jsonl"], r"pair.jsonl: line 2 is not JSON: 'utf-8' codec can't encode character '\\ud800'"),
     "half a pair in .json": (["--dataset", "{tmp}/pair.json"], "pair.json: not JSON: 'utf-8' codec can't encode"),
     "UTF-16": (["--dataset", "{tmp}/u16.jsonl"], "u16.jsonl: line 1 is not JSON: 'utf-8' codec"),
+    "no UTF-8": (["--instruction", "caf\udce9"], r"'caf\\udce9': is not UTF-8"),
     "epochs without end": (["--num_epochs", "inf"], "--num_epochs=inf: must be above 0 and at most 1000000"),
     "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
     "no limit of the gradient": (["--max_grad_norm", "inf"], "--max_grad_norm=inf: must be a number of at most 4294967295 in size"),
