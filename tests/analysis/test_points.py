@@ -64,25 +64,23 @@ def test_points_of_0_and_1_are_shares_and_equal_points_have_no_interval():
         assert found["mean"] == pytest.approx(alone[0][0])
 
 
-POINTS = {                      # what is drawn for some problems: (problems, completions) points; and its mean
-    "normal": (4, lambda g, n: g.normal(2, 30, (n, 1)), 2.0),
-    "normal, over problems and completions": (8, lambda g, n: g.normal(2, 3, (n, 1)) + g.normal(0, 9, (n, 4)), 2.0),
-    "-0.3, 0.7 or 1": (40, lambda g, n: g.choice([-0.3, 0.7, 1.0], (n, 1), p=[0.5, 0.2, 0.3]), 0.29),      # as of an environment
-    "exponential": (100, lambda g, n: -g.exponential(50, (n, 2)), -50.0),                      # as of a penalty for length
-    "exponential, few problems": (6, lambda g, n: -g.exponential(50, (n, 1)), -50.0),
+POINTS = {                      # problems; draw (problems, completions) points; their mean; share of intervals that hold it
+    "normal": (4, lambda g, n: g.normal(2, 30, (n, 1)), 2.0, 0.936),
+    "normal, over problems and completions": (8, lambda g, n: g.normal(2, 3, (n, 1)) + g.normal(0, 9, (n, 4)), 2.0, 0.924),
+    "-0.3, 0.7 or 1": (40, lambda g, n: g.choice([-0.3, 0.7, 1.0], (n, 1), p=[0.5, 0.2, 0.3]), 0.29, 0.934),      # as of an environment
+    "exponential": (100, lambda g, n: -g.exponential(50, (n, 2)), -50.0, 0.954),               # as of a penalty for length
+    "exponential, few problems": (6, lambda g, n: -g.exponential(50, (n, 1)), -50.0, 0.900),
 }
 
 
 @pytest.mark.parametrize("kind", POINTS)
 def test_mean_points_are_held_in_95_of_100_measurements_and_in_less_if_few_and_skewed(kind):
-    size, draw, truth = POINTS[kind]
+    size, draw, truth, share = POINTS[kind]
     generator, held = np.random.default_rng(0), 0
     for _ in range(TIMES):
         found = estimate_points(draw(generator, size).tolist())
         held += found["low"] <= truth <= found["high"]
-    assert (0.85 if "few" in kind else 0.92) <= held / TIMES <= 0.98, held / TIMES
-    row = f"| points | {kind} | {size} x {draw(generator, 1).shape[1]} | {held / TIMES:.3f} |"
-    assert row in (Path(__file__).parents[2] / "docs/rewards.md").read_text(), row
+    assert (0.85 if "few" in kind else 0.92) <= held / TIMES == share <= 0.98, held / TIMES
 
 
 # ---- from the command line ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The linter finds the flaws it looks for, and docs/rewards.md shows its output."""
+"""The linter finds the flaws it looks for, and docs/rewards.md has its table of points."""
 
 import json
 import re
@@ -206,6 +206,24 @@ def test_countdown_is_linted_on_its_own_data():
     assert flags == [] and table[-1] == "| `countdown` | 1.00 |" + " 0.00 |" * 8, "docs/rewards.md says: 1 to gold, 0 to the others"
 
 
+FLAGS = [                       # of the built-in functions on docs/reward_examples.jsonl, each alone
+    "reasoning_coherence gives more to form (1.00) than to wrong (0.91)",
+    "explanation_quality gives more to form (1.00), spam (1.00) than to wrong (0.89)",
+    "xml_tags gives more to form (1.00) than to wrong (0.50)",
+    "diversity gives more to empty (1.00), wrong (0.91), confident (0.95), form (1.00), spam (0.83), "
+    "repeated (0.74), truncated (0.81), echo (1.00) than to gold (0.72)",
+    "diversity gives more to empty (1.00), form (1.00), echo (1.00) than to wrong (0.91)",
+    "safety gives more to empty (1.00), form (1.00), echo (1.00) than to wrong (0.00)",
+    "match_format_exactly gives more to form (3.00), spam (3.00) than to wrong (2.67)",
+    "match_format_exactly gives more to reversed (3.00) than to untagged (0.00)",
+    "match_format_approximately gives more to form (2.00) than to wrong (1.78)",
+    "match_format_approximately gives more to reversed (2.00) than to untagged (0.00)",
+    "check_answer gives more to empty (0.00), form (-0.50), echo (0.00) than to wrong (-0.83)",
+    "check_answer gives more to reversed (3.00) than to untagged (0.00)",
+    "check_numbers gives more to reversed (1.00) than to untagged (0.00)",
+]
+
+
 @needs_math_verify
 def test_the_table_in_the_docs_is_what_the_command_there_prints():
     page = (ROOT / "docs/rewards.md").read_text().replace("\n  ", " ")
@@ -217,5 +235,5 @@ def test_the_table_in_the_docs_is_what_the_command_there_prints():
     table, flags = reward_linter.lint(functions, [1.0] * len(functions), examples)
     for line in table[:-2]:                               # not the total, which adds up what does not belong together
         assert line in page, json.dumps(line)
-    for flag in flags:
-        assert flag.startswith("the total") or "s a completion" in flag or f"- {flag}" in page, flag
+    alone = [flag for flag in flags if not flag.startswith("the total") and "s a completion" not in flag]
+    assert alone == FLAGS

@@ -13,7 +13,6 @@ from runs.doctor import RULES, STAYS, WITHDRAWN, diagnose, expected_ties, open_a
 
 CONFIG = Config.of(model_path="some/model", use_grpo=True)        # defaults, without a profile
 RECORDED = json.loads((Path(__file__).parent / "histories.json").read_text())
-PAGE = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
 
 
 def play(lines, config=CONFIG):
@@ -51,76 +50,78 @@ def fall(t):                    # of ten rollouts, from 1 to 0
     return max(0.0, 1 - t / 10)
 
 
-GENERATED = {                   # lines, rules that give advice in this order, rollouts of the first one, words in it
+GENERATED = {                   # lines, the advice in order and after which rollout, words in the first one
     "collapse in ten rollouts": (
         changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "tied_groups": 0.3},
-                start=0.97, end=0.97), ["saturated", "collapse"], (10, 12), ["9", "take harder problems"]),
+                start=0.97, end=0.97), {"saturated": 10, "collapse": 38}, ["9", "take harder problems"]),
     "entropy x 0.97 a rollout": (
-        changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}, 230), ["entropy_falls"], (45, 80),
+        changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}, 230), {"entropy_falls": 47},
         ["--learning_rate (now 5e-06)", "--entropy_coef 0.01", "a higher --kl_penalty_coef"]),
     "KL + 0.005 a rollout": (
-        changed(lambda t, line: {"kl": line["kl"] + 0.005 * t}, 230), ["kl_drift"], (45, 70), ["a higher --kl_penalty_coef"]),
+        changed(lambda t, line: {"kl": line["kl"] + 0.005 * t}, 230), {"kl_drift": 49}, ["a higher --kl_penalty_coef"]),
     "length hacking": (
         changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
                                  "mean_reward": line["mean_reward"] + t / 100}),
-        ["length_hacking"], (40, 60), ["--overlong penalise", "no more are right"]),
+        {"length_hacking": 47}, ["--overlong penalise", "no more are right"]),
     "reward without right answers": (
         changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 200),
                                  "reward/reasoning_coherence": 0.3 + t / 60}),
-        ["reward_hacking"], (40, 60), ["reward/reasoning_coherence pays for something else", "--reward_weights"]),
-    "96 % are right": (healthy(2, 300, 0.3, 0.97), ["saturated"], (60, 200), ["take harder problems, or stop"]),
+        {"reward_hacking": 44}, ["reward/reasoning_coherence pays for something else", "--reward_weights"]),
+    "96 % are right": (healthy(2, 300, 0.3, 0.97), {"saturated": 106}, ["take harder problems, or stop"]),
     "no group has a gradient": (
         changed(lambda t, line: {"tied_groups": 1.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3}, start=0.02, end=0.0),
-        ["ties", "all_tied"], (20, 21), ["easier problems"]),
+        {"ties": 20, "all_tied": 40}, ["easier problems"]),
     "problems of unequal difficulty": (
-        changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.3}), ["ties"], (35, 60), ["30% are right, 50% wrong: --dynamic_sampling 3 replaces them"]),
-    "NaN": (changed(lambda t, line: {"skipped": 1.0}), ["not_finite"], (31, 31), ["skipped.jsonl"]),
-    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], (10, 10), ["--learning_rate (now 5e-06)"]),
-    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["nothing_scored"], (10, 10), ["reward_errors.jsonl"]),
-    "a reward that fails now and then": (changed(lambda t, line: {"unscored": 0.25}), ["unscored"], (32, 35), ["could not be scored"]),
+        changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.3}), {"ties": 41}, ["30% are right, 50% wrong: --dynamic_sampling 3 replaces them"]),
+    "NaN": (changed(lambda t, line: {"skipped": 1.0}), {"not_finite": 31}, ["skipped.jsonl"]),
+    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, {"not_finite": 10}, ["--learning_rate (now 5e-06)"]),
+    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, {"nothing_scored": 10}, ["reward_errors.jsonl"]),
+    "a reward that fails now and then": (changed(lambda t, line: {"unscored": 0.25}), {"unscored": 33}, ["could not be scored"]),
     "a short limit": (
-        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"], (10, 10),
+        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], {"truncation": 10},
         ["raise --generation_max_length (now 256)"]),
     "short texts for a format": (
-        changed(lambda t, line: {"completion_tokens": max(5, 23 * 0.95**t)}), ["length_collapse"], (40, 60), ["what they still earn"]),
+        changed(lambda t, line: {"completion_tokens": max(5, 23 * 0.95**t)}), {"length_collapse": 47}, ["what they still earn"]),
     "many updates on a rollout": (
-        changed(lambda t, line: {"clip_fraction": 0.5}), ["clipping"], (33, 35), ["--learning_rate"]),
+        changed(lambda t, line: {"clip_fraction": 0.5}), {"clipping": 34}, ["--learning_rate"]),
     "all right or all wrong": (
-        [line | {"tied_groups": 1.0, "tied_right_groups": 0.5} for line in healthy(4, 40, 0.5, 0.5)], ["all_tied"], (10, 10),
+        [line | {"tied_groups": 1.0, "tied_right_groups": 0.5} for line in healthy(4, 40, 0.5, 0.5)], {"all_tied": 10},
         ["50% are right, 50% wrong: --dynamic_sampling 3"]),
 }
-
-
-def shown_row(name, rollouts, given):
-    events = "; ".join(f"{rule} {'withdrawn ' * (sentence == WITHDRAWN)}at {number}" for number, rule, sentence in given)
-    return f"| {name} | {rollouts} | {events or 'none'} |"
+RECORDED_ADVICE = {             # in order, and after which rollout
+    "healthy": {},
+    "healthy, with a KL penalty": {},
+    "collapse over 20 rollouts": {"collapse": 12},
+    "collapse at once": {"entropy_falls": 13, "length_collapse": 30, "reward_hacking": 51},
+    "all tied": {"all_tied": 10},
+    "length hacking": {"length_hacking": 10},
+    "reward that is noise": {"collapse": 10, "length_hacking": 28},
+    "reward that pays for wrong answers": {"reward_hacking": 10, "length_hacking": 35},
+}
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_each_kind_of_run_gets_its_advice_once_and_no_other(name):
-    lines, rules, (first, last), words = GENERATED[name]
+    lines, expected, words = GENERATED[name]
     given, history = play(lines)
-    opened = [(number, rule, sentence) for number, rule, sentence in given if sentence != WITHDRAWN]
-    assert [rule for _, rule, _ in opened] == rules, given
-    assert first <= opened[0][0] <= last and all(word in opened[0][2] for word in words), opened
-    assert open_advice(history) == rules[-1], "it stays open"
+    assert [(rule, number) for number, rule, _ in given] == list(expected.items()), given
+    first, last = given[0][2], given[-1][2]
+    assert all(word in first for word in words), given
+    assert open_advice(history) == given[-1][1], "it stays open"
     for impossible in "--ppo_epochs", "(now 0)", "--max_policy_kl":
-        assert impossible not in opened[-1][2] or "cold_start" in opened[-1][2], "a flag that changes nothing"
-    assert shown_row(name, len(lines), given) in PAGE, shown_row(name, len(lines), given)
+        assert impossible not in last or "cold_start" in last, "a flag that changes nothing"
 
 
 def test_every_rule_has_a_history():
-    assert {rule for _, rules, _, _ in GENERATED.values() for rule in rules} == set(RULES)
+    assert {rule for _, expected, _ in GENERATED.values() for rule in expected} == set(RULES)
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_runs_get_the_advice_that_the_page_shows(name):
+def test_each_recorded_run_gets_its_advice_and_healthy_ones_none(name):
     columns, config = RECORDED[name]["metrics"], Config.of(use_grpo=True, **RECORDED[name]["flags"])
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     given, _ = play(lines, config)
-    row = shown_row(f"{name} (recorded)", len(lines), given)
-    assert row in PAGE, row
-    assert given == [] or "healthy" not in name
+    assert [(rule, number) for number, rule, _ in given] == list(RECORDED_ADVICE[name].items()), given
 
 
 def test_the_demonstration_of_the_lecture_gets_one_advice_and_a_verdict():
@@ -132,10 +133,8 @@ def test_the_demonstration_of_the_lecture_gets_one_advice_and_a_verdict():
 
 @pytest.mark.slow
 def test_healthy_runs_get_no_advice():
-    for name, start, end in ("that rise to 0.85", 0.3, 0.85), ("that stay at 0.5", 0.5, 0.5):
-        alarms = sum(bool(play(healthy(seed, 150, start, end))[0]) for seed in range(50))
-        assert alarms <= 1, alarms
-        assert f"| 50 healthy runs {name} | 150 each | {alarms} false alarms |" in PAGE, (name, alarms)
+    for start, end in (0.3, 0.85), (0.5, 0.5):
+        assert [seed for seed in range(50) if play(healthy(seed, 150, start, end))[0]] == [], (start, end)
     assert play([{}] * 40)[0] == play([dict.fromkeys(healthy()[0])] * 40)[0] == [], "nothing is known"
 
 
