@@ -326,7 +326,9 @@ class Run:
     def log_step(self, metrics: dict, experience: Experience) -> None:
         """Write and print the metrics of a step. Every --log_rollouts_every steps write its completions."""
         folder, step, phase = self.folder, self.progress.step, self.phase.name
-        metrics |= self.step_seconds() | {
+        sampling = self.seconds.get("sampling_seconds", 0.0)  # in phases before GRPO: none
+        metrics |= self.seconds | {
+            "training_seconds": self.seconds["step_seconds"] - sampling,
             "learning_rate": float(self.scheduler.get_last_lr()[0]),
             "peak_memory_gb": peak_memory_gb(self.device),
         }
@@ -350,10 +352,3 @@ class Run:
         if phase == "grpo" and logged:
             self.console.print_completions(records)
             folder.show(step, records)
-
-    def step_seconds(self) -> dict[str, float]:
-        """Return the durations of the last step."""
-        step, sampling = self.seconds["step_seconds"], self.seconds.get("sampling_seconds", 0.0)
-        if self.phase.name != "grpo":
-            return {"training_seconds": step, "step_seconds": step}
-        return {"sampling_seconds": sampling, "training_seconds": step - sampling, "step_seconds": step}
