@@ -225,12 +225,7 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        """Return the command or the call that continues this run."""
-        config, data = self.config.grpo, self.config.data
-        names = [*config.reward_functions, config.environment, data.dataset, data.eval_dataset]
-        if any(name.startswith("python:") for name in names):                    # begun with Python objects
-            section = f"TrainingConfig(output_dir={str(self.folder.path)!r}, resume=True)"
-            return f"train(Config(training={section}), ...) and the same objects"
+        """Return the command that continues this run."""
         return f"python train.py --output_dir {self.folder.path} --resume"
 
     def save_and_print_how_to_resume(self) -> None:
