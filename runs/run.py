@@ -25,8 +25,8 @@ from experience import Experience, log_probs_of_rollout
 from grpo import CENTERED_BASELINES, RATIO_LOSSES, adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
-    NotSaved, checkpoints_at, load_optimizer_state, optimizer_state, random_states, read_state,
-    reference_state, set_random_states, versions, write_checkpoint, write_final,
+    NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
+    set_random_states, versions, write_checkpoint, write_final,
 )
 from runs.console import RunConsole
 from runs.doctor import diagnose
@@ -285,20 +285,14 @@ class Run:
             else:
                 self.batches.position, self.progress = position, before
                 set_random_states(states)
-                end = f"{self.save_before_error()}: {advice}"
+                try:
+                    end = f"Saved to {self.save_checkpoint()}: {advice}"
+                except NotSaved as problem:
+                    end = f"And {problem}: {advice}"
             if isinstance(error, RunError):
                 raise type(error)(f"{error} {end}") from (None if out_of_memory else error)
             error.add_note(end)                           # printed below the traceback
             raise
-
-    def save_before_error(self) -> str:
-        """Save a checkpoint, unless there is one of this step, and say where it is or why there is none."""
-        try:
-            folder = self.folder.path / "checkpoints"
-            saved = all_gather_object(checkpoints_at(folder, self.progress.step))[0]
-            return f"Saved to {saved[-1] if saved else self.save_checkpoint()}"
-        except NotSaved as problem:
-            return f"And {problem}"
 
     def log_evaluation(self) -> float:
         """Evaluate the policy on the held-out problems, always with one seed. Return the accuracy or NaN."""

@@ -139,7 +139,6 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     exhaustive("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2, 0),
     ("runs.console.RunConsole.print_step", OSError("no such console"), "Saved to", 3, 0),          # after the update
     ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), "From the last checkpoint: continue with less", 2, 2),     # in it
-    exhaustive("train.clip_gradient", KeyError("again"), "fix it", 2, 2),                      # with a checkpoint of this step
 ])
 def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
     tmp_path, monkeypatch, capsys, where, error, shown, saved, save_steps
