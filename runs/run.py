@@ -252,12 +252,9 @@ class Run:
         if not self.config.grpo.kl_target:
             self.progress.kl_coef = self.config.grpo.kl_coef                     # a flag may have changed it
         if state["versions"] != versions():
-            before, now = (
-                ", ".join(f"{name} {version}" for name, version in found.items())
-                for found in (state["versions"], versions())
-            )
             self.console.print(
-                f"  note   resumed with {now}, begun with {before}: equal up to rounding, not bit for bit"
+                f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "
+                "not bit for bit"
             )
         self.saved_state = state
 
