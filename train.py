@@ -41,6 +41,7 @@ from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy
 from rewards import Reports, compute_rewards_for_completions
+from runs.checkpoint import write_final
 from runs.exit import Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
 from runs.fitting_flags import print_estimate
 from runs.metrics import summarize_groups, summarize_updates, timed
@@ -279,7 +280,7 @@ def learn(run: Run) -> None:
                 run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
-        run.save_final()
+        write_final(run.model, run.tokenizer, folder.path / "final")
         run.console.print_summary(folder.path)
 
 

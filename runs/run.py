@@ -26,7 +26,7 @@ from grpo import CENTERED_BASELINES, RATIO_LOSSES, adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
     NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
-    set_random_states, versions, write_checkpoint, write_final,
+    set_random_states, versions, write_checkpoint,
 )
 from runs.console import RunConsole
 from runs.doctor import diagnose
@@ -232,10 +232,6 @@ class Run:
         """Save a checkpoint within a phase, and print how to continue."""
         self.console.print(f"stopped at step {self.progress.step}, saved to {self.save_checkpoint()}")
         self.console.print(f"continue with: {self.how_to_resume}")
-
-    def save_final(self) -> None:
-        """Save the policy to final/ of the run folder."""
-        write_final(self.model, self.tokenizer, self.folder.path / "final")
 
     def save_base_of_adapter(self) -> None:
         """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
