@@ -43,6 +43,7 @@ from runs.training_data import (
 )
 from sample import stop_token_ids
 from sources.foreign_names import without_removed
+from sources.run_owner import as_list
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -61,8 +62,7 @@ def name_objects(config: Config, given: dict) -> Config:
     grpo = replace(config.grpo, **{n: names[n] for n in ("reward_functions", "environment") if n in names})
     data = replace(config.data, **{n: names[n] for n in ("dataset", "eval_dataset") if n in names})
     for name in [name for name in given if name not in names]:
-        used = getattr(data if "dataset" in name else grpo, name)
-        used = [used] if isinstance(used, str) else used
+        used = as_list(getattr(data if "dataset" in name else grpo, name))
         if missing := [n for n in used if n.startswith("python:")]:
             raise ValueError(
                 f"--{name} {missing[0]}: a Python object of the program that began this run; pass it again: "
@@ -70,15 +70,6 @@ def name_objects(config: Config, given: dict) -> Config:
             )
     grpo.validate_functions()
     return replace(config, grpo=grpo, data=data)
-
-
-def load_reward_functions(config: Config, given: Sequence[str | Callable]) -> list[Callable]:
-    """Return the reward functions of a GRPO run, in order; none for supervised training."""
-    if not config.training.use_grpo:
-        return []
-    functions = [load_reward_function(name) for name in given]
-    refuse_equal_names(functions)
-    return functions
 
 
 def validate_grpo_setup(
@@ -184,7 +175,8 @@ def set_up(
     folder = RunFolder(config)
     console = folder.console
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
-    functions = load_reward_functions(config, names)
+    functions = [load_reward_function(name) for name in names] if training.use_grpo else []
+    refuse_equal_names(functions)
     environment = load_environment(config.grpo.environment if environment is None else environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
     validate_demonstrations(config, train_set)
@@ -272,13 +264,11 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
     fixed = [
-        "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps"]
+        "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps",
+        "adam_8bit", "use_value_head", "use_kl_penalty",
+    ]
     if (checkpoint.parents[1] / "final").exists():        # the run is complete
         fixed += ["max_steps", "num_epochs"]
-    if "optimizer" in state:                              # saved within a phase
-        fixed += ["adam_8bit"]
-        in_grpo = saved["use_grpo"] and state["progress"]["phase"] == (saved["cold_start_steps"] > 0)
-        fixed += ["use_value_head", "use_kl_penalty"] * in_grpo
     for name in fixed:
         if name in changed:
             raise ValueError(
