@@ -2,6 +2,7 @@
 The console of a run: settings at the start, a line of 80 columns for each step, what was learned at the end.
 """
 
+import math
 from datetime import timedelta
 from pathlib import Path
 
@@ -109,10 +110,11 @@ class RunConsole:
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
         end = "" if left is None else f"  left {timedelta(seconds=left)}"
         optional = "unscored", "skipped", "truncated"
-        known = {name: value for name, value in metrics.items() if value or name not in optional}
-        known = {name: value for name, value in known.items() if value == value}                     # no NaN
-        for item in (form.format(known[name]) for name, form in UNITS.items() if name in known):
-            line += f"  {item}" if len(line + item + end) + 2 <= 80 else ""
+        for name, form in UNITS.items():
+            value = metrics.get(name, math.nan)
+            shown = not math.isnan(value) and (value or name not in optional)
+            item = f"  {form.format(value)}" if shown else ""
+            line += item if len(line + item + end) <= 80 else ""
         self.print(line + end)
         if "advice" in metrics:
             self.print(f"  doctor: {metrics['advice']}")
@@ -133,15 +135,16 @@ class RunConsole:
         if self.rich.quiet:                               # the folder may be of another machine
             return
         metrics = read_jsonl(folder / "metrics.jsonl")
-        ends = {m["step"]: PHASES[m["phase"]] for m in metrics if m["phase"] != "eval"}
-        ends = {0: "before training" if self.config.model.model_path else "untrained"} | ends
-        last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
-        found = [m for m in metrics if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]]
-        lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in found]
-        self.print("\n".join(["", "what was learned, on held-out problems:", *lines] if lines else [""]))
-        lowest = [m.get("eval_accuracy_low", 0) for m in found][-2:-1]           # before the last phase
-        if lowest and found[-1].get("eval_accuracy_high", 1) < lowest[0] and "accuracy" in lines[-1]:
-            self.print("  accuracy fell: try a lower --learning_rate, or fewer steps")
+        when = "before training" if self.config.model.model_path else "untrained"
+        last: dict[str, str] = {}                         # the last result of each phase, in order
+        for line in metrics:
+            if line["phase"] == "eval":
+                last[when] = held_out_text(line, self.config)
+            else:
+                when = PHASES[line["phase"]]
+        self.print("\nwhat was learned, on held-out problems:" if last else "")
+        for when, result in last.items():
+            self.print(f"  {when:<22}{result}")
         if history := [line for line in metrics if line["phase"] == "grpo"]:
             self.print(f"doctor: {verdict(history, self.config)}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
