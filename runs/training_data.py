@@ -10,7 +10,6 @@ from pathlib import Path
 
 from config import Config
 from data import encode_prompt, load_examples, with_instruction
-from engine.chat_template import encode
 from sources.batches import prompt_key
 from sources.readers import READERS, View
 
@@ -95,13 +94,10 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
         return
     without = sum(not example.get("completion") for example in dataset)
     if without:
-        steps, instead = "supervised training (no --use_grpo)", "--use_grpo --cold_start_steps 0"
-        if training.use_grpo:
-            steps, instead = f"--cold_start_steps={training.cold_start_steps}", "--cold_start_steps 0"
         raise ValueError(
-            f"{steps} needs demonstrations, but {config.data.dataset} has no completion for {without} of "
-            f"{len(dataset)} examples; name a --completion_column, take conversations (--prompt_column "
-            f"messages), or pass {instead} to learn from rewards alone"
+            f"--dataset={config.data.dataset}: no completion for {without} of {len(dataset)} examples, which "
+            "supervised steps need; name a --completion_column, take conversations (--prompt_column "
+            "messages), or pass --use_grpo --cold_start_steps 0 to learn from rewards alone"
         )
 
 
@@ -111,14 +107,10 @@ def describe_cut_demonstrations(
     """Return a line if demonstrations hold the text of a stop token: what follows it is not trained on."""
     if config.training.use_grpo and not config.training.cold_start_steps:
         return []
-    lost, marks = [], [tokenizer.decode([stop]) for stop in stop_ids]
-    for example in dataset:
-        turns = example["completion"] if isinstance(example["completion"], list) else [
-            {"role": "assistant", "content": example["completion"]}]
-        lost.append(0)
-        for text in (turn["content"] for turn in turns if turn["role"] == "assistant"):
-            ids = encode(tokenizer, text) if any(mark in text for mark in marks) else []
-            after = ids[next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids)) :]
-            lost[-1] += len(after) * bool(tokenizer.decode(after, skip_special_tokens=True).strip())
-    count = f"{sum(map(bool, lost))} of {len(lost)} demonstrations hold a stop token ({', '.join(marks)})"
-    return [f"{count}: {sum(lost)} tokens after it are left out"] if any(lost) else []
+    marks, num_cut = [tokenizer.decode([stop]) for stop in stop_ids], 0
+    for completion in (example["completion"] for example in dataset):
+        is_text = isinstance(completion, str)
+        texts = [completion] if is_text else [m["content"] for m in completion if m["role"] == "assistant"]
+        num_cut += any(mark in text.strip().removesuffix(mark) for text in texts for mark in marks)
+    count = f"{num_cut} of {len(dataset)} demonstrations hold a stop token ({', '.join(marks)})"
+    return [f"{count}: what follows it is left out"] if num_cut else []
