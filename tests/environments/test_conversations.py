@@ -242,7 +242,7 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
         model, tokenizer, [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
     )
     assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
-    assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "p", "ab", [1])
+    assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
 
 
 def test_turns_and_tokens_are_bounded_whatever_the_environment_does(model, tokenizer, settings):
