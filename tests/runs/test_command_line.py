@@ -209,8 +209,6 @@ MISTAKES = {
     "rank": (["--lora_rank", "1000000000"], "--lora_rank=1000000000: must be at least 0 and at most 65536"),
     "batch": (["--batch_size", str(10**30)], "--batch_size=1.*: must be above 0 and at most 1048576"),
     "steps": (["--max_steps", str(10**30)], "--max_steps=1.*: must be a number of at most"),
-    "nested settings": (["{tmp}/deep.json"], "deep.json: not a readable JSON file of settings: it is nested too deeply"),
-    "nested data": (["--dataset", "{tmp}/deep.jsonl"], "deep.jsonl: line 2 is not JSON: it is nested too deeply"),
     "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
@@ -239,8 +237,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     data_file(tmp_path, "pair.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud800"}\n')                    # a pair, and a half
     data_file(tmp_path, "pair.json", '[{"prompt": "\\uD800"}]')
     (tmp_path / "u16.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-16")
-    data_file(tmp_path, "deep.json", "[" * 100_000)
-    data_file(tmp_path, "deep.jsonl", '{"prompt": "a"}\n' + '{"prompt": "a", "x": ' + "[" * 100_000)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
