@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from config import Config
 from engine.adapters import has_adapter
+from engine.chat_template import as_text
 from engine.devices import num_processes
 from engine.text_model import has_experts
 from runs.command_line import printable
@@ -125,7 +126,7 @@ class RunConsole:
         Curves do not show a policy that exploits a reward function.
         """
         group = completions[: self.config.grpo.num_completions_per_prompt]
-        points, prompt = points_text(group[0]["reward"]), last_message(group[0]["prompt"])
+        points, prompt = points_text(group[0]["reward"]), as_text(group[0]["prompt"])
         self.print(f"  {prompt!r} -> {group[0]['completion']!r}: {points} points")
         self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
@@ -149,8 +150,3 @@ class RunConsole:
             self.print(f"doctor: {verdict(history, self.config)}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
             self.print(f"{name + ':':<13}{folder}/{file}")
-
-
-def last_message(prompt: str | list):
-    """Return the text of the last message; a prompt that is text or token ids as it is."""
-    return prompt[-1]["content"] if prompt and isinstance(prompt[-1], dict) else prompt

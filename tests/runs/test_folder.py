@@ -130,13 +130,13 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     assert [line.split()[-1] for line in printed[-3:]] == [f"{finished}/{name}" for name in ("final", "curves.png", "report.html")]
 
 
-def test_of_a_prompt_of_messages_the_console_shows_the_last_one(base, capsys):
+def test_the_console_shows_a_line_for_each_message_of_a_prompt(base, capsys):
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
     ids = [2, 5, 6]                                       # of a prompt that was cut
     base.folder.console.print_completions([dict(prompt=ids, completion="2", reward=1.0, advantage=0.5)])
-    assert "  [2, 5, 6] -> '2': +1.00 points\n" in capsys.readouterr().out
+    assert "  '[2, 5, 6]' -> '2': +1.00 points\n" in capsys.readouterr().out
     base.folder.console.print_completions([dict(prompt=prompt, completion="2", reward=1.0, advantage=0.5)])
-    assert "  '1+1=?' -> '2': +1.00 points\n" in capsys.readouterr().out
+    assert r"  'system: Be brief.\nuser: 1+1=?' -> '2': +1.00 points" in capsys.readouterr().out
 
 
 def test_without_a_profile_the_settings_that_matter_are_printed(base, capsys):
