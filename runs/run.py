@@ -22,7 +22,7 @@ from engine.errors import RunError, first_line, is_out_of_memory
 from engine.sharding import replicated_sums
 from engine.vllm_engine import VLLMEngine
 from experience import Experience, log_probs_of_rollout
-from grpo import CENTERED_BASELINES, RATIO_LOSSES, adapt_kl_coefficient
+from grpo import adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
     NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
@@ -170,9 +170,6 @@ class Run:
             self.batches.position = saved["position"]
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
-        elif phase.name == "grpo" and config.baseline in CENTERED_BASELINES and (
-                config.loss_type in RATIO_LOSSES):
-            self.console.print("policy_loss stays near 0, as advantages cancel: watch reward and entropy")
         self.require_equal_ranks()
 
     def require_equal_ranks(self) -> None:
