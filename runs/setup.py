@@ -24,11 +24,9 @@ from engine.devices import (
 from engine.precision import resolve_precision
 from engine.sharding import gathered_weights, shard, sharded_like
 from engine.vllm_engine import VLLMEngine, refuse_engine
-from environments.conversations import EnvironmentRaised
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from model import check_context_length, load_policy, load_tokenizer, move
-from reward_functions.calling import RewardError
 from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
 from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
@@ -100,20 +98,15 @@ def start_up_check(
     """Run the start-up check and print its notes; with --check, print all results.
 
     returns  True if completions can share their prompt, on all ranks
-    raises   ValueError if a check failed
+    raises   ValueError if a check failed, RunError if a reward function or the environment raised
     """
     training = config.training
     grpo = config.grpo if training.use_grpo else config.grpo.supervised
-    try:
-        with gathered_weights(model):
-            findings = check_setup(
-                model, tokenizer, examples, grpo, reward_functions, environment,
-                shared_prompt=grpo.engine != "plain", engine=engine,
-            )
-    except RewardError as error:
-        raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
-    except EnvironmentRaised as error:
-        raise ValueError(f"--environment: {error}") from error
+    with gathered_weights(model):
+        findings = check_setup(
+            model, tokenizer, examples, grpo, reward_functions, environment,
+            shared_prompt=grpo.engine != "plain", engine=engine,
+        )
     packing = next(finding for finding in findings if finding.name == "packing")
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):

@@ -181,7 +181,7 @@ def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys)
     flags = f"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions {tmp_path}/fussy.py:"
     with pytest.raises(SystemExit) as stop:
         run_folder(tmp_path / "never", *f"{flags}always".split())
-    assert stop.value.code == 2 and "reward function always raised KeyError: 'always'" in capsys.readouterr().err
+    assert stop.value.code == 1 and "reward function always raised KeyError: 'always'" in capsys.readouterr().err
     folder = run_folder(tmp_path / "run", *f"{flags}later --reward_errors none".split())
     (line,) = read_jsonl(folder / "metrics.jsonl")
     assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
