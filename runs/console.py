@@ -58,8 +58,8 @@ class RunConsole:
         wraps = self.rich.is_terminal                     # lines in a file stay whole
         self.rich.print(printable(text), markup=False, emoji=False, soft_wrap=not wraps)
 
-    def describe(self, model, device, num_train: int, num_eval: int) -> None:
-        """Print the settings, the model, the data and the rewards."""
+    def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
+        """Print the settings, the model, the data and the rewards, and the length of each phase."""
         training, config = self.config.training, self.config
         values = {name: value for part in config.as_dict().values() for name, value in part.items()}
         names = PROFILES.get(training.profile) or (MAIN_SETTINGS if training.use_grpo else [])
@@ -85,10 +85,6 @@ class RunConsole:
         left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
         for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
             self.print(f"  note   {line}")
-
-    def describe_phases(self, phases: list) -> None:
-        """Print the length of each phase, and which limit ends it early."""
-        training, config = self.config.training, self.config
         for phase in phases:
             group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
             rows = training.batch_size * group_size

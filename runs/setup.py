@@ -194,8 +194,7 @@ def set_up(
     longest = max(longest_prompt, longest_held_out)
     check_context_length(policy, longest, config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
-    console.describe(policy, device, len(train_set), len(eval_set))
-    console.describe_phases(phases)
+    console.describe(policy, device, len(train_set), len(eval_set), phases)
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
     for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
