@@ -141,7 +141,7 @@ def test_the_console_shows_a_line_for_each_message_of_a_prompt(base, capsys):
 
 def test_without_a_profile_the_settings_that_matter_are_printed(base, capsys):
     console = RunConsole(parse_config(["--use_grpo", "--model_path", "MODEL"]), quiet=False)
-    console.describe(base.model, torch.device("cpu"), 1, 1)
+    console.describe(base.model, torch.device("cpu"), 1, 1, base.phases)
     assert re.match(r"no profile: num_completions_per_prompt \d+, generation_max_length", capsys.readouterr().out)
 
 
