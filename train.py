@@ -246,7 +246,7 @@ def learn(run: Run) -> None:
     Ctrl-C, SIGTERM or SIGHUP ends it after the current step, with a checkpoint to continue from.
     """
     training, progress, folder = run.config.training, run.progress, run.folder
-    if run.is_complete:
+    if progress.phase == len(run.phases) and (folder.path / "final").exists():
         run.console.print(f"this run is complete; a new one can begin with --model_path {folder.path}/final")
         return
     folder.open(progress.step)

@@ -138,11 +138,6 @@ class Run:
         epoch = step and self.batches.position / len(self.train_set)
         return SimpleNamespace(global_step=step, max_steps=self.phases[-1].steps, epoch=epoch)
 
-    @property
-    def is_complete(self) -> bool:
-        """Return True if all phases have ended and the final model has been saved."""
-        return self.progress.phase == len(self.phases) and (self.folder.path / "final").exists()
-
     def begin_phase(self, phase: Phase) -> None:
         """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
 
@@ -311,15 +306,14 @@ class Run:
             "learning_rate": float(self.scheduler.get_last_lr()[0]),
             "peak_memory_gb": peak_memory_gb(self.device),
         }
-        if phase == "grpo" and (advice := diagnose([*folder.history, metrics], self.config)):
-            metrics["advice"] = advice
+        records = []
         if phase == "grpo":
+            if advice := diagnose([*folder.history, metrics], self.config):
+                metrics["advice"] = advice
             if failures := experience.groups.reports.failures:
                 folder.append("reward_errors.jsonl", step, phase, failures)
-            before, after = step - metrics["updates"], None
-            every = self.config.training.log_rollouts_every
-            logged = is_due(before - 1, step - 1, every)          # its updates include step 1, 1 + n, ...
-            if logged:
+            before, every = step - metrics["updates"], self.config.training.log_rollouts_every
+            if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
                 policy = self.config.grpo.policy
                 after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)
                 records = completion_records(experience, after)
@@ -328,6 +322,6 @@ class Run:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))
         folder.log(step, phase, metrics)
         self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
-        if phase == "grpo" and logged:
+        if records:
             self.console.print_completions(records)
             folder.show(step, records)

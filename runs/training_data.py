@@ -26,18 +26,16 @@ def load_data(
     train_split, eval_split = data_config.train_split, data_config.eval_split
     source = data_config.dataset if dataset is None else dataset
     held_out_source = data_config.eval_dataset if eval_dataset is None else eval_dataset
+    has_splits = isinstance(source, str) and Path(source).suffix not in READERS
     examples = load_examples(source, train_split, **options)
-    chosen = range(len(examples))
-    if data_config.eval_limit == 0:
-        held_out = []
-    elif eval_dataset is not None or held_out_source:
+    chosen, held_out = range(len(examples)), []
+    if data_config.eval_limit and (held_out_source != "" or has_splits):
+        held_out_source = source if held_out_source == "" else held_out_source
         held_out = load_examples(held_out_source, eval_split, limit=data_config.eval_limit, **options)
-    elif dataset is not None or Path(source).suffix in READERS:                  # no splits: hold out some
+    elif data_config.eval_limit:                          # hold out some of the training examples
         order = random.Random(config.training.seed).sample(chosen, len(examples))
         count = min(data_config.eval_limit, len(examples) // 5)
         chosen, held_out = order[count:], [examples[i] for i in order[:count]]
-    else:
-        held_out = load_examples(source, eval_split, limit=data_config.eval_limit, **options)
     held_out_keys = {prompt_key(example["prompt"]) for example in held_out}
     overlap = {i for i, example in enumerate(examples) if prompt_key(example["prompt"]) in held_out_keys}
     chosen = array("q", (i for i in chosen if i not in overlap))
