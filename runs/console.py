@@ -51,7 +51,6 @@ class RunConsole:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=self.rich, disable=quiet, speed_estimate_period=3600,
         )
-        self.bars: dict[str, int] = {}                    # progress bar of each phase
 
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
@@ -98,12 +97,13 @@ class RunConsole:
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
-        if phase not in self.bars:
+        if phase not in [bar.description for bar in self.progress.tasks]:
             for bar in self.progress.tasks:               # a cold start may end early
                 self.progress.update(bar.id, total=bar.completed)
-            self.bars[phase] = self.progress.add_task(phase)
-        self.progress.update(self.bars[phase], completed=step, total=total)
-        left = self.progress.tasks[-1].time_remaining
+            self.progress.add_task(phase)
+        bar = self.progress.tasks[-1]
+        self.progress.update(bar.id, completed=step, total=total)
+        left = bar.time_remaining
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
         end = "" if left is None else f"  left {timedelta(seconds=left)}"
         optional = "unscored", "skipped", "truncated"

@@ -25,12 +25,12 @@ def load_data(
     options = dict(seed=config.training.seed, columns=data_config.columns)
     train_split, eval_split = data_config.train_split, data_config.eval_split
     source = data_config.dataset if dataset is None else dataset
-    held_out_source = data_config.eval_dataset if eval_dataset is None else eval_dataset
+    held_out_source = (data_config.eval_dataset or None) if eval_dataset is None else eval_dataset
     has_splits = isinstance(source, str) and Path(source).suffix not in READERS
     examples = load_examples(source, train_split, **options)
     chosen, held_out = range(len(examples)), []
-    if data_config.eval_limit and (held_out_source != "" or has_splits):
-        held_out_source = source if held_out_source == "" else held_out_source
+    if data_config.eval_limit and (held_out_source is not None or has_splits):
+        held_out_source = source if held_out_source is None else held_out_source
         held_out = load_examples(held_out_source, eval_split, limit=data_config.eval_limit, **options)
     elif data_config.eval_limit:                          # hold out some of the training examples
         order = random.Random(config.training.seed).sample(chosen, len(examples))
