@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 
 from engine.chat_template import (
-    as_messages, as_text, encode, encode_reply, is_ids, mark_special_tokens, render,
+    after_turn, as_messages, as_text, encode, encode_reply, is_ids, mark_special_tokens, render,
 )
 from sources.published_forms import complete_prompt, split_answer
 from sources.readers import View, read_rows
@@ -149,14 +149,10 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
     return encode(tokenizer, f"{text}\nassistant: ", add_special_tokens=True)
 
 
-def encode_completion(tokenizer, prompt, completion: str, stop_ids: list[int]) -> list[int]:
+def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
     """Encode a demonstration, ending with one stop token: the one that the chat template adds, else EOS."""
     if tokenizer.chat_template:
-        # The end is that of a made-up turn: of the completion itself a template may trim or move a part.
-        turn = {"role": "assistant", "content": "madeupturn"}
-        whole = render(tokenizer, [*as_messages(prompt), turn], add_generation_prompt=False)
-        _, found, end = whole.rpartition("madeupturn")
-        completion += end * bool(found)
+        completion += after_turn(tokenizer)               # not rendered itself: a template may trim it
     ids = encode(tokenizer, completion)
     stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
     return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
@@ -171,7 +167,7 @@ def encode_demonstration(
     for message in turns:
         own = message["role"] == "assistant"
         part = (
-            encode_completion(tokenizer, prompt, message["content"], stop_ids) if own
+            encode_completion(tokenizer, message["content"], stop_ids) if own
             else encode_reply(tokenizer, prompt, message, stop_ids)
         )
         ids += part

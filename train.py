@@ -41,6 +41,7 @@ from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages
 from logprobs import LogProbs, completion_log_probs
 from model import follow_policy
 from rewards import Reports, compute_rewards_for_completions
+from runs.checkpoint import write_final
 from runs.exit import MOST_SKIPPED, Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
 from runs.fitting_flags import print_estimate
 from runs.metrics import summarize_groups, summarize_updates, timed
@@ -242,7 +243,7 @@ def learn(run: Run) -> None:
     Ctrl-C, SIGTERM or SIGHUP ends it after the current step, with a checkpoint to continue from.
     """
     training, progress, folder = run.config.training, run.progress, run.folder
-    if run.is_complete:
+    if progress.phase == len(run.phases) and (folder.path / "final").exists():
         run.console.print(f"this run is complete; a new one can begin with --model_path {folder.path}/final")
         return
     folder.open(progress.step)
@@ -276,7 +277,7 @@ def learn(run: Run) -> None:
                 run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
-        run.save_final()
+        write_final(run.model, run.tokenizer, folder.path / "final")
         run.console.print_summary(folder.path)
 
 

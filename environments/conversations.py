@@ -29,10 +29,6 @@ from reward_functions.calling import MOST_POINTS
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
 
-class EnvironmentRaised(RunError):
-    """Report that an environment failed. The message has its name, the error and the turn."""
-
-
 class Conversation:
     """Hold the state of one conversation while it is sampled."""
 
@@ -69,8 +65,7 @@ class Conversation:
     def environment_step(self, text: str) -> tuple[dict | None, float]:
         """Append a turn of the policy, and return the environment's message and its points for the turn.
 
-        If the environment raises, raise EnvironmentRaised; with --reward_errors none, end the conversation
-        with NaN.
+        If the environment raises, raise RunError; with --reward_errors none, end the conversation with NaN.
         """
         self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
@@ -80,7 +75,7 @@ class Conversation:
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan
-            raise EnvironmentRaised(
+            raise RunError(
                 f"environment {self.config.environment} raised {type(error).__name__}: {error}; after turn "
                 f"{self.num_turns}, {text!r:.80}. Let it accept any text, or pass --reward_errors none."
             ) from error
@@ -102,11 +97,9 @@ def parse_step(returned) -> tuple[dict | None, float]:
     if isinstance(message, str):
         message = {"role": "user", "content": message}
     strings = [isinstance(message, dict) and isinstance(message.get(key), str) for key in ("role", "content")]
-    if not all(strings) or message["role"] == "assistant":
-        expected = "not text, a message that is not the assistant's, or None at the end"
-        raise TypeError(f"it returned {message!s:.60}, {expected}")
-    if not message["content"].strip():
-        raise ValueError("it returned an empty message; None ends a conversation")
+    if not all(strings) or message["role"] == "assistant" or not message["content"].strip():
+        expected = "not text, a message with text that is not the assistant's, or None at the end"
+        raise TypeError(f"it returned {message!r:.60}, {expected}")
     content = message["content"].encode(errors="replace").decode()      # a lone surrogate cannot be tokenised
     if len(content) > MAX_MESSAGE_CHARACTERS:
         surplus = len(content) - MAX_MESSAGE_CHARACTERS

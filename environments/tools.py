@@ -52,12 +52,10 @@ def run_json_call(text: str, functions: dict[str, Callable]) -> str:
     """Return the result of {"name": ..., "arguments": {...}}, or an error message."""
     try:
         call = json.loads(text)
-        name, arguments = str(call["name"]), {**call["arguments"]}
-    except Exception as error:
-        return f'error: not {{"name": "...", "arguments": {{...}}}} ({type(error).__name__})'
-    if name not in functions:
-        return f"error: no tool {name:.40}; there is {', '.join(functions)}"
-    return run_call(functions[name], **arguments)
+        function, arguments = functions[call["name"]], {**call["arguments"]}
+    except Exception:
+        return f'error: not {{"name": "{"|".join(functions)}", "arguments": {{...}}}}'
+    return run_call(function, **arguments)
 
 
 def run_call(function: Callable, /, *args, **kwargs) -> str:

@@ -2,6 +2,7 @@
 The console of a run: settings at the start, a line of 80 columns for each step, what was learned at the end.
 """
 
+import math
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from config import Config
 from engine.adapters import has_adapter
+from engine.chat_template import as_text
 from engine.devices import num_processes
 from engine.text_model import has_experts
 from runs.command_line import printable
@@ -49,15 +51,14 @@ class RunConsole:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=self.rich, disable=quiet, speed_estimate_period=3600,
         )
-        self.bars: dict[str, int] = {}                    # progress bar of each phase
 
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
         wraps = self.rich.is_terminal                     # lines in a file stay whole
         self.rich.print(printable(text), markup=False, emoji=False, soft_wrap=not wraps)
 
-    def describe(self, model, device, num_train: int, num_eval: int) -> None:
-        """Print the settings, the model, the data and the rewards."""
+    def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
+        """Print the settings, the model, the data and the rewards, and the length of each phase."""
         training, config = self.config.training, self.config
         values = {name: value for part in config.as_dict().values() for name, value in part.items()}
         names = PROFILES.get(training.profile) or (MAIN_SETTINGS if training.use_grpo else [])
@@ -83,10 +84,6 @@ class RunConsole:
         left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
         for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
             self.print(f"  note   {line}")
-
-    def describe_phases(self, phases: list) -> None:
-        """Print the length of each phase, and which limit ends it early."""
-        training, config = self.config.training, self.config
         for phase in phases:
             group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
             rows = training.batch_size * group_size
@@ -100,19 +97,21 @@ class RunConsole:
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
-        if phase not in self.bars:
+        if phase not in [bar.description for bar in self.progress.tasks]:
             for bar in self.progress.tasks:               # a cold start may end early
                 self.progress.update(bar.id, total=bar.completed)
-            self.bars[phase] = self.progress.add_task(phase)
-        self.progress.update(self.bars[phase], completed=step, total=total)
-        left = self.progress.tasks[-1].time_remaining
+            self.progress.add_task(phase)
+        bar = self.progress.tasks[-1]
+        self.progress.update(bar.id, completed=step, total=total)
+        left = bar.time_remaining
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
         end = "" if left is None else f"  left {timedelta(seconds=left)}"
         optional = "unscored", "skipped", "truncated"
-        known = {name: value for name, value in metrics.items() if value or name not in optional}
-        known = {name: value for name, value in known.items() if value == value}                     # no NaN
-        for item in (form.format(known[name]) for name, form in UNITS.items() if name in known):
-            line += f"  {item}" if len(line + item + end) + 2 <= 80 else ""
+        for name, form in UNITS.items():
+            value = metrics.get(name, math.nan)
+            shown = not math.isnan(value) and (value or name not in optional)
+            item = f"  {form.format(value)}" if shown else ""
+            line += item if len(line + item + end) <= 80 else ""
         self.print(line + end)
         if "advice" in metrics:
             self.print(f"  doctor: {metrics['advice']}")
@@ -123,7 +122,7 @@ class RunConsole:
         Curves do not show a policy that exploits a reward function.
         """
         group = completions[: self.config.grpo.num_completions_per_prompt]
-        points, prompt = points_text(group[0]["reward"]), last_message(group[0]["prompt"])
+        points, prompt = points_text(group[0]["reward"]), as_text(group[0]["prompt"])
         self.print(f"  {prompt!r} -> {group[0]['completion']!r}: {points} points")
         self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
@@ -133,21 +132,17 @@ class RunConsole:
         if self.rich.quiet:                               # the folder may be of another machine
             return
         metrics = read_jsonl(folder / "metrics.jsonl")
-        ends = {m["step"]: PHASES[m["phase"]] for m in metrics if m["phase"] != "eval"}
-        ends = {0: "before training" if self.config.model.model_path else "untrained"} | ends
-        last_of = {when: step for step, when in ends.items()}                    # the last step of each phase
-        found = [m for m in metrics if m["phase"] == "eval" and last_of.get(ends.get(m["step"])) == m["step"]]
-        lines = [f"  {ends[m['step']]:<22}{held_out_text(m, self.config)}" for m in found]
-        self.print("\n".join(["", "what was learned, on held-out problems:", *lines] if lines else [""]))
-        lowest = [m.get("eval_accuracy_low", 0) for m in found][-2:-1]           # before the last phase
-        if lowest and found[-1].get("eval_accuracy_high", 1) < lowest[0] and "accuracy" in lines[-1]:
-            self.print("  accuracy fell: try a lower --learning_rate, or fewer steps")
+        when = "before training" if self.config.model.model_path else "untrained"
+        last: dict[str, str] = {}                         # the last result of each phase, in order
+        for line in metrics:
+            if line["phase"] == "eval":
+                last[when] = held_out_text(line, self.config)
+            else:
+                when = PHASES[line["phase"]]
+        self.print("\nwhat was learned, on held-out problems:" if last else "")
+        for when, result in last.items():
+            self.print(f"  {when:<22}{result}")
         if history := [line for line in metrics if line["phase"] == "grpo"]:
             self.print(f"doctor: {verdict(history, self.config)}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
             self.print(f"{name + ':':<13}{folder}/{file}")
-
-
-def last_message(prompt: str | list):
-    """Return the text of the last message; a prompt that is text or token ids as it is."""
-    return prompt[-1]["content"] if prompt and isinstance(prompt[-1], dict) else prompt

@@ -22,11 +22,11 @@ from engine.errors import RunError, first_line, is_out_of_memory
 from engine.sharding import replicated_sums
 from engine.vllm_engine import VLLMEngine
 from experience import Experience, log_probs_of_rollout
-from grpo import CENTERED_BASELINES, RATIO_LOSSES, adapt_kl_coefficient
+from grpo import adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
 from runs.checkpoint import (
-    NotSaved, checkpoints_at, load_optimizer_state, optimizer_state, random_states, read_state,
-    reference_state, set_random_states, versions, write_checkpoint, write_final,
+    NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
+    set_random_states, versions, write_checkpoint,
 )
 from runs.console import RunConsole
 from runs.doctor import diagnose
@@ -138,11 +138,6 @@ class Run:
         epoch = step and self.batches.position / len(self.train_set)
         return SimpleNamespace(global_step=step, max_steps=self.phases[-1].steps, epoch=epoch)
 
-    @property
-    def is_complete(self) -> bool:
-        """Return True if all phases have ended and the final model has been saved."""
-        return self.progress.phase == len(self.phases) and (self.folder.path / "final").exists()
-
     def begin_phase(self, phase: Phase) -> None:
         """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
 
@@ -170,9 +165,6 @@ class Run:
             self.batches.position = saved["position"]
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
-        elif phase.name == "grpo" and config.baseline in CENTERED_BASELINES and (
-                config.loss_type in RATIO_LOSSES):
-            self.console.print("policy_loss stays near 0, as advantages cancel: watch reward and entropy")
         self.require_equal_ranks()
 
     def require_equal_ranks(self) -> None:
@@ -225,22 +217,13 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        """Return the command or the call that continues this run."""
-        config, data = self.config.grpo, self.config.data
-        names = [*config.reward_functions, config.environment, data.dataset, data.eval_dataset]
-        if any(name.startswith("python:") for name in names):                    # begun with Python objects
-            section = f"TrainingConfig(output_dir={str(self.folder.path)!r}, resume=True)"
-            return f"train(Config(training={section}), ...) and the same objects"
+        """Return the command that continues this run."""
         return f"python train.py --output_dir {self.folder.path} --resume"
 
     def save_and_print_how_to_resume(self) -> None:
         """Save a checkpoint within a phase, and print how to continue."""
         self.console.print(f"stopped at step {self.progress.step}, saved to {self.save_checkpoint()}")
         self.console.print(f"continue with: {self.how_to_resume}")
-
-    def save_final(self) -> None:
-        """Save the policy to final/ of the run folder."""
-        write_final(self.model, self.tokenizer, self.folder.path / "final")
 
     def save_base_of_adapter(self) -> None:
         """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
@@ -257,12 +240,9 @@ class Run:
         if not self.config.grpo.kl_target:
             self.progress.kl_coef = self.config.grpo.kl_coef                     # a flag may have changed it
         if state["versions"] != versions():
-            before, now = (
-                ", ".join(f"{name} {version}" for name, version in found.items())
-                for found in (state["versions"], versions())
-            )
             self.console.print(
-                f"  note   resumed with {now}, begun with {before}: equal up to rounding, not bit for bit"
+                f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "
+                "not bit for bit"
             )
         self.saved_state = state
 
@@ -290,20 +270,14 @@ class Run:
             else:
                 self.batches.position, self.progress = position, before
                 set_random_states(states)
-                end = f"{self.save_before_error()}: {advice}"
+                try:
+                    end = f"Saved to {self.save_checkpoint()}: {advice}"
+                except NotSaved as problem:
+                    end = f"And {problem}: {advice}"
             if isinstance(error, RunError):
                 raise type(error)(f"{error} {end}") from (None if out_of_memory else error)
             error.add_note(end)                           # printed below the traceback
             raise
-
-    def save_before_error(self) -> str:
-        """Save a checkpoint, unless there is one of this step, and say where it is or why there is none."""
-        try:
-            folder = self.folder.path / "checkpoints"
-            saved = all_gather_object(checkpoints_at(folder, self.progress.step))[0]
-            return f"Saved to {saved[-1] if saved else self.save_checkpoint()}"
-        except NotSaved as problem:
-            return f"And {problem}"
 
     def log_evaluation(self) -> float:
         """Evaluate the policy on the held-out problems, always with one seed. Return the accuracy or NaN."""
@@ -326,19 +300,20 @@ class Run:
     def log_step(self, metrics: dict, experience: Experience) -> None:
         """Write and print the metrics of a step. Every --log_rollouts_every steps write its completions."""
         folder, step, phase = self.folder, self.progress.step, self.phase.name
-        metrics |= self.step_seconds() | {
+        sampling = self.seconds.get("sampling_seconds", 0.0)  # in phases before GRPO: none
+        metrics |= self.seconds | {
+            "training_seconds": self.seconds["step_seconds"] - sampling,
             "learning_rate": float(self.scheduler.get_last_lr()[0]),
             "peak_memory_gb": peak_memory_gb(self.device),
         }
-        if phase == "grpo" and (advice := diagnose([*folder.history, metrics], self.config)):
-            metrics["advice"] = advice
+        records = []
         if phase == "grpo":
+            if advice := diagnose([*folder.history, metrics], self.config):
+                metrics["advice"] = advice
             if failures := experience.groups.reports.failures:
                 folder.append("reward_errors.jsonl", step, phase, failures)
-            before, after = step - metrics["updates"], None
-            every = self.config.training.log_rollouts_every
-            logged = is_due(before - 1, step - 1, every)          # its updates include step 1, 1 + n, ...
-            if logged:
+            before, every = step - metrics["updates"], self.config.training.log_rollouts_every
+            if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
                 policy = self.config.grpo.policy
                 after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)
                 records = completion_records(experience, after)
@@ -347,13 +322,6 @@ class Run:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))
         folder.log(step, phase, metrics)
         self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
-        if phase == "grpo" and logged:
+        if records:
             self.console.print_completions(records)
             folder.show(step, records)
-
-    def step_seconds(self) -> dict[str, float]:
-        """Return the durations of the last step."""
-        step, sampling = self.seconds["step_seconds"], self.seconds.get("sampling_seconds", 0.0)
-        if self.phase.name != "grpo":
-            return {"training_seconds": step, "step_seconds": step}
-        return {"sampling_seconds": sampling, "training_seconds": step - sampling, "step_seconds": step}

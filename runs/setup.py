@@ -24,11 +24,9 @@ from engine.devices import (
 from engine.precision import resolve_precision
 from engine.sharding import gathered_weights, shard, sharded_like
 from engine.vllm_engine import VLLMEngine, refuse_engine
-from environments.conversations import EnvironmentRaised
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from model import check_context_length, load_policy, load_tokenizer, move
-from reward_functions.calling import RewardError
 from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
 from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
@@ -38,8 +36,12 @@ from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
 from runs.startup_check import INSTEAD, check_engine, check_setup
-from runs.training_data import fit_prompts, load_data, validate_demonstrations
+from runs.training_data import (
+    describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
+)
+from sample import stop_token_ids
 from sources.foreign_names import without_removed
+from sources.run_owner import as_list
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -58,8 +60,7 @@ def name_objects(config: Config, given: dict) -> Config:
     grpo = replace(config.grpo, **{n: names[n] for n in ("reward_functions", "environment") if n in names})
     data = replace(config.data, **{n: names[n] for n in ("dataset", "eval_dataset") if n in names})
     for name in [name for name in given if name not in names]:
-        used = getattr(data if "dataset" in name else grpo, name)
-        used = [used] if isinstance(used, str) else used
+        used = as_list(getattr(data if "dataset" in name else grpo, name))
         if missing := [n for n in used if n.startswith("python:")]:
             raise ValueError(
                 f"--{name} {missing[0]}: a Python object of the program that began this run; pass it again: "
@@ -67,15 +68,6 @@ def name_objects(config: Config, given: dict) -> Config:
             )
     grpo.validate_functions()
     return replace(config, grpo=grpo, data=data)
-
-
-def load_reward_functions(config: Config, given: Sequence[str | Callable]) -> list[Callable]:
-    """Return the reward functions of a GRPO run, in order; none for supervised training."""
-    if not config.training.use_grpo:
-        return []
-    functions = [load_reward_function(name) for name in given]
-    refuse_equal_names(functions)
-    return functions
 
 
 def validate_grpo_setup(
@@ -106,20 +98,15 @@ def start_up_check(
     """Run the start-up check and print its notes; with --check, print all results.
 
     returns  True if completions can share their prompt, on all ranks
-    raises   ValueError if a check failed
+    raises   ValueError if a check failed, RunError if a reward function or the environment raised
     """
     training = config.training
     grpo = config.grpo if training.use_grpo else config.grpo.supervised
-    try:
-        with gathered_weights(model):
-            findings = check_setup(
-                model, tokenizer, examples, grpo, reward_functions, environment,
-                shared_prompt=grpo.engine != "plain", engine=engine,
-            )
-    except RewardError as error:
-        raise ValueError(f"--reward_functions {' '.join(config.grpo.reward_functions)}: {error}") from error
-    except EnvironmentRaised as error:
-        raise ValueError(f"--environment: {error}") from error
+    with gathered_weights(model):
+        findings = check_setup(
+            model, tokenizer, examples, grpo, reward_functions, environment,
+            shared_prompt=grpo.engine != "plain", engine=engine,
+        )
     packing = next(finding for finding in findings if finding.name == "packing")
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):
@@ -181,7 +168,8 @@ def set_up(
     folder = RunFolder(config)
     console = folder.console
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
-    functions = load_reward_functions(config, names)
+    functions = [load_reward_function(name) for name in names] if training.use_grpo else []
+    refuse_equal_names(functions)
     environment = load_environment(config.grpo.environment if environment is None else environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
     validate_demonstrations(config, train_set)
@@ -206,9 +194,9 @@ def set_up(
     longest = max(longest_prompt, longest_held_out)
     check_context_length(policy, longest, config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
-    console.describe(policy, device, len(train_set), len(eval_set))
-    console.describe_phases(phases)
-    for line in template_notes(tokenizer) if training.use_grpo else []:
+    console.describe(policy, device, len(train_set), len(eval_set), phases)
+    cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
+    for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
     engine = start_engine(policy, config.grpo, longest)
     shared_prompt = start_up_check(
@@ -268,13 +256,11 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
     fixed = [
-        "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps"]
+        "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps",
+        "adam_8bit", "use_value_head", "use_kl_penalty",
+    ]
     if (checkpoint.parents[1] / "final").exists():        # the run is complete
         fixed += ["max_steps", "num_epochs"]
-    if "optimizer" in state:                              # saved within a phase
-        fixed += ["adam_8bit"]
-        in_grpo = saved["use_grpo"] and state["progress"]["phase"] == (saved["cold_start_steps"] > 0)
-        fixed += ["use_value_head", "use_kl_penalty"] * in_grpo
     for name in fixed:
         if name in changed:
             raise ValueError(

@@ -25,19 +25,17 @@ def load_data(
     options = dict(seed=config.training.seed, columns=data_config.columns)
     train_split, eval_split = data_config.train_split, data_config.eval_split
     source = data_config.dataset if dataset is None else dataset
-    held_out_source = data_config.eval_dataset if eval_dataset is None else eval_dataset
+    held_out_source = (data_config.eval_dataset or None) if eval_dataset is None else eval_dataset
+    has_splits = isinstance(source, str) and Path(source).suffix not in READERS
     examples = load_examples(source, train_split, **options)
-    chosen = range(len(examples))
-    if data_config.eval_limit == 0:
-        held_out = []
-    elif eval_dataset is not None or held_out_source:
+    chosen, held_out = range(len(examples)), []
+    if data_config.eval_limit and (held_out_source is not None or has_splits):
+        held_out_source = source if held_out_source is None else held_out_source
         held_out = load_examples(held_out_source, eval_split, limit=data_config.eval_limit, **options)
-    elif dataset is not None or Path(source).suffix in READERS:                  # no splits: hold out some
+    elif data_config.eval_limit:                          # hold out some of the training examples
         order = random.Random(config.training.seed).sample(chosen, len(examples))
         count = min(data_config.eval_limit, len(examples) // 5)
         chosen, held_out = order[count:], [examples[i] for i in order[:count]]
-    else:
-        held_out = load_examples(source, eval_split, limit=data_config.eval_limit, **options)
     held_out_keys = {prompt_key(example["prompt"]) for example in held_out}
     overlap = {i for i, example in enumerate(examples) if prompt_key(example["prompt"]) in held_out_keys}
     chosen = array("q", (i for i in chosen if i not in overlap))
@@ -94,11 +92,23 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
         return
     without = sum(not example.get("completion") for example in dataset)
     if without:
-        steps, instead = "supervised training (no --use_grpo)", "--use_grpo --cold_start_steps 0"
-        if training.use_grpo:
-            steps, instead = f"--cold_start_steps={training.cold_start_steps}", "--cold_start_steps 0"
         raise ValueError(
-            f"{steps} needs demonstrations, but {config.data.dataset} has no completion for {without} of "
-            f"{len(dataset)} examples; name a --completion_column, take conversations (--prompt_column "
-            f"messages), or pass {instead} to learn from rewards alone"
+            f"--dataset={config.data.dataset}: no completion for {without} of {len(dataset)} examples, which "
+            "supervised steps need; name a --completion_column, take conversations (--prompt_column "
+            "messages), or pass --use_grpo --cold_start_steps 0 to learn from rewards alone"
         )
+
+
+def describe_cut_demonstrations(
+    config: Config, dataset: Sequence[dict], tokenizer, stop_ids: list[int]
+) -> list[str]:
+    """Return a line if demonstrations hold the text of a stop token: what follows it is not trained on."""
+    if config.training.use_grpo and not config.training.cold_start_steps:
+        return []
+    marks, num_cut = [tokenizer.decode([stop]) for stop in stop_ids], 0
+    for completion in (example["completion"] for example in dataset):
+        is_text = isinstance(completion, str)
+        texts = [completion] if is_text else [m["content"] for m in completion if m["role"] == "assistant"]
+        num_cut += any(mark in text.strip().removesuffix(mark) for text in texts for mark in marks)
+    count = f"{num_cut} of {len(dataset)} demonstrations hold a stop token ({', '.join(marks)})"
+    return [f"{count}: what follows it is left out"] if num_cut else []

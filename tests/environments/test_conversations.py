@@ -18,9 +18,8 @@ from analysis.replay import rollout_of
 from data import encode_completion, encode_demonstration, encode_prompt
 from engine.chat_template import encode_reply, render
 from engine.packing import completion_lengths, micro_batches
-from environments.conversations import (
-    MAX_MESSAGE_CHARACTERS, Conversation, EnvironmentRaised, describe_conversations,
-)
+from engine.errors import RunError
+from environments.conversations import MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations
 from environments.loading import load_environment
 from experience import Experience, Groups, shape_rewards
 from grpo import policy_loss
@@ -242,7 +241,7 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
         model, tokenizer, [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
     )
     assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
-    assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "p", "ab", [1])
+    assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
 
 
 def test_turns_and_tokens_are_bounded_whatever_the_environment_does(model, tokenizer, settings):
@@ -282,8 +281,8 @@ def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
 
 
 @pytest.mark.parametrize("answer,message", [
-    (lambda: 1 / 0, "ZeroDivisionError: division by zero"), (lambda: "", "empty message; None ends"),
-    (lambda: " \n", "empty message"), (lambda: 7, "returned 7, not text"), (lambda: {"content": "x"}, "not text, a message"),
+    (lambda: 1 / 0, "ZeroDivisionError: division by zero"), (lambda: "", "not text, a message with text"),
+    (lambda: " \n", "not text, a message with text"), (lambda: 7, "returned 7, not text"), (lambda: {"content": "x"}, "not text, a message"),
     (lambda: {"role": "assistant", "content": "x"}, "not the assistant's"), (lambda: ("x", math.nan), "gave nan points"),
     (lambda: ("x", "y"), "TypeError"), (lambda: ("x", 1, 2), "TypeError"),
 ])
@@ -291,7 +290,7 @@ def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(mo
     def broken(conversation):
         return answer() if len(conversation) > 3 and len(conversation[-1]["content"]) % 2 else "go on"
 
-    with pytest.raises(EnvironmentRaised, match=message) as error:
+    with pytest.raises(RunError, match=message) as error:
         sample_conversations(model, tokenizer, settings, PROMPTS, broken)
     assert "environment calculator" in str(error.value) and "\n" not in str(error.value)
     lenient = replace(settings, reward_errors="none", reward_functions=["correctness"])

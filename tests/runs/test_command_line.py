@@ -214,7 +214,7 @@ MISTAKES = {
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
-                          "=5 needs demonstrations, .*for 2 of 2 examples.*--completion_column.*or pass --cold_start_steps 0"),
+                          "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),
     "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
     "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* are longer.*raise it to 8.*--long_prompts"),
     "no such model": (["--model_path", "{tmp}/none"], "error: --model_path=[^:]*none: no such folder"),

@@ -130,29 +130,18 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     assert [line.split()[-1] for line in printed[-3:]] == [f"{finished}/{name}" for name in ("final", "curves.png", "report.html")]
 
 
-@pytest.mark.parametrize("last,fell", [((0.6, 0.7), True), ((0.75, 0.9), False)])
-def test_accuracy_below_the_interval_before_the_last_phase_is_said(tmp_path, capsys, last, fell):
-    folder = RunFolder(parse_config(["--use_grpo", "--output_dir", str(tmp_path / "run"), "--report_to", "none"]))
-    folder.open(last_step=0)
-    for step, phase, (low, high) in (0, "eval", (0.0, 0.1)), (1, "cold_start", (0, 0)), (1, "eval", (0.8, 0.9)), (2, "grpo", (0, 0)), (2, "eval", last):
-        numbers = dict(eval_accuracy=(low + high) / 2, eval_accuracy_low=low, eval_accuracy_high=high, eval_problems=9)
-        folder.log(step, phase, numbers if phase == "eval" else {"mean_reward": 0.5})
-    folder.console.print_summary(folder.path)
-    assert ("accuracy fell: try a lower --learning_rate" in capsys.readouterr().out) == fell
-
-
-def test_of_a_prompt_of_messages_the_console_shows_the_last_one(base, capsys):
+def test_the_console_shows_a_line_for_each_message_of_a_prompt(base, capsys):
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
     ids = [2, 5, 6]                                       # of a prompt that was cut
     base.folder.console.print_completions([dict(prompt=ids, completion="2", reward=1.0, advantage=0.5)])
-    assert "  [2, 5, 6] -> '2': +1.00 points\n" in capsys.readouterr().out
+    assert "  '[2, 5, 6]' -> '2': +1.00 points\n" in capsys.readouterr().out
     base.folder.console.print_completions([dict(prompt=prompt, completion="2", reward=1.0, advantage=0.5)])
-    assert "  '1+1=?' -> '2': +1.00 points\n" in capsys.readouterr().out
+    assert r"  'system: Be brief.\nuser: 1+1=?' -> '2': +1.00 points" in capsys.readouterr().out
 
 
 def test_without_a_profile_the_settings_that_matter_are_printed(base, capsys):
     console = RunConsole(parse_config(["--use_grpo", "--model_path", "MODEL"]), quiet=False)
-    console.describe(base.model, torch.device("cpu"), 1, 1)
+    console.describe(base.model, torch.device("cpu"), 1, 1, base.phases)
     assert re.match(r"no profile: num_completions_per_prompt \d+, generation_max_length", capsys.readouterr().out)
 
 

@@ -1,7 +1,6 @@
 """train(config, reward_functions=..., dataset=..., environment=...) with Python objects, in memory and resumed."""
 
 import json
-from dataclasses import replace
 
 import datasets
 import pytest
@@ -85,14 +84,6 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_sa
     assert "resuming" in capsys.readouterr().out
     for name, weights in whole.state_dict().items():
         assert torch.equal(weights, resumed.state_dict()[name]), name
-
-
-def test_a_run_from_python_says_how_python_goes_on(tmp_path, capsys):
-    run = set_up(config_of(tmp_path / "run"), reward_functions=[shorter], dataset=EXAMPLES)
-    assert run.how_to_resume == f"train(Config(training=TrainingConfig(output_dir='{tmp_path}/run', resume=True)), ...) and the same objects"
-    other = config_of(tmp_path / "other")
-    other = replace(other, data=replace(other.data, instruction="Answer in python: "))
-    assert set_up(other).how_to_resume == f"python train.py --output_dir {tmp_path}/other --resume"
 
 
 class Rule:
