@@ -31,36 +31,26 @@ from jinja2.utils import htmlsafe_json_dumps
 from config import SECTIONS, ModelConfig
 from engine.chat_template import as_text
 from model import load_tokenizer
-from runs.console import PHASES
 from runs.records import or_none, read_jsonl, read_steps, replace_text
 from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
 MAX_BYTES = 50_000_000
-# Section, metrics (as a file pattern), title, unit. Each metric is drawn by the first row that it matches.
+# Section, unit and names of metrics (file patterns). Each metric is drawn by the first row that it matches.
 CHARTS = [
-    ("Reward", "mean_reward", "reward", "points"),
-    ("Reward", "reward/*", "{}", "points"),
-    ("Held out", "eval_accuracy", "accuracy, 95 % interval", "share"),
-    ("Held out", "eval_reward/*", "{}, held out", "points"),
-    ("Held out", "eval_truncated", "truncated, held out", "share"),
-    ("Groups", "tied_groups", "tied groups", "share"),
-    ("Groups", "completion_tokens", "completion length", "tokens"),
-    ("Groups", "truncated", "truncated completions", "share"),
-    ("Policy", "entropy", "entropy", "nat/token"),
-    ("Policy", "kl", "KL to the reference", "nat/token"),
-    ("Policy", "policy_kl", "KL to the rollout", "nat/token"),
-    ("Policy", "clip_fraction", "clip fraction", "share"),
-    ("Policy", "grad_norm", "gradient norm", ""),
-    ("Policy", "loss", "supervised loss", "nat/token"),
-    ("Policy", "policy_loss", "policy loss", ""),
-    ("Speed and memory", "tokens_per_second", "completion tokens per second", "1/s"),
-    ("Speed and memory", "step_seconds", "step", "s"),
-    ("Speed and memory", "sampling_seconds", "sampling and rewards", "s"),
-    ("Speed and memory", "training_seconds", "forward, backward and updates", "s"),
-    ("Speed and memory", "peak_memory_gb", "peak memory", "GB"),
-    ("More", "*", "{}", ""),
+    ("Reward", "points", "mean_reward reward/*"),
+    ("Held out", "share", "eval_accuracy"),
+    ("Held out", "points", "eval_reward/*"),
+    ("Held out", "share", "eval_truncated"),
+    ("Groups", "share", "tied_groups truncated"),
+    ("Groups", "tokens", "completion_tokens"),
+    ("Policy", "nat/token", "entropy kl policy_kl loss"),
+    ("Policy", "share", "clip_fraction"),
+    ("Policy", "", "policy_loss grad_norm"),
+    ("Speed and memory", "s", "*_seconds"),
+    ("Speed and memory", "GB", "peak_memory_gb"),
+    ("More", "", "*"),
 ]
 LEFT, RIGHT, TOP, BOTTOM = 46, 352, 8, 126                # of a chart's axes, as in report.html
 
@@ -72,7 +62,7 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
     """
     folders = [folder] if against is None else [folder, against]
     defaults = {name: value for section in SECTIONS for name, value in asdict(section()).items()}
-    configs = [defaults | read_config(path) for path in folders]
+    configs = [defaults | read_settings(path / "config.json") for path in folders]
     runs = [read_run(path, config) for path, config in zip(folders, configs, strict=True)]
     steps = [saved | {"run": number} for number, run in enumerate(runs) for saved in run["steps"]]
     steps.sort(key=lambda saved: (saved["step"], -saved["run"]))                 # the last one is shown first
@@ -89,13 +79,6 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
     return target
 
 
-def read_config(folder: Path) -> dict:
-    """Read the settings of a run from its config.json, as {name: value}."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--report: {folder} is not a run folder: it has no config.json")
-    return read_settings(folder / "config.json")
-
-
 def list_settings(configs: list[dict], defaults: dict) -> list[dict]:
     """Return the settings of which a run has another value than the default. Differing ones come first."""
     rows = []
@@ -108,18 +91,12 @@ def list_settings(configs: list[dict], defaults: dict) -> list[dict]:
 
 
 def read_run(folder: Path, config: dict) -> dict:
-    """Return what the page shows of a run: name, summary, series, phases, advice and completions."""
-    lines = read_metrics(folder, config)
-    series = metric_series(lines)
+    """Return what the page shows of a run: name, phases, series, advice and completions."""
+    lines = read_jsonl(folder / "metrics.jsonl")
     ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
-    times = {0: "before training"} | {step: PHASES.get(phase, phase) for phase, step in ends.items()}
-    summary = [", ".join(f"{phase} until step {step}" for phase, step in ends.items()) or "no steps yet"]
-    for metric in [*matching(series, "eval_accuracy"), *matching(series, "eval_reward/*")]:
-        values = series[metric]
-        found = [f"{values[step]:.4g} {when}" for step, when in times.items() if values.get(step) is not None]
-        summary.append(f"{metric}: {', '.join(found)}")
+    phases = ", ".join(f"{phase} until step {step}" for phase, step in ends.items())
     return {
-        "name": str(folder), "summary": summary, "series": series,
+        "name": str(folder), "phases": phases or "no steps yet", "series": metric_series(lines),
         "starts": [step + 1 for step in ends.values()][:-1],
         "advice": [(line["step"], str(line["advice"])) for line in lines if line.get("advice")],
     } | read_completions(folder, config)
@@ -128,47 +105,29 @@ def read_run(folder: Path, config: dict) -> dict:
 # ---- metrics -----------------------------------------------------------------------------------------------
 
 
-def read_metrics(folder: Path, config: dict) -> list[dict]:
-    """Read metrics.jsonl and add tokens_per_second: completion tokens of a step by its duration."""
-    path = folder / "metrics.jsonl"
-    try:
-        lines = read_jsonl(path)
-        for line in lines:
-            if line.get("step_seconds") and line.get("completion_tokens"):
-                siblings = config["num_completions_per_prompt"] if line["phase"] == "grpo" else 1
-                tokens = line["completion_tokens"] * config["batch_size"] * siblings
-                line["tokens_per_second"] = tokens / line["step_seconds"]
-    except (ValueError, TypeError):
-        raise ValueError(f"--report: {path} is damaged: a line of it does not hold metrics") from None
-    return lines
-
-
-def metric_series(lines: list[dict]) -> dict[str, dict[int, float | None]]:
-    """Return {metric: {step: value}} of metrics with a finite value. Other values are None."""
+def metric_series(lines: list[dict]) -> dict[str, dict[int, float]]:
+    """Return {metric: {step: value}} of all finite numbers."""
     series: dict[str, dict] = {}
     for line in lines:
         for name, value in line.items():
-            if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and or_none(value) is not None:
                 series.setdefault(name, {})[line["step"]] = or_none(value)
-    return {name: values for name, values in series.items() if set(values.values()) - {None}}
+    return series
 
 
 def list_charts(runs: list[dict]) -> dict[str, list[dict]]:
-    """Return {section: charts} of every metric of a run. Constant curves are in the last section."""
+    """Return {section: charts} of every metric of a run."""
     names = dict.fromkeys(name for run in runs for name in run["series"] if name != "step")
     last_step = max((step for run in runs for steps in run["series"].values() for step in steps), default=0)
-    sections: dict[str, list] = {section: [] for section, *_ in CHARTS}
-    for section, pattern, title, unit in CHARTS:
-        for name in matching(names, pattern):
+    sections: dict[str, list] = {}
+    for section, unit, patterns in CHARTS:
+        for name in [name for pattern in patterns.split() for name in matching(names, pattern)]:
             del names[name]
-            if re.match("eval_(accuracy|reward)_(low|high)", name):
-                continue                                  # drawn as the interval of another metric
-            constant = all(len(set(run["series"].get(name, {}).values()) - {None}) < 2 for run in runs)
-            folded = constant and section not in ("Reward", "Held out")
-            head = {"title": title.format(name.removeprefix(pattern.rstrip("*"))), "unit": unit}
-            chart = head | draw_chart(runs, name, unit, last_step or 1)
-            sections["More" if folded else section].append(chart)
-    return {section: charts for section, charts in sections.items() if charts}
+            if not re.match("eval_(accuracy|reward)_(low|high)", name):          # drawn with another metric
+                chart = {"title": name, "unit": unit} | draw_chart(runs, name, unit, last_step or 1)
+                sections.setdefault(section, []).append(chart)
+    return sections
 
 
 def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict:
@@ -177,11 +136,11 @@ def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict
 
     limits = [re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high")]
     curves = [[run["series"].get(name, {}) for name in (metric, *limits)] for run in runs]
-    values = [value for parts in curves for part in parts for value in part.values() if value is not None]
+    values = [value for parts in curves for part in parts for value in part.values()]
     low, high = min(values), max(values)
-    largest = max(abs(low), abs(high))
-    if high - low <= 1e-3 * largest:                      # flat: all labels would be the same four digits
-        low, high = low - (largest / 2 or 0.5), high + (largest / 2 or 0.5)
+    margin = max(abs(low), abs(high)) / 2 or 0.5
+    if high - low <= 2e-3 * margin:                       # flat: all labels would be the same four digits
+        low, high = low - margin, high + margin
     y_ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0 if unit == "share" else low, high).tolist()
     x_ticks = MaxNLocator(5, steps=[1, 2, 5, 10], integer=True).tick_values(0, last_step).tolist()
 
@@ -192,21 +151,17 @@ def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict
         return round(BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]), 1)
 
     def path(points):
-        pieces = ""
-        for known, piece in groupby(points, lambda point: point[1] is not None):
-            if known:                                     # h0, a line of no length, makes a lone point a dot
-                pieces += "M" + "L".join(f"{x(step)} {y(value)}" for step, value in piece) + "h0"
-        return pieces
+        line = "L".join(f"{x(step)} {y(value)}" for step, value in points)
+        return line and f"M{line}h0"                      # h0, a line of no length, makes a lone point a dot
 
     drawn = []
     for run, (series, lows, highs) in zip(runs, curves, strict=True):
-        known = {step: value for step, value in series.items() if value is not None}
-        interval = [step for step in known if lows.get(step) is not None and highs.get(step) is not None]
-        there, back = ([(step, end[step]) for step in interval] for end in (highs, lows))
-        ends = [*known.values()][:: max(1, len(known) - 1)]
+        there, back = ([(step, end[step]) for step in lows if step in highs] for end in (highs, lows))
+        ends = [*series.values()][:: max(1, len(series) - 1)]
         drawn.append({
             "ends": " \u2192 ".join(number_text(value, unit) for value in ends),
-            "curve": path(series.items()), "mean": path(moving_mean(known)), "band": path(there + back[::-1]),
+            "curve": path(series.items()), "mean": path(moving_mean(series)),
+            "band": path(there + back[::-1]),
             "starts": [x(step) for step in run["starts"]], "advice": [x(step) for step, _ in run["advice"]],
         })
     return {
@@ -285,18 +240,15 @@ def token_numbers(record: dict) -> dict[str, list[float | None]]:
     log-probability after the update minus that at sampling, so it includes the rounding differences of
     sampler and trainer (bfloat16). Tokens of an environment have None.
     """
-    sampled, after = record["sampling_logp"], record.get("logp_after")
-    pairs = zip(after, sampled, strict=True) if after else ()
-    numbers = {
-        "log-probability": sampled,
-        "change": [None if None in pair else pair[0] - pair[1] for pair in pairs],
-        "entropy": record.get("entropies"),
-        "advantage": record.get("token_advantages"),
+    saved = {
+        "log-probability": "sampling_logp", "change": "logp_after", "entropy": "entropies",
+        "advantage": "token_advantages",
     }
-    return {
-        name: [None if (finite := or_none(value)) is None else round(finite, 4) for value in values]
-        for name, values in numbers.items() if values
-    }
+    # As floats, None is NaN.
+    numbers = {name: np.array(record[key], float) for name, key in saved.items() if key in record}
+    if "change" in numbers:
+        numbers["change"] -= numbers["log-probability"]
+    return {name: list(map(or_none, values.round(4).tolist())) for name, values in numbers.items()}
 
 
 def signed(value: float | None) -> str:

@@ -22,13 +22,9 @@ import json
 import math
 import os
 import re
-import threading
-import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache as call_once
 from pathlib import Path
 
 import httpx2
@@ -37,8 +33,6 @@ import torch
 from engine.chat_template import as_messages, as_text
 from engine.devices import best_device, eager_device
 from reward_functions.answers import text_of
-
-certificates = call_once(httpx2.create_ssl_context)       # 20 ms
 
 
 def classifier(
@@ -93,7 +87,7 @@ def judge(
     timeout: float = 30.0, retries: int = 2, backoff: float = 0.5, at_once: int = 8, cache: str = "",
     max_tokens: int = 512,
 ) -> Callable:
-    """Return a reward function that has a language model rate each completion.
+    """Return an async reward function that has a language model rate each completion.
 
     points        0 to 1: the rating / top. None without exactly one rating from 0 to top in the reply, or
                   without a reply: an unreachable, slow or incoherent judge leaves completions unscored, with
@@ -113,31 +107,34 @@ def judge(
     for line in Path(cache).read_text(errors="replace").splitlines() if os.path.exists(cache) else []:
         with suppress(ValueError, TypeError):
             ratings.update([json.loads(line)])
-    lock = threading.Lock()
 
-    def points(prompt, completion) -> float | None:
+    async def points(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
         messages = [{"role": "user", "content": judge_prompt(question, prompt, text_of(completion), top)}]
         body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
         key = hashlib.sha256(json.dumps([url, body]).encode()).hexdigest()
         if key in ratings:
             return ratings[key]
         try:
-            reply = request_completion(url, body, api_key, timeout, retries, backoff)
+            async with slots:
+                reply = await request_completion(client, body, timeout, retries, backoff)
             rating = parse_rating(reply, top)
         except Exception as error:                                 # any failure of the network or the server
             text = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
             warnings.warn(f"judge {name}: {text:.300}", stacklevel=2)
             return None
-        with lock:
-            ratings[key] = rating
-            if cache:
-                with open(cache, "a") as file:
-                    file.write(json.dumps([key, rating]) + "\n")
+        ratings[key] = rating
+        if cache:
+            with open(cache, "a") as file:
+                file.write(json.dumps([key, rating]) + "\n")
         return rating
 
-    def function(completions, prompts, **columns) -> list[float | None]:
-        with ThreadPoolExecutor(at_once) as threads:
-            return list(threads.map(points, prompts, completions))
+    async def function(completions, prompts, **columns) -> list[float | None]:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        slots = asyncio.Semaphore(at_once)
+        # Without the timeout of httpx2, which is for one read: a server can send one byte after the other.
+        async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=None) as client:
+            pairs = zip(prompts, completions, strict=True)
+            return await asyncio.gather(*(points(client, slots, *pair) for pair in pairs))
 
     function.__name__ = name
     return function
@@ -161,24 +158,17 @@ def parse_rating(reply: str, top: float) -> float:
     return float(numbers[0]) / top
 
 
-def request_completion(url: str, body: dict, key: str, timeout: float, retries: int, backoff: float) -> str:
+async def request_completion(
+    client: httpx2.AsyncClient, body: dict, timeout: float, retries: int, backoff: float,
+) -> str:
     """Return the reply of an OpenAI-compatible endpoint. Retry errors that may be temporary."""
-    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = dict(url=f"{url.rstrip('/')}/chat/completions", json=body, headers=headers)
     for attempt in itertools.count():
         try:
-            response = asyncio.run(asyncio.wait_for(post(request), timeout))
+            response = await asyncio.wait_for(client.post("chat/completions", json=body), timeout)
+            response.raise_for_status()                              # redirects are errors, too
             return response.json()["choices"][0]["message"]["content"]
         except (OSError, ValueError, LookupError, TypeError, httpx2.HTTPError) as error:
             status = error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else 500
             if (status < 500 and status != 429) or attempt == retries:
                 raise
-        time.sleep(backoff * 2**attempt)
-
-
-async def post(request: dict) -> httpx2.Response:
-    """Send a request. Redirects count as errors."""
-    # Without the timeout of httpx2, which is for one read: a server can send one byte after the other.
-    async with httpx2.AsyncClient(timeout=None, verify=certificates()) as client:
-        response = await client.post(**request)
-        return response.raise_for_status()
+        await asyncio.sleep(backoff * 2**attempt)

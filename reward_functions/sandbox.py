@@ -190,18 +190,14 @@ def find_obstacle(method: str, call_filter: str) -> str:
 
 def handle_request(method: str, call_filter: str, refusal: str) -> int:
     """Read a request, run it, write the answer: a line of JSON each. Return 1 at the end of the input."""
-    line = b""
-    while not line.endswith(b"\n"):
-        chunk = os.read(0, 1 << 16)
-        if not chunk:
-            return 1
-        line += chunk
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 1
     try:
         answer = {"refused": refusal} if refusal else run_isolated(method, call_filter, *json.loads(line))
     except OSError as error:                                    # temporary: too many processes, a full disk
         answer = {"ok": False, "stdout": "", "stderr": "", "reason": f"the sandbox failed: {error}"}
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(answer), flush=True)
     return 0
 
 

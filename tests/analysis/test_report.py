@@ -69,14 +69,13 @@ def near(found, wanted):
     assert values == pytest.approx(right_values, abs=0.01 * max(right_values))
 
 
-def test_curves_lie_where_their_axes_say_with_gaps_and_an_interval(tmp_path):
+def test_curves_lie_where_their_axes_say_with_an_interval(tmp_path):
     charts = charts_of(fake_run(tmp_path / "run"))
-    reward, kl, accuracy = (charts[title] for title in ("reward", "KL to the reference", "accuracy, 95 % interval"))
+    reward, kl, accuracy = (charts[title] for title in ("mean_reward", "kl", "eval_accuracy"))
     near(points(reward, "curve")[0], [(step, step / 12) for step in range(2, 13)])
     assert reward["runs"][0]["ends"] == "0.1667 \u2192 1" and reward["unit"] == "points"
-    before, after = points(kl, "curve")
-    near(before, [(2, 0.01)])
-    near(after, [(step, 0.01) for step in range(4, 13)])
+    near(points(kl, "curve")[0], [(step, 0.01) for step in range(2, 13) if step != 3])
+    assert len({label for _, label in kl["y_ticks"]}) > 2, "a flat curve has an axis, too"
     near(points(accuracy, "curve")[0], [(0, 10), (12, 80)])
     near(points(accuracy, "band")[0], [(0, 20), (12, 90), (12, 70), (0, 5)])
     assert accuracy["y_ticks"][0][1] == "0\u00a0%" and accuracy["runs"][0]["ends"] == "10\u00a0% \u2192 80\u00a0%"
@@ -85,20 +84,18 @@ def test_curves_lie_where_their_axes_say_with_gaps_and_an_interval(tmp_path):
     assert reward["runs"][0]["advice"] == [place[5]]
 
 
-def test_every_metric_has_a_chart_and_constant_ones_come_last(tmp_path):
+def test_every_metric_has_a_chart(tmp_path):
     ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", steps=40)
     for folder, line in (ours, {"never": None, "flag": True, "kl": math.nan}), (other, {"theirs": 2.5}):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 41, "phase": "grpo"} | line) + "\n")
     charts = charts_of(ours, other)
-    assert list(charts)[:3] == ["reward", "correctness", "accuracy, 95 % interval"]
-    assert {title for title, chart in charts.items() if chart["section"] == "More"} >= {"own_metric", "theirs", "tied groups"}
-    assert charts["correctness"]["section"] == "Reward" and charts["entropy"]["unit"] == "nat/token"
+    assert list(charts)[:3] == ["mean_reward", "reward/correctness", "eval_accuracy"]
+    assert [title for title, chart in charts.items() if chart["section"] == "More"] == ["own_metric", "theirs"]
+    assert charts["reward/correctness"]["section"] == "Reward" and charts["entropy"]["unit"] == "nat/token"
     assert not {"eval_accuracy_low", "advice", "phase", "never", "flag"} & set(charts)
-    near(points(charts["reward"], "curve", 1)[0], [(step, step / 40) for step in range(2, 41)])
+    near(points(charts["mean_reward"], "curve", 1)[0], [(step, step / 40) for step in range(2, 41)])
     assert points(charts["theirs"], "curve", 0) == [] and charts["theirs"]["runs"][1]["ends"] == "2.5"
-    speed = charts_of(ours)["completion tokens per second"]
-    assert speed["runs"][0]["ends"] == "40 \u2192 60", "4 demonstrations of 5 tokens in 0.5 s; 4 * 3 of 10 in 2 s"
 
 
 def test_the_moving_mean_is_that_of_the_values_around():
@@ -111,7 +108,6 @@ def test_the_moving_mean_is_that_of_the_values_around():
 def test_the_page_has_summary_advice_settings_and_groups(tmp_path):
     page = Page(write_report(fake_run(tmp_path / "run")))
     assert f"plain-grpo: {tmp_path / 'run'}" in page.texts and "cold_start until step 1, grpo until step 12" in page.texts
-    assert "eval_accuracy: 0.1 before training, 0.8 after GRPO" in page.texts
     assert page.texts[page.texts.index("step 5") + 1] == "ties: <b>most</b> groups"
     assert list(page.data) == ["step-0-2", "step-0-6", "step-0-10"]
     groups = page.data["step-0-6"]
@@ -229,7 +225,7 @@ def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path, keep):
     assert page.scripts == [] and page.data == {}
 
 
-def test_damaged_lines_and_steps_that_are_not_whole_are_left_out_with_one_line_for_each_file(tmp_path, capsys):
+def test_from_a_damaged_line_or_step_on_all_is_left_out_with_one_line_for_each_file(tmp_path, capsys):
     folder = fake_run(tmp_path / "run")                   # of 12 completions at the steps 2, 6 and 10
     metrics, rollouts = ((folder / name).read_bytes().splitlines(keepends=True) for name in ("metrics.jsonl", "rollouts.jsonl"))
     (folder / "metrics.jsonl").write_bytes(b"".join([*metrics[:4], b"\0" * 99 + b"\n", b"[1]\n", *metrics[4:]]))
@@ -238,11 +234,11 @@ def test_damaged_lines_and_steps_that_are_not_whole_are_left_out_with_one_line_f
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "pha')                   # cut off by a crash
     page = Page(write_report(folder))
-    assert list(page.data) == ["step-0-2"] and "grpo until step 12" in str(page.texts)
+    assert list(page.data) == ["step-0-2"] and "grpo until step 3" in str(page.texts)
     write_report(folder)
     assert capsys.readouterr().err.splitlines() == [
-        f"{folder}/{name}: left out {count} lines that are damaged or belong to a step that is not whole"
-        for name, count in (("metrics.jsonl", 3), ("rollouts.jsonl", 20))
+        f"{folder}/metrics.jsonl: line 5 is damaged, as a kill leaves it; left out from there on",
+        f"{folder}/rollouts.jsonl: saved step 2 is not whole; left out from there on",
     ]
 
 
@@ -281,12 +277,10 @@ def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
 
 
 @pytest.mark.parametrize("break_it,message", [
-    (lambda folder: (folder / "config.json").unlink(), "is not a run folder: it has no config.json"),
+    (lambda folder: (folder / "config.json").unlink(), "config.json: not a readable JSON file of settings: .*No such file"),
     (lambda folder: (folder / "config.json").write_text("[1"), "config.json: not a readable JSON file of settings"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: must hold an object"),
-    (lambda folder: (folder / "metrics.jsonl").write_text(
-        '{"step": 1, "phase": "grpo", "step_seconds": "a", "completion_tokens": 1}\n'), "metrics.jsonl is damaged"),
-    (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1, "phase": "grpo"}\n'), "rollouts.jsonl is damaged"),
+    (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1, "phase": "grpo", "completions_of_step": 1}\n'), "rollouts.jsonl is damaged"),
     (lambda folder: edit_rollouts(folder, lambda record, i: record.update(completion_ids=["<b>", 1])), "rollouts.jsonl is damaged"),
 ])
 def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):

@@ -1,5 +1,6 @@
 """Rewards from models: a small random classifier, and a judge that is a server in this process."""
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -129,7 +130,11 @@ def chat(text):
 def ask_judge(url, completions=("one", "two"), **options):
     settings = dict(timeout=0.5, retries=1, backoff=0.01) | options
     function = judge("helpful", url=url, model="some-model", question="How helpful?", **settings)
-    return function(list(completions), prompts=[PROMPT] * len(completions))
+    return rate(function, list(completions), prompt=PROMPT)
+
+
+def rate(function, completions, prompt="p"):
+    return asyncio.run(function(completions, prompts=[prompt] * len(completions)))
 
 
 def test_a_judges_ratings_become_points_in_order():
@@ -203,11 +208,14 @@ def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
 
 @pytest.mark.filterwarnings("ignore:judge helpful")
 def test_every_pause_is_twice_as_long_as_the_one_before(monkeypatch):
+    async def sleep(seconds):
+        pauses.append(seconds)
+
     pauses = []
-    monkeypatch.setattr("reward_functions.models.time.sleep", pauses.append)
+    monkeypatch.setattr("reward_functions.models.asyncio.sleep", sleep)
     with Endpoint(error_500) as endpoint:
         assert ask_judge(endpoint.url, ["one"], retries=3, backoff=0.5) == [None]
-    assert [pause for pause in pauses if pause >= 0.5] == [0.5, 1.0, 2.0], "without those of other servers"
+    assert [pause for pause in pauses if pause >= 0.5] == [0.5, 1.0, 2.0], "without those of the client"
 
 
 def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
@@ -232,11 +240,11 @@ def test_ratings_are_kept_in_memory_and_on_disk_and_failures_are_not(tmp_path):
     with Endpoint(lambda asked, n, _: "nonsense" if n == 1 else "5") as endpoint:
         function = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
         with pytest.warns(UserWarning, match="no rating from 0 to 10 in 'nonsense'"):
-            assert function(["a"], prompts=["p"]) == [None]
-        assert function(["a"], prompts=["p"]) == function(["a"], prompts=["p"]) == [0.5]
+            assert rate(function, ["a"]) == [None]
+        assert rate(function, ["a"]) == rate(function, ["a"]) == [0.5]
         again = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
-        assert again(["a"], prompts=["p"]) == [0.5] and len(endpoint.requests) == 2
-        assert again(["a"], prompts=["another"]) == [0.5] and len(endpoint.requests) == 3
+        assert rate(again, ["a"]) == [0.5] and len(endpoint.requests) == 2
+        assert rate(again, ["a"], prompt="another") == [0.5] and len(endpoint.requests) == 3
 
 
 def test_ratings_of_another_judge_are_not_taken_from_the_file(tmp_path):
@@ -244,7 +252,7 @@ def test_ratings_of_another_judge_are_not_taken_from_the_file(tmp_path):
     for rating in "2", "3":
         with Endpoint(lambda asked, n, _, rating=rating: rating) as endpoint:
             function = judge("helpful", url=endpoint.url, model="m", question="?", cache=f"{tmp_path}/ratings")
-            ratings += function(["a"], prompts=["p"])
+            ratings += rate(function, ["a"])
     assert ratings == [0.2, 0.3]
 
 
@@ -390,13 +398,13 @@ def test_what_is_no_rating_in_the_file_of_ratings_is_left_out(tmp_path):
     file = tmp_path / "ratings.jsonl"
     with Endpoint(lambda asked, n, _: "5") as endpoint:
         settings = dict(url=endpoint.url, model="m", question="?", cache=str(file))
-        assert judge("helpful", **settings)(["a", "b"], prompts=["p", "p"]) == [0.5, 0.5]
+        assert rate(judge("helpful", **settings), ["a", "b"]) == [0.5, 0.5]
         whole = file.read_bytes()
         for cut in whole[:-9], whole + b'["00', whole + b"7\n", whole + b"\xff\n", whole + b"[1, 2, 3]\n":
             file.write_bytes(cut)
             again = judge("helpful", **settings)
             before = len(endpoint.requests)
-            assert again(["a", "b"], prompts=["p", "p"]) == [0.5, 0.5]
+            assert rate(again, ["a", "b"]) == [0.5, 0.5]
             assert len(endpoint.requests) - before == (cut == whole[:-9])
 
 
@@ -407,4 +415,4 @@ def test_a_judge_is_used_through_a_small_file(tmp_path):
             "from rewards import judge\n\n"
             f"helpful = judge('helpful', url='{endpoint.url}', model='qwen', question='How helpful is the reply?')\n"
         )
-        assert load_reward_function(f"{file}:helpful")(["a"], prompts=["p"]) == [0.9]
+        assert rate(load_reward_function(f"{file}:helpful"), ["a"]) == [0.9]
