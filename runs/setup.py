@@ -41,7 +41,6 @@ from runs.training_data import (
 )
 from sample import stop_token_ids
 from sources.foreign_names import without_removed
-from sources.run_owner import as_list
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -60,7 +59,8 @@ def name_objects(config: Config, given: dict) -> Config:
     grpo = replace(config.grpo, **{n: names[n] for n in ("reward_functions", "environment") if n in names})
     data = replace(config.data, **{n: names[n] for n in ("dataset", "eval_dataset") if n in names})
     for name in [name for name in given if name not in names]:
-        used = as_list(getattr(data if "dataset" in name else grpo, name))
+        used = getattr(data if "dataset" in name else grpo, name)
+        used = [used] if isinstance(used, str) else used
         if missing := [n for n in used if n.startswith("python:")]:
             raise ValueError(
                 f"--{name} {missing[0]}: a Python object of the program that began this run; pass it again: "
