@@ -118,7 +118,7 @@ def shapes_and_model(name, tmp_path, precision="float32", lora_rank=0):
     config = ModelConfig(model_path=str(tmp_path), precision=precision, lora_rank=lora_rank)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
     if lora_rank:
-        add_adapter(model, config, False, {})
+        add_adapter(model, config, False)
     return model_shapes(config, 1), with_precision(model, precision)
 
 
