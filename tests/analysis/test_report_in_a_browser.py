@@ -148,7 +148,7 @@ def test_cards_and_colours_by_hand(tmp_path, visit):
             "completion_ids": ids, "token_advantages": [2.0, None, -4.0, 0.0], "sampling_logp": [-1.0, None, -0.5, -0.75]}))
     page = visit(write_report(folder), color_scheme="light")
     assert card(page, 2, 0).locator("> *").all_inner_texts() == [
-        "reward +1.5", "advantage +1", "correctness +1", "length +0.5", "answer 20 of step 10<eos>",
+        "reward +1.50", "advantage +1.00", "correctness +1.00", "length +0.50", "answer 20 of step 10<eos>",
         "21 tokens, ended with a stop token"]
     for t, colour in enumerate(colours(page, 2, 0)):
         assert colour == pytest.approx([217, 140, 20, 0.75 * (1 - math.exp(-0.1 * t))], abs=0.006), "ochre: unlikely"
