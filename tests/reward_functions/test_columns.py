@@ -110,9 +110,3 @@ def test_the_python_interface_and_the_linter_say_the_same(capsys):
                   lambda: lint(["--lint", "--reward_functions", "safety", "--limit", "1"])):
         with pytest.raises(ValueError, match=r"--reward_functions safety: needs the column forbidden.*a line of data for safety: \{"):
             start()
-
-
-@pytest.mark.parametrize("name", ["rule_list", "classifier", "judge"])
-def test_what_makes_reward_functions_is_no_reward_function(name):
-    with pytest.raises(ValueError, match=rf'{name}: unknown; write points = {name}\("points", ...\) into a file, and use path/to/file'):
-        load_reward_function(name)
