@@ -11,9 +11,6 @@ Left out on purpose: probabilities of tokens that were not sampled (rollouts.jso
 the values of single steps in a chart, which are in metrics.jsonl.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/report.py is no program; run: python infer.py --report RUN")
-
 import base64
 import hashlib
 import json
