@@ -12,7 +12,7 @@ from conftest import QUICK, exhaustive
 from analysis.reward_linter import main as lint, texts_as_rollout
 from reward_functions.loading import data_example, missing_columns, require_columns
 from reward_functions.sandbox import run_python
-from rewards import BUILT_IN, compute_rewards_for_completions, correctness, load_reward_function
+from rewards import BUILT_IN, compute_rewards_for_completions, correctness
 from runs.command_line import parse_config
 from runs.setup import set_up, validate_grpo_setup
 from sources.tasks import PROBLEMS
