@@ -108,8 +108,7 @@ def metric_series(lines: list[dict]) -> dict[str, dict[int, float]]:
     series: dict[str, dict] = {}
     for line in lines:
         for name, value in line.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and or_none(value) is not None:
+            if type(value) in (int, float) and or_none(value) is not None:             # no bool
                 series.setdefault(name, {})[line["step"]] = or_none(value)
     return series
 

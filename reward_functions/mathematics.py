@@ -121,5 +121,4 @@ def check_sandbox() -> None:
     result = run_python(code, timeout_s=60.0, **SANDBOX)
     if not result.ok:
         reason = result.stderr.strip().rpartition("\n")[2] or result.reason
-        fix = f"does not work in the sandbox: {reason}; install it beside torch"
-        raise ModuleNotFoundError(f"math_equality: math-verify {fix}")
+        raise ModuleNotFoundError(f"math-verify does not work in the sandbox ({reason}); pip install it")

@@ -104,7 +104,7 @@ def test_an_answer_that_never_ends_costs_neither_the_others_nor_the_order(monkey
 def test_math_verify_that_does_not_work_in_the_sandbox_is_an_error(monkeypatch):
     monkeypatch.setitem(mathematics.SANDBOX, "modules", ("not_installed",))
     mathematics.check_sandbox.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r"math-verify does not work in the sandbox: .+; install it"):
+    with pytest.raises(ModuleNotFoundError, match=r"math-verify does not work in the sandbox \(.+\); pip install it"):
         rewards.math_equality(["<answer>1</answer>"], answer=["2"])
 
 
