@@ -11,13 +11,11 @@ Left out on purpose: probabilities of tokens that were not sampled (rollouts.jso
 the values of single steps in a chart, which are in metrics.jsonl.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("analysis/report.py is no program; run: python infer.py --report RUN")
-
 import base64
 import hashlib
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import filter as matching
 from functools import cache, partial
@@ -31,7 +29,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from config import SECTIONS, ModelConfig
 from engine.chat_template import as_text
 from model import load_tokenizer
-from runs.records import or_none, read_jsonl, read_steps, replace_text
+from runs.records import or_none, points_text, read_jsonl, read_steps, replace_text
 from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -110,8 +108,7 @@ def metric_series(lines: list[dict]) -> dict[str, dict[int, float]]:
     series: dict[str, dict] = {}
     for line in lines:
         for name, value in line.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and or_none(value) is not None:
+            if type(value) in (int, float) and or_none(value) is not None:             # no bool
                 series.setdefault(name, {})[line["step"]] = or_none(value)
     return series
 
@@ -159,29 +156,14 @@ def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict
         there, back = ([(step, end[step]) for step in lows if step in highs] for end in (highs, lows))
         ends = [*series.values()][:: max(1, len(series) - 1)]
         drawn.append({
-            "ends": " \u2192 ".join(number_text(value, unit) for value in ends),
-            "curve": path(series.items()), "mean": path(moving_mean(series)),
-            "band": path(there + back[::-1]),
+            "ends": " \u2192 ".join(f"{value:.4g}" for value in ends),
+            "curve": path(series.items()), "band": path(there + back[::-1]),
             "starts": [x(step) for step in run["starts"]], "advice": [x(step) for step, _ in run["advice"]],
         })
     return {
-        "runs": drawn, "y_ticks": [(y(value), number_text(value, unit)) for value in y_ticks],
+        "runs": drawn, "y_ticks": [(y(value), f"{value:.4g}") for value in y_ticks],
         "x_ticks": [(x(step), f"{step:.0f}") for step in x_ticks if step <= last_step],
     }
-
-
-def moving_mean(values: dict[int, float]) -> list[tuple[int, float]]:
-    """Return [(step, mean of the twentieth of all values around it)], [] for fewer than 60 values."""
-    if len(values) < 60:
-        return []
-    window = np.ones(len(values) // 20)
-    sums, counts = (np.convolve(of, window, "same") for of in (list(values.values()), np.ones(len(values))))
-    return list(zip(values, (sums / counts).tolist(), strict=True))
-
-
-def number_text(value: float, unit: str) -> str:
-    """Return a number with four digits, a share in percent with three."""
-    return f"{100 * value:.3g}\u00a0%" if unit == "share" else f"{value:.4g}"
 
 
 # ---- completions -------------------------------------------------------------------------------------------
@@ -224,8 +206,8 @@ def describe_completion(record: dict, tokenizer) -> dict:
     end = "ended with a stop token" if record["finished"] else "truncated at the length limit"
     points = {"advantage": record["advantage"]} | record["rewards"]
     return {
-        "reward": f"reward {signed(record['reward'])}",
-        "points": [f"{name} {signed(value)}" for name, value in points.items()],
+        "reward": f"reward {points_text(record['reward'])}",
+        "points": [f"{name} {points_text(value)}" for name, value in points.items()],
         "end": f"{record['tokens']} tokens, {end}",
         "numbers": token_numbers(record) if tokenizer else {},
         "pieces": [token_text(tokenizer, token) for token in record["completion_ids"]] if tokenizer
@@ -251,11 +233,6 @@ def token_numbers(record: dict) -> dict[str, list[float | None]]:
     return {name: list(map(or_none, values.round(4).tolist())) for name, values in numbers.items()}
 
 
-def signed(value: float | None) -> str:
-    """Return points or an advantage as "+1.5", "none" if there is no finite number."""
-    return "none" if or_none(value) is None else f"{value:+.4g}"
-
-
 def prompt_text(prompt, tokenizer) -> str:
     """Return a prompt as text. It may be text, chat messages, or the token ids of a truncated one."""
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
@@ -268,10 +245,8 @@ def find_tokenizer(folder: Path, config: dict):
     source = config["model_path"]
     for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
         if path.is_dir() or source == "":
-            try:
+            with suppress(ValueError):
                 return load_tokenizer(ModelConfig(model_path=str(path) if source else ""))
-            except ValueError:
-                continue
     return None
 
 

@@ -3,7 +3,6 @@ Reward function for mathematical equality, by the package math-verify. It runs i
 make it hang.
 """
 
-import importlib.util
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,8 +96,6 @@ def compare_in_sandbox(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], bo
     """Return whether the expressions of each pair are equal; None for those that the batch had no time for.
     Several are compared in one process. A pair that ends it is unequal; the rest follow in a new process.
     """
-    if importlib.util.find_spec("math_verify") is None:
-        raise ModuleNotFoundError("math_equality needs another package: pip install math-verify")
     check_sandbox()
 
     def compare(left: list[tuple[str, str]]) -> None:
@@ -124,5 +121,4 @@ def check_sandbox() -> None:
     result = run_python(code, timeout_s=60.0, **SANDBOX)
     if not result.ok:
         reason = result.stderr.strip().rpartition("\n")[2] or result.reason
-        fix = f"does not work in the sandbox: {reason}; install it beside torch"
-        raise ModuleNotFoundError(f"math_equality: math-verify {fix}")
+        raise ModuleNotFoundError(f"math-verify does not work in the sandbox ({reason}); pip install it")

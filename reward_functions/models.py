@@ -147,11 +147,8 @@ def judge_prompt(question: str, prompt, text: str, top: float) -> str:
 
 
 def parse_rating(reply: str, top: float) -> float:
-    """Return the only number in a reply / top. Raise ValueError if it is missing or out of range."""
-    # An incomplete thought is matched too, and kept: else the search would restart at each <think> in it.
-    thoughts = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
-    text = thoughts.sub(lambda thought: "" if thought[1] else thought[0], reply)
-    text = re.sub(rf"(/|out of)\s*{top:g}\b(?!\.\d)", "", text)
+    """Return the only number after the thoughts in a reply / top. Raise ValueError if it is missing or out of range."""
+    text = re.sub(rf"(/|out of)\s*{top:g}\b(?!\.\d)", "", reply.rpartition("</think>")[2])
     numbers = re.findall(r"(?:[-\u2212\u2013]|(?<!\.)\.)?\d+(?:\.\d+)?(?:\s*(?:[%\uff05]|per ?cent))?", text)
     if len(numbers) != 1 or not re.fullmatch(r"[\d.]+", numbers[0]) or float(numbers[0]) > top:
         raise ValueError(f"no rating from 0 to {top:g} in {reply!r}")

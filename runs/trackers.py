@@ -70,9 +70,8 @@ class Service:
         """Log completions as a table, with each conversation as one text."""
         from pandas import DataFrame  # comes with datasets
 
-        texts = [{name: as_text(r[name]) for name in ("prompt", "completion")} for r in completions]
-        rows = [r | text for r, text in zip(completions, texts, strict=True)]
-        table = DataFrame(rows, columns=list(COLUMNS))
+        table = DataFrame(completions, columns=list(COLUMNS))
+        table = table.assign(prompt=table.prompt.map(as_text), completion=table.completion.map(as_text))
         self.service.log({"completions": self.service.Table(dataframe=table)}, step=step)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from conftest import QUICK, exhaustive
 from analysis.reward_linter import main as lint, texts_as_rollout
 from reward_functions.loading import data_example, missing_columns, require_columns
 from reward_functions.sandbox import run_python
-from rewards import BUILT_IN, compute_rewards_for_completions, correctness, load_reward_function
+from rewards import BUILT_IN, compute_rewards_for_completions, correctness
 from runs.command_line import parse_config
 from runs.setup import set_up, validate_grpo_setup
 from sources.tasks import PROBLEMS
@@ -110,9 +110,3 @@ def test_the_python_interface_and_the_linter_say_the_same(capsys):
                   lambda: lint(["--lint", "--reward_functions", "safety", "--limit", "1"])):
         with pytest.raises(ValueError, match=r"--reward_functions safety: needs the column forbidden.*a line of data for safety: \{"):
             start()
-
-
-@pytest.mark.parametrize("name", ["rule_list", "classifier", "judge"])
-def test_what_makes_reward_functions_is_no_reward_function(name):
-    with pytest.raises(ValueError, match=rf'{name}: unknown; write points = {name}\("points", ...\) into a file, and use path/to/file'):
-        load_reward_function(name)

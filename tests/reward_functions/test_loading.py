@@ -24,7 +24,7 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
         "xyz": "unknown; use path",
         f"{file}:long": "has no function long",
         f"{file}:number": "has no function number",
-        f"{tmp_path}/none.py:f": "no file",
+        f"{tmp_path}/none.py:f": "No such file",
         f"{tmp_path}/broken.py:f": "no_such_module",
         f"{tmp_path}/same.py:correctness": "there is a built-in reward function correctness; rename yours",
         f"{tmp_path}/same.py:one": r"one: add completions, a list of them, to its parameters",

@@ -83,7 +83,6 @@ def test_what_the_batch_has_no_time_for_has_no_score(monkeypatch):
         return SandboxResult(True, "0\n", "", "")
 
     clock = [0.0]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr(mathematics, "check_sandbox", lambda: None)
     monkeypatch.setattr(mathematics, "usable_cores", lambda: 1)
     monkeypatch.setattr(mathematics, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -102,17 +101,10 @@ def test_an_answer_that_never_ends_costs_neither_the_others_nor_the_order(monkey
     assert points == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
 
 
-def test_math_equality_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
-        rewards.math_equality(["<answer>1</answer>"], answer=["2"])
-
-
 def test_math_verify_that_does_not_work_in_the_sandbox_is_an_error(monkeypatch):
     monkeypatch.setitem(mathematics.SANDBOX, "modules", ("not_installed",))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     mathematics.check_sandbox.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r"math-verify does not work in the sandbox: .+; install it"):
+    with pytest.raises(ModuleNotFoundError, match=r"math-verify does not work in the sandbox \(.+\); pip install it"):
         rewards.math_equality(["<answer>1</answer>"], answer=["2"])
 
 
@@ -123,7 +115,6 @@ def test_an_answer_that_was_compared_in_what_another_one_left_is_compared_again(
         return SandboxResult(True, "" if given[:1] == ["$8$"] else "1\n", "", "")
 
     runs = []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("reward_functions.mathematics.run_python", compare)
     points = rewards.math_equality([f"<answer>{n}</answer>" for n in (7, 8, 9)], answer=["1+6", "2+6", "3+6"])
     assert points == [1.0, 0.0, 1.0] and [given for given in runs if given] == [["$7$", "$8$", "$9$"], ["$8$", "$9$"], ["$9$"]]

@@ -68,14 +68,6 @@ def test_help_shows_the_25_flags_that_most_runs_need_and_help_all_every_one(flag
     assert len(COMMON) == 25 and shown == names | {"help_all"}
 
 
-@pytest.mark.parametrize("module,command", [
-    ("report", "infer.py --report RUN")])
-def test_a_module_that_is_no_program_says_where_it_is_called_from(module, command):
-    for call, folder in ([f"analysis/{module}.py"], ROOT), ([f"{module}.py"], ROOT / "analysis"), (["-m", f"analysis.{module}"], ROOT):
-        done = subprocess.run([sys.executable, *call], cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 1 and done.stderr == f"analysis/{module}.py is no program; run: python {command}\n", call
-
-
 def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_single_one(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "0", "1":

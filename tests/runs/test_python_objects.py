@@ -113,7 +113,7 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
     (dict(dataset={"train": EXAMPLES}), "must be a list of examples or a datasets.Dataset, not a dict"),
     (dict(dataset=(e for e in EXAMPLES)), "not a generator: choose a split, or pass list(...)"),
     (dict(eval_dataset=[]), "dataset: no examples in it"),
-    (dict(reward_functions=[Rule(), Rule()]), "two have the same name, Rule; rename one, by its __name__"),
+    (dict(reward_functions=[Rule(), Rule()]), "two have the name Rule; rename one by its __name__"),
     (dict(reward_functions=[shorter, lambda completions, **columns: [0]], dataset=EXAMPLES), "1 weights for 2 reward functions"),
     (dict(reward_functions=[lambda texts: [0]]), "--reward_functions python:<lambda>: add completions, a list of them, to its parameters"),
     (dict(reward_functions=[shorter], dataset=["p", "q", "r", "s"]), "needs the column hint, which python:list does not have"),
