@@ -1,6 +1,8 @@
 """Lines of rollouts.jsonl."""
 
+import dataclasses
 import json
+import math
 import tracemalloc
 
 import pytest
@@ -11,6 +13,7 @@ from config import Config, GRPOConfig
 from conftest import length_reward, made_up_rollout, run_folder
 from experience import Groups, compute_experience, shape_rewards
 from grpo import compute_group_advantages
+from runs.metrics import summarize_groups
 from runs.records import completion_records, cut_after, held_out_text, read_jsonl, read_steps
 
 
@@ -113,6 +116,16 @@ def test_a_step_that_was_being_written_is_left_out_and_no_other(tmp_path, capsys
     assert "saved step 3 is not whole; left out from there on" in capsys.readouterr().err
     cut_after(path, 2)
     assert path.read_bytes() == b"".join(lines[:-4])
+
+
+def test_groups_that_are_tied_and_all_right_are_counted(base):
+    scores = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
+    groups = Groups([{"prompt": "a"}] * 3, made_up_rollout([3] * 3, [3] * 6), scores, {"correctness": scores}, scores)
+    experience = compute_experience(groups, compute_group_advantages(scores), GRPOConfig(), base.model, **base.forwarding)
+    metrics = summarize_groups(groups, experience)
+    assert (metrics["tied_groups"], metrics["tied_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    unknown = summarize_groups(dataclasses.replace(groups, per_function={"length": scores}), experience)
+    assert math.isnan(unknown["tied_right_groups"])
 
 
 @pytest.mark.slow
