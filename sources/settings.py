@@ -13,7 +13,10 @@ from sources.run_owner import refuse_foreign_code
 
 def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError, also for half of a surrogate pair, which cannot be encoded as tokens."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value

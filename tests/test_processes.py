@@ -86,7 +86,7 @@ EVERYTHING = (
     exhaustive(f"{EVERYTHING} --reference_mode ema --ema_alpha 0.5 --use_value_head --ppo_epochs 2 --minibatch_size 8", id="value head"),
     exhaustive(f"{EVERYTHING} --lora_rank 4 --cold_start_steps 2 --gradient_checkpointing", id="lora"),
     exhaustive(f"{EVERYTHING} --batch_size 1 --baseline global_mean --importance_cap 2 --seed 1", id="one prompt"),
-    pytest.param("--use_grpo false --max_steps 3", id="supervised"),
+    pytest.param("--use_grpo false --max_steps 3 --learning_rate 1e-6", id="supervised"),
 ])
 def test_two_processes_make_the_run_of_one(tmp_path, flags):
     launch(1, tmp_path / "one", *flags.split())

@@ -190,6 +190,7 @@ MISTAKES = {
     "half a pair": (["--dataset", "{tmp}/pair.jsonl"], r"pair.jsonl: line 2 is not JSON: 'utf-8' codec can't encode character '\\ud800'"),
     "half a pair in .json": (["--dataset", "{tmp}/pair.json"], "pair.json: not JSON: 'utf-8' codec can't encode"),
     "UTF-16": (["--dataset", "{tmp}/u16.jsonl"], "u16.jsonl: line 1 is not JSON: 'utf-8' codec"),
+    "deep JSON": (["--dataset", "{tmp}/deep.json"], "deep.json: not JSON: it is nested too deeply"),
     "no UTF-8": (["--instruction", "caf\udce9"], r"'caf\\udce9': is not UTF-8"),
     "epochs without end": (["--num_epochs", "inf"], "--num_epochs=inf: must be above 0 and at most 1000000"),
     "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
@@ -230,6 +231,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     data_file(tmp_path, "pair.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud800"}\n')                    # a pair, and a half
     data_file(tmp_path, "pair.json", '[{"prompt": "\\uD800"}]')
     (tmp_path / "u16.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-16")
+    data_file(tmp_path, "deep.json", "[" * 100_000)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
