@@ -147,7 +147,7 @@ def judge_prompt(question: str, prompt, text: str, top: float) -> str:
 
 
 def parse_rating(reply: str, top: float) -> float:
-    """Return the only number after the thoughts in a reply / top. Raise ValueError if it is missing or out of range."""
+    """Return the only number after the last thought / top. Raise ValueError if it is missing or too large."""
     text = re.sub(rf"(/|out of)\s*{top:g}\b(?!\.\d)", "", reply.rpartition("</think>")[2])
     numbers = re.findall(r"(?:[-\u2212\u2013]|(?<!\.)\.)?\d+(?:\.\d+)?(?:\s*(?:[%\uff05]|per ?cent))?", text)
     if len(numbers) != 1 or not re.fullmatch(r"[\d.]+", numbers[0]) or float(numbers[0]) > top:
