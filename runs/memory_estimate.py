@@ -31,7 +31,8 @@ FULL = 0.9                      # use at most this share of the memory: fragment
 PASS_TOKENS = 8192, 4096, 2048  # defaults of --max_tokens_per_forward on an accelerator, the best one first
 # A pass takes this many times its bytes of a CPU's heap. glibc cannot reuse every freed block for an aligned
 # one of the same size, and an adapter's passes free many between the tensors that they keep.
-FRAGMENTS, FRAGMENTS_WITH_ADAPTER = 1.2, 1.8
+FRAGMENTS, FRAGMENTS_WITH_ADAPTER = 1.1, 1.75
+NOT_ATTRIBUTED = 5e8            # bytes that passes on a CPU took beyond that, as measured (docs/scale.md)
 
 
 @lru_cache(maxsize=8)
@@ -98,9 +99,10 @@ def memory_gb(
     tokens = math.ceil(step_tokens(config, longest_prompt, shared_prompt) / slices)
     tokens = min(tokens, max(training.max_tokens_per_forward, longest_prompt + limit))
     row_length = 0 if shared_prompt else longest_prompt + limit
-    fragments = FRAGMENTS_WITH_ADAPTER if has_adapter(model) else FRAGMENTS
-    if training.memory_gb or best_device(config.model.device).type != "cpu":
-        fragments = 1.0
+    training_pass = pass_bytes(model, tokens, training.gradient_checkpointing, row_length)
+    if not training.memory_gb and best_device(config.model.device).type == "cpu":
+        fragments = FRAGMENTS_WITH_ADAPTER if has_adapter(model) else FRAGMENTS
+        training_pass = fragments * training_pass + NOT_ATTRIBUTED
     prompts = math.ceil(training.batch_size / slices)
     if grpo.generation_batch_size:
         prompts = min(prompts, max(1, grpo.generation_batch_size // grpo.num_completions_per_prompt))
@@ -114,8 +116,7 @@ def memory_gb(
         "AdamW": trained / shards * (0.51 if training.adam_8bit else 2) + 2 * value_head,
         "reference": reference_bytes(config, model) / shards,
         "gradients": trained / shards + value_head,
-        "training pass": fragments * pass_bytes(
-            model, tokens, training.gradient_checkpointing, row_length) + gathered,
+        "training pass": training_pass + gathered,
         "sampling": sampling + weights * (shards > 1),
     }
     always = sizes["weights"] + sizes["AdamW"] + sizes["reference"]
