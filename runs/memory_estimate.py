@@ -102,7 +102,8 @@ def memory_gb(
     training_pass = pass_bytes(model, tokens, training.gradient_checkpointing, row_length)
     if not training.memory_gb and best_device(config.model.device).type == "cpu":
         fragments = FRAGMENTS_WITH_ADAPTER if has_adapter(model) else FRAGMENTS
-        training_pass = fragments * training_pass + HEAP * sum(p.numel() for p in model.parameters())
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        training_pass = fragments * training_pass + HEAP * num_parameters / shards
     prompts = math.ceil(training.batch_size / slices)
     if grpo.generation_batch_size:
         prompts = min(prompts, max(1, grpo.generation_batch_size // grpo.num_completions_per_prompt))

@@ -170,7 +170,7 @@ def test_without_names_the_functions_are_those_that_score_something(capsys):
     reward_linter.main(["--lint", "--limit", "2"])
     printed = capsys.readouterr().out
     assert "| `correctness` |" in printed and "environment" not in printed, "it needs an environment"
-    assert "passes_tests" not in printed and "json_format" not in printed and "failed" not in printed
+    assert "multiple_choice" not in printed and "passes_tests" not in printed and "failed" not in printed
 
 
 def test_data_is_read_as_training_reads_it(capsys, tmp_path):
