@@ -355,4 +355,4 @@ def test_the_estimate_is_near_the_measured_peak(tmp_path, flags):
     said = subprocess.run([*command, *flags.split()], capture_output=True, text=True, check=True).stdout
     estimate = float(re.search(r"memory: about ([\d.]+) of", said)[1])
     peak = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["peak_memory_gb"]
-    assert 0.7 < estimate / peak < 1.3, f"{estimate=} {peak=}"
+    assert 1 < estimate / peak < 1.5, f"{estimate=} {peak=}"                     # libraries count the peak of the process that started it
