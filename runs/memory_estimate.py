@@ -32,7 +32,7 @@ PASS_TOKENS = 8192, 4096, 2048  # defaults of --max_tokens_per_forward on an acc
 # A pass takes this many times its bytes of a CPU's heap. glibc cannot reuse every freed block for an aligned
 # one of the same size, and an adapter's passes free many between the tensors that they keep.
 FRAGMENTS, FRAGMENTS_WITH_ADAPTER = 1.1, 1.75
-HEAP = 4                        # bytes for each parameter beyond that on a CPU, as measured (docs/scale.md)
+HEAP = 5e8                      # bytes that passes on a CPU took beyond that, as measured (docs/scale.md)
 
 
 @lru_cache(maxsize=8)
@@ -102,8 +102,7 @@ def memory_gb(
     training_pass = pass_bytes(model, tokens, training.gradient_checkpointing, row_length)
     if not training.memory_gb and best_device(config.model.device).type == "cpu":
         fragments = FRAGMENTS_WITH_ADAPTER if has_adapter(model) else FRAGMENTS
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        training_pass = fragments * training_pass + HEAP * num_parameters / shards
+        training_pass = fragments * training_pass + HEAP
     prompts = math.ceil(training.batch_size / slices)
     if grpo.generation_batch_size:
         prompts = min(prompts, max(1, grpo.generation_batch_size // grpo.num_completions_per_prompt))

@@ -232,10 +232,9 @@ def test_processes_divide_weights_and_prompts(configured):
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
     gathered = sum(p.nbytes for p in model.parameters()) - sum(layers) + 3 * layers[0]
     alone = pass_bytes(model, step_tokens(config, 20, True) // 4, False)
-    heap = memory_estimate.HEAP * sum(p.numel() for p in model.parameters())
-    expected = memory_estimate.FRAGMENTS * alone + gathered
-    assert four["training pass"] == pytest.approx((expected + heap / 4) / 1e9)
-    assert copies["training pass"] == pytest.approx((expected + heap / 2) / 1e9) and four["sampling"] > one["weights"]
+    expected = memory_estimate.FRAGMENTS * alone + memory_estimate.HEAP + gathered
+    assert four["training pass"] == pytest.approx(expected / 1e9)
+    assert copies["training pass"] == four["training pass"] and four["sampling"] > one["weights"]
     divided = memory_gb(config, 20, ALONE | {"tp": 2})
     matrices = 4 * 5 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 192) / 1e9
     assert divided["weights"] == pytest.approx(one["weights"] - matrices / 2)
@@ -355,4 +354,4 @@ def test_the_estimate_is_near_the_measured_peak(tmp_path, flags):
     said = subprocess.run([*command, *flags.split()], capture_output=True, text=True, check=True).stdout
     estimate = float(re.search(r"memory: about ([\d.]+) of", said)[1])
     peak = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["peak_memory_gb"]
-    assert 1 < estimate / peak < 1.5, f"{estimate=} {peak=}"                     # libraries count the peak of the process that started it
+    assert 1 < estimate / peak < 1.7, f"{estimate=} {peak=}"       # of a gigabyte; libraries: the peak of whoever started it
