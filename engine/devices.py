@@ -252,7 +252,10 @@ def peak_memory_gb(device: torch.device) -> float:
             return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
     elif device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 1e9
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with suppress(OSError, StopIteration), open("/proc/self/status") as file:
+        peak = next(line for line in file if line.startswith("VmHWM"))           # in kilobytes
+        return int(peak.split()[1]) * 1024 / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss                    # not less than the parent's
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes or kilobytes
 
 
