@@ -121,7 +121,8 @@ def call_reward_function(
         if on_error == "raise":
             raise RewardError(error_message(function, error, completions)) from error
         if isinstance(error, NoPoints) or len(completions) == group_size:
-            report = {"error": in_one_line(error), "completion": text_of(completions[0])}
+            words = str(error) if isinstance(error, NoPoints) else in_one_line(error)
+            report = {"error": words, "completion": text_of(completions[0])}
             reports.failures.append({"function": name_of(function)} | report)
             unscored = torch.full((len(completions),), math.nan, dtype=torch.float64)
             return unscored, torch.ones(len(completions), dtype=torch.bool)

@@ -129,7 +129,8 @@ RULES: dict[str, tuple[Callable[[Metrics], bool], Callable[[Metrics], str]]] = {
                   "reward_errors.jsonl or with --check"),
     "unscored": (
         lambda m: m.now("unscored") > 0.1,
-        lambda m: f"{m.now('unscored'):.0%} of the completions could not be scored: see rollouts.jsonl"),
+        lambda m: f"{m.now('unscored'):.0%} of the completions could not be scored: see rollouts.jsonl "
+                  "and reward_errors.jsonl"),
     "length_hacking": (
         lambda m: (m.grew("completion_tokens") > 1.5 and not m.improves() and not m.fell("mean_reward")
                    and bool(m.right or m.now("truncated") > 0.3)),

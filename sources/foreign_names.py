@@ -68,7 +68,8 @@ def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
             found = next(iter(misspelt), None)            # a misspelt name of another system
         here = table.get(found, "")
         if here and (not (named := re.findall(r"--(\w+)", here)) or known & set(named)):
-            answers, foreign = [*answers, f"{word}: unknown flag; here {here}"], True
+            answers.append(f"{word}: unknown flag; here {here}")
+            foreign = foreign or found not in REMOVED
         else:
             hint = f"did you mean --{near[0]}?" if near and near[0] in known else "see --help"
             answers.append(f"{word}: unknown flag; {hint}")

@@ -292,6 +292,9 @@ class RawServer:
                 if answer is not never_reads:
                     self.received.append(connection.recv(1 << 16))
                 answer(connection, self)
+                connection.shutdown(socket.SHUT_WR)                # closed with a part of the request unread, it would be reset
+                while connection.recv(1 << 16):
+                    pass
             self.ended.set()
 
         threading.Thread(target=serve, daemon=True).start()
