@@ -204,7 +204,7 @@ def test_weights_that_are_not_sent_end_the_run(tmp_path, monkeypatch, left_out, 
     with pytest.raises(RunError) as error:
         train.train(parse_config([*RUN, *flags]))
     message = str(error.value)
-    assert "vLLM has other weights than the trainer" in message and "--engine built_in" in message
+    assert "vLLM has other weights than the trainer" in message and "--engine auto" in message
     if when == "after a step":
         assert "Saved to" in message and "--resume" in message
         assert [line["phase"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == ["eval", "cold_start", "cold_start"]
