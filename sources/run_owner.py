@@ -1,8 +1,8 @@
 """
 The owner of a run folder: owner.json in it names the path and the user that it belongs to.
 
-Files of another path or user may come from somebody else: code that their settings name runs only if the user
-names it again. This does not protect against somebody who knows both.
+Files of another path or user are not trusted: code that their settings name runs only if the user
+names it again. This does not protect against files that were made for this path and user.
 """
 
 import json
