@@ -16,17 +16,15 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from engine.devices import all_sum, data_parallel_size, gather_from_ranks, lockstep_batches, rank_slice
 from engine.errors import RunError
-from engine.packing import completion_lengths, micro_batches
+from engine.packing import completion_lengths
 from engine.precision import is_exact
 from engine.sampling_state import occurrences
-from engine.vllm_engine import ready_to_sample
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
     overlong_penalty,
 )
-from logprobs import LogProbs, completion_log_probs
+from logprobs import LogProbs
 from model import moved_to
 from rewards import Reports, weighted_sum
 from sample import Rollout, join_rollouts, select_groups
@@ -73,21 +71,19 @@ class Groups:
 
 
 def sample_on_all_ranks(
-    model, engine, sample_and_score: Callable, examples: list[dict], attempt: int
+    engine, ranks, sample_and_score: Callable, examples: list[dict], attempt: int
 ) -> Groups:
-    """Call sample_and_score(examples, prompt_occurrences, attempt) on each rank's slice, join the groups.
+    """Call sample_and_score(examples, earlier, attempt) with each rank's slice of examples, join the groups.
 
-    engine  a VLLMEngine that samples, or None
+    earlier  of each prompt of the slice: how often it came before in the examples of all ranks
     """
-    repeats = rank_slice(occurrences([example["prompt"] for example in examples]))
+    def sample_slice(*columns) -> Groups:                 # examples may be large, and all ranks have them
+        return replace(sample_and_score(*columns, attempt), examples=[])
 
-    def sample_slice() -> Groups | None:
-        mine = rank_slice(examples)                       # these may be large, and all ranks have them
-        return replace(sample_and_score(mine, repeats, attempt), examples=[]) if mine else None
-
-    with ready_to_sample(model, engine):
-        parts = gather_from_ranks(sample_slice)
-    return replace(Groups.join([part for part in parts if part is not None]), examples=examples)
+    with engine.sampling():
+        earlier = occurrences([example["prompt"] for example in examples])
+        parts = ranks.gather(sample_slice, examples, earlier)
+    return replace(Groups.join(parts), examples=examples)
 
 
 def replace_tied_groups(
@@ -189,13 +185,12 @@ class Experience:
 
 
 def compute_experience(
-    groups: Groups, advantages: Tensor, config, model, *, reference=None, value_head=None,
-    kl_coef: float = 0.0, **forwarding,
+    groups: Groups, advantages: Tensor, config, engine, ranks, *, reference=None, value_head=None,
+    kl_coef: float = 0.0,
 ) -> Experience:
     """Compute what the updates need besides group advantages (P, G), once per rollout and without gradient.
 
-    config      a GRPOConfig;  kl_coef  points per nat, for --kl_in reward
-    forwarding  max_tokens, shared_prompt: see log_probs_of_rollout
+    config  a GRPOConfig;  kl_coef  points per nat, for --kl_in reward
     """
     rollout, metrics = groups.rollout, {}
     # Completions that could not be scored are neither trained on nor counted in the denominators.
@@ -205,13 +200,14 @@ def compute_experience(
     reference_logp = values = weights = returns = None
     policy_logp = rollout.sampling_logp
     if reference is not None and config.estimator != "exact":
-        with moved_to(reference, next(model.parameters()).device):
-            reference_logp = log_probs_of_rollout(reference, rollout, config.policy, **forwarding).logp
-    if config.importance_cap or value_head is not None or config.engine == "vllm":
-        before = log_probs_of_rollout(model, rollout, config.policy, value_head=value_head, **forwarding)
+        with moved_to(reference, engine.device):
+            found = log_probs_of_rollout(engine, ranks, rollout, config.policy, model=reference)
+            reference_logp = found.logp
+    if config.importance_cap or value_head is not None or not engine.same_arithmetic:
+        before = log_probs_of_rollout(engine, ranks, rollout, config.policy, value_head=value_head)
         policy_logp, values = before.logp, before.values
         found = compare_with_sampler(policy_logp, rollout)
-        metrics |= found if config.engine == "vllm" else {"sampler_deviation": found["sampler_deviation"]}
+        metrics |= {"sampler_deviation": found["sampler_deviation"]} if engine.same_arithmetic else found
     if config.importance_cap:
         weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=config.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())
@@ -244,8 +240,8 @@ def experience_of_groups(run, groups: Groups) -> Experience:
     config, rewards, mean_reward = run.config.grpo, groups.rewards, run.progress.mean_reward
     advantages = compute_group_advantages(rewards, **config.advantage_options, global_mean=mean_reward)
     return compute_experience(
-        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
-        kl_coef=run.progress.kl_coef, **run.forwarding,
+        groups, advantages, config, run.engine, run.ranks, reference=run.reference,
+        value_head=run.value_head, kl_coef=run.progress.kl_coef,
     )
 
 
@@ -263,20 +259,19 @@ def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
     }
 
 
-def ratio_tolerance(model, engine=None) -> float:
-    """Return the largest mean of |ratio - 1| on policy. engine: a VLLMEngine, whose rounding differs more."""
-    return (0.01 if is_exact(model) else 0.1) * (3 if engine else 1)
+def ratio_tolerance(engine) -> float:
+    """Return the largest mean of |ratio - 1| on policy: more where the sampler rounds differently."""
+    return (0.01 if is_exact(engine.model) else 0.1) * (1 if engine.same_arithmetic else 3)
 
 
-def require_first_ratios_of_1(experience: Experience, deviation: float, model, engine=None) -> None:
+def require_first_ratios_of_1(experience: Experience, deviation: float, engine) -> None:
     """Raise RunError if tokens were sampled with other probabilities than the policy gives them.
 
     deviation  mean of |ratio - 1| in the first update, NaN if it forwarded no row. Where the trainer computed
                log-probabilities of its own, the mean from those to the sampler's is taken in its place
-    engine     a VLLMEngine that sampled, or None
     """
     deviation = experience.metrics.get("sampler_deviation", deviation)
-    tolerance = ratio_tolerance(model, engine)
+    tolerance = ratio_tolerance(engine)
     if deviation > tolerance:                             # False for NaN
         raise RunError(
             f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
@@ -318,35 +313,20 @@ def token_advantages(
 
 @torch.no_grad()
 def log_probs_of_rollout(
-    model, rollout: Rollout, policy: dict, *, value_head=None, max_tokens: int, shared_prompt: bool
+    engine, ranks, rollout: Rollout, policy: dict, *, model=None, value_head=None
 ) -> LogProbs:
-    """Compute log-probabilities of a whole rollout under a model, on the CPU. Each rank forwards some rows.
+    """Compute log-probabilities of a whole rollout, on the CPU. Each rank forwards some of its rows.
 
-    policy  temperature, top_k, top_p;  max_tokens, shared_prompt: see rank_micro_batches
+    policy  temperature, top_k, top_p;  model  in place of the engine's
     """
-    shape, device = rollout.completion_mask.shape, next(model.parameters()).device
+    shape = rollout.completion_mask.shape
     names = ["logp", "entropy"] + ["values"] * (value_head is not None)
     results = {name: torch.zeros(shape) for name in names}
-    all_rows = torch.arange(shape[0])
-    for rows, counts in rank_micro_batches(rollout, all_rows, max_tokens, shared_prompt, device):
-        new = completion_log_probs(
-            model, rollout, rows, **policy, shared_prompt=shared_prompt, value_head=value_head
-        )
+    for rows, counts in ranks.steps(engine.micro_batches(rollout, torch.arange(shape[0]), ranks.size)):
+        new = engine.log_probs(rollout, rows, policy, model=model, value_head=value_head)
         for name in names if counts else ():
             results[name][rows] = getattr(new, name).cpu()
-    return LogProbs(**{name: all_sum(values) for name, values in results.items()})     # 0 on the other ranks
-
-
-def rank_micro_batches(
-    rollout: Rollout, rows: Tensor, max_tokens: int, shared_prompt: bool, device
-) -> Iterator[tuple[Tensor, bool]]:
-    """Split rows into micro-batches of at most max_tokens tokens, and yield those of this rank.
-
-    Each comes with a bool, False if it must not be counted: a rank that has no micro-batch left repeats one,
-    because the other ranks need its part of the weights (lockstep_batches).
-    """
-    batches = micro_batches(rollout, rows, max_tokens, shared_prompt, data_parallel_size(), device)
-    return lockstep_batches(batches)
+    return LogProbs(**{name: ranks.sum(values) for name, values in results.items()})  # 0 on the other ranks
 
 
 def minibatches(config, num_rows: int, seed: int) -> Iterator[Tensor]:

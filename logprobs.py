@@ -5,11 +5,12 @@ Two ideas keep this fast. A group shares one prompt, so the prompt is forwarded 
 completions (engine/packing.py). The vocabulary is large, so the head runs on a few tokens at a time, again in
 the backward pass: no (tokens, V) tensor outlives a chunk (engine/chunked_head.py).
 
-Left out on purpose: models whose layers carry state from token to token cannot be packed; the start-up check
-detects them, and shared_prompt=False forwards one row per completion.
+Left out on purpose: models whose layers carry state from token to token cannot be packed. The start-up check
+detects them, and the plain engine forwards one row per completion.
 Shapes: B rows of T completion tokens, N completion tokens in all, H hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,7 @@ from torch.nn.functional import embedding, pad
 from engine.chunked_head import HeadLogProbs
 from engine.devices import bucket, cut_graph, eager_device
 from engine.logits import compute_logits, policy_logits
-from engine.packing import PackedBatch, pack_rows
+from engine.packing import PackedBatch, plain_rows
 from engine.prefix_attention import forward_packed
 from engine.sharding import forward_pass
 
@@ -37,21 +38,21 @@ class LogProbs:
 
 def completion_log_probs(
     model, rollout, rows: Tensor | None = None, *, temperature: float = 1.0, top_k: int = 0,
-    top_p: float = 1.0, shared_prompt: bool = True, reference=None, value_head=None,
+    top_p: float = 1.0, reference=None, value_head=None, pack: Callable = plain_rows,
 ) -> LogProbs:
     """Compute log p(token | all tokens before it) under the policy: model, temperature, top-k and top-p.
 
-    rollout        prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G
-    rows           indices of some of the B rows, in any order; None: all of them
-    shared_prompt  forward each prompt once for all its rows; False forwards one row per completion. The
-                   results are equal to rounding, unless the model's layers carry state.
-    reference      another model of the same vocabulary, for the exact KL at every token, over the tokens that
-                   the policy keeps, with both distributions normalised over those; forwarded without gradient
-    value_head     a module from hidden states (N, H) to points (N,)
+    rollout     prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G
+    rows        indices of some of the B rows, in any order; None: all of them
+    reference   another model of the same vocabulary, for the exact KL at every token, over the tokens that
+                the policy keeps, with both distributions normalised over those; forwarded without gradient
+    value_head  a module from hidden states (N, H) to points (N,)
+    pack        how rows are arranged in a pass: plain_rows, or pack_groups, which forwards each prompt once
+                for all its rows. Results are equal to rounding, unless the model's layers carry state.
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
-    batch = pack_rows(rollout, rows, shared_prompt, device)
+    batch = pack(rollout, rows, device)
     mask = rollout.completion_mask[rows]                                         # (b, T)
     chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]                # (N,)
     padding = (0, bucket(len(chosen), device) - len(chosen))                     # without a gradient

@@ -1,30 +1,28 @@
 """
 Sampling: prompts in, groups of completions out, with the log-probability of each sampled token.
 
-A prompt is forwarded once, and its keys and values are shared by its G completions (engine/cache.py).
-Each completion has a random stream of its own (engine/sampling_state.py), so it does not depend on the
-others: it is the same alone, in a batch, and from a queue.
+A prompt is forwarded once, and what it leaves in the cache serves its G completions (engine/cache.py). Each
+completion has a random stream of its own (engine/sampling_state.py), so it does not depend on the others: it
+is the same alone, in a batch, and from a queue.
 
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
 adjacent, T completion tokens, R active rows, H hidden size.
 """
 
 from collections import defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data import encode_demonstration, encode_prompt
-from engine.cache import PlainCache, PrefixCache
+from engine.cache import PlainCache
 from engine.devices import cut_graph
 from engine.logits import compute_logits
 from engine.packing import left_pad, pad_rows
-from engine.prefix_attention import use_prefix_attention
-from engine.sampling_state import SamplingState, occurrences, random_generators, uniform_streams
-from engine.vllm_engine import sample_from_engine
-from environments.conversations import Conversation
+from engine.sampling_state import SamplingState, occurrences, uniform_streams
 
 INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5)       # share of active rows; XLA pads to powers of two
@@ -47,67 +45,56 @@ class Rollout:
 
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
-    shared_prompt: bool = True, batch_size: int | None = None, prompt_occurrences: list[int] | None = None,
-    responders: list | None = None, on_tokens=None, engine=None,
+    earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
+    cache_type: type = PlainCache,
 ) -> Rollout:
     """Sample a group of completions for each prompt.
 
-    prompts  strings, lists of chat messages, or lists of token ids
-    config   has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
-             (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
-             generation_batch_size (completions at once, the others wait in a queue; 0: all)
-    seed     the same seed, prompt and number in the group give the same completion in every batch
-    num_completions     G, if not the config's
-    shared_prompt       False for models whose layers carry state, as in completion_log_probs; it will do for
-                        one completion of one prompt
-    batch_size          completions at once, if not the config's
-    prompt_occurrences  result of occurrences() for these prompts, if they are part of a larger batch
-    responders          for each prompt a function of its conversation that returns the environment's message
-    on_tokens           called with the new tokens (n,) of the first completion while they are sampled
-    engine              a VLLMEngine that is awake samples, without on_tokens; None: the model does, here
+    prompts     strings, lists of chat messages, or lists of token ids
+    config      has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
+                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
+                generation_batch_size (completions at once, the others wait in a queue; 0: all)
+    seed        the same seed, prompt and number in the group give the same completion in every batch
+    num_completions  G, if not the config's
+    earlier     result of occurrences() for these prompts, if they are part of a larger batch
+    reply       called with a row and its ids after the prompt when a turn has ended; returns the ids that an
+                environment adds, [] at the end. None: a completion is one turn
+    on_tokens   called with the new tokens (n,) of the first completion while they are sampled
+    cache_type  PlainCache, or PrefixCache within use_prefix_attention(model)
     """
-    group_size = num_completions or config.num_completions_per_prompt
-    greedy = config.generation_temperature == 0
-    policy = dict(
-        temperature=1.0 if greedy else config.generation_temperature,
-        top_k=1 if greedy else config.generation_top_k,
-        top_p=config.generation_top_p,
-    )
-    device = torch.device("cpu") if engine else next(model.parameters()).device
+    group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    repeats = occurrences(prompts) if prompt_occurrences is None else prompt_occurrences
-    uniforms = uniform_streams(encoded, repeats, group_size, config.generation_max_length, seed)
-    stop_ids = stop_token_ids(model, tokenizer)
-    conversations = responders and [
-        Conversation(tokenizer, prompt, respond, config, stop_ids)
-        for prompt, respond in zip(prompts, responders, strict=True) for _ in range(group_size)
-    ]
-    pad_id, limit = tokenizer.pad_token_id, batch_size or config.generation_batch_size or len(uniforms)
-    state = SamplingState(uniforms, stop_ids, pad_id, policy, device, conversations, on_tokens)
+    earlier = occurrences(prompts) if earlier is None else earlier
+    uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
+    stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
+    state = SamplingState(uniforms, stop_ids, pad_id, sampling_policy(config), device, reply, on_tokens)
     cut_graph(device)
-    if engine:
-        seeds = [int(g.integers(2**62)) for g in random_generators(encoded, repeats, group_size, seed)]
-        sample_from_engine(engine, encoded, state, group_size, seeds)
-        return as_rollout(state, encoded, tokenizer)
-    with sampling_mode(model, shared_prompt):
-        sample_from_queue(
-            model, encoded, state, group_size, shared_prompt=shared_prompt,
-            groups_at_once=max(1, limit // group_size),
-        )
+    groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    with sampling_mode(model):
+        sample_from_queue(model, encoded, state, group_size, groups_at_once, cache_type)
     return as_rollout(state, encoded, tokenizer)
 
 
+def sampling_policy(config) -> dict:
+    """Return temperature, top_k and top_p of sampling. Temperature 0 is the most likely token alone."""
+    greedy = config.generation_temperature == 0
+    return dict(
+        temperature=1.0 if greedy else config.generation_temperature,
+        top_k=1 if greedy else config.generation_top_k, top_p=config.generation_top_p,
+    )
+
+
 def sample_from_queue(
-    model, prompts: list[list[int]], state: SamplingState, group_size: int, *, groups_at_once: int,
-    shared_prompt: bool,
+    model, prompts: list[list[int]], state: SamplingState, group_size: int, groups_at_once: int,
+    cache_type: type,
 ) -> None:
     """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, repeat."""
     queue, cache, active = deque(range(len(prompts))), None, []
     while queue or active:
         room = groups_at_once - -(-len(active) // group_size)
-        if queue and (not active or (room > 0 and shared_prompt)):        # PlainCache takes prompts once
+        if queue and (not active or (room > 0 and cache_type.takes_more)):
             if not active:
-                cache = PrefixCache(model) if shared_prompt else PlainCache(model)
+                cache = cache_type(model)
             new_prompts = [queue.popleft() for _ in range(min(len(queue), room))]
             new_rows = prefill(model, prompts, new_prompts, state, cache, group_size)
             active = state.active_rows(active + new_rows)                 # a completion may be a single token
@@ -135,8 +122,7 @@ def decode(model, active: list[int], state: SamplingState, cache, group_size: in
     capacity = min(longest + max(INITIAL_CAPACITY, longest), max_length) - 1
     row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)   # (R,)
     cut_graph(device)                                     # so that every step is the same program
-    # Recurrent layers cannot go back: with PlainCache an environment replies as soon as a turn has ended.
-    must_check = state.conversations and isinstance(cache, PlainCache)
+    must_check = state.reply and not cache.takes_more     # an environment replies at once
     steps_between_checks = 1 if must_check else STEPS_BETWEEN_CHECKS[device.type]
     enough = int(len(active) * COMPACT_BELOW[device.type])
     while longest <= capacity and len(active) > enough:
@@ -153,25 +139,12 @@ def decode(model, active: list[int], state: SamplingState, cache, group_size: in
 def as_rollout(state: SamplingState, prompts: list[list[int]], tokenizer) -> Rollout:
     """Return the sampled completions as a Rollout. The mask is False on an environment's tokens."""
     ids, mask, logp, stopped = state.results()
-    prompt_ids, prompt_mask = left_pad(prompts, tokenizer.pad_token_id)
-    lengths = mask.sum(dim=1).tolist()
-    if not state.conversations:
-        ends = (mask.sum(dim=1) - stopped.long()).tolist()                       # without the stop token
-        texts = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
-        completions = tokenizer.batch_decode(texts, skip_special_tokens=True)
-        return Rollout(prompt_ids, prompt_mask, ids, mask, logp, stopped, completions)
-    points = torch.zeros(mask.shape)
-    for row, conversation in enumerate(state.conversations):
-        points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
-    sampled = mask & (state.forced_on_host[: len(ids), : ids.shape[1]] < 0)      # not an environment's
+    ends = (mask.sum(dim=1) - stopped.long()).tolist()    # without the stop token
+    texts = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
     return Rollout(
-        prompt_ids, prompt_mask, ids, sampled, logp,
-        finished=stopped & ~torch.tensor([conversation.too_long for conversation in state.conversations]),
-        completions=[
-            conversation.completion_messages(row[:n])
-            for conversation, row, n in zip(state.conversations, ids.tolist(), lengths, strict=True)
-        ],
-        turn_points=points,
+        *left_pad(prompts, tokenizer.pad_token_id), ids,
+        mask & (state.forced_on_host[: len(ids), : ids.shape[1]] < 0), logp, stopped,
+        tokenizer.batch_decode(texts, skip_special_tokens=True),
     )
 
 
@@ -226,16 +199,13 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 
 
 @contextmanager
-def sampling_mode(model, shared_prompt: bool):
+def sampling_mode(model):
     """Turn gradients, recomputation and dropout off; restore the model afterwards."""
     training = model.training
     try:
         model.eval()
         # Autocast frees its copies of the weights when the outermost context ends: here, after all tokens.
-        with (
-            torch.no_grad(), torch.autocast(model.device.type, enabled=False),
-            use_prefix_attention(model) if shared_prompt else nullcontext(),
-        ):
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
         model.train(training)

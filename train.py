@@ -29,16 +29,16 @@ import torch
 from analysis.explain import explain
 from analysis.replay import replay
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig  # noqa: F401
-from engine.devices import all_sum, cut_graph, shutdown
+from engine.devices import shutdown
 from engine.errors import require
 from engine.sharding import clip_gradient
-from environments.loading import responders
+from environments.conversations import sample_with_environment
 from experience import (
-    Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, rank_micro_batches,
-    replace_tied_groups, require_first_ratios_of_1, sample_on_all_ranks, shape_rewards,
+    Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, replace_tied_groups,
+    require_first_ratios_of_1, sample_on_all_ranks, shape_rewards,
 )
 from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
-from logprobs import LogProbs, completion_log_probs
+from logprobs import LogProbs
 from model import follow_policy
 from rewards import Reports, compute_rewards_for_completions
 from runs.checkpoint import write_final
@@ -48,7 +48,7 @@ from runs.metrics import summarize_groups, summarize_updates, timed
 from runs.phases import is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup  # noqa: F401
-from sample import demonstrations_as_rollout, sample_completions_for_prompts
+from sample import demonstrations_as_rollout
 
 
 @timed("sampling_seconds")
@@ -56,12 +56,9 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group of completions for each prompt. --dynamic_sampling replaces tied groups."""
     config = run.config.grpo
 
-    def sample_and_score(examples: list[dict], prompt_occurrences: list[int], attempt: int) -> Groups:
-        rollout = sample_completions_for_prompts(
-            run.model, run.tokenizer, [example["prompt"] for example in examples], config,
-            seed=run.sampling_seed(attempt), shared_prompt=run.shared_prompt, engine=run.engine,
-            prompt_occurrences=prompt_occurrences, responders=responders(run.environment, examples),
-        )
+    def sample_and_score(examples: list[dict], earlier: list[int], attempt: int) -> Groups:
+        rollout = sample_with_environment(
+            run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
         reports = Reports()                               # filled by the call below
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
             run.reward_functions, config.weights, rollout, examples, on_error=config.reward_errors,
@@ -71,7 +68,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
         rewards = shape_rewards(config, rollout, scores, per_function)
         return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
 
-    sample_all = partial(sample_on_all_ranks, run.model, run.engine, sample_and_score)
+    sample_all = partial(sample_on_all_ranks, run.engine, run.ranks, sample_and_score)
     groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
     run.progress.add_rewards(torch.cat([each.rewards for each in sampled]))      # of replaced groups as well
     return groups
@@ -101,8 +98,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
     # 3. Compute once what all updates need, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
-        groups, advantages, config, run.model, reference=run.reference, value_head=run.value_head,
-        kl_coef=progress.kl_coef, **run.forwarding,
+        groups, advantages, config, run.engine, run.ranks, reference=run.reference,
+        value_head=run.value_head, kl_coef=progress.kl_coef,
     )
 
     # 4. Update the policy once (all ratios are 1), or several times with --ppo_epochs and --minibatch_size.
@@ -111,7 +108,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         losses = accumulate_gradients(run, experience, rows, config)
         unchanged = run.device.type != "xla" or not updates      # XLA: zeros as gradients move weights too
         if unchanged and all(math.isnan(update["ratio_deviation"]) for update in updates):
-            require_first_ratios_of_1(experience, losses["ratio_deviation"], run.model, run.engine)
+            require_first_ratios_of_1(experience, losses["ratio_deviation"], run.engine)
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled
             break
@@ -134,22 +131,21 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     denominators = experience.denominators(rows, config.generation_max_length)
     with_gradient = rows[experience.has_gradient(rows, config)]
     kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
-    names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
-    sums = dict.fromkeys(names + ["kl"] * kl_in_loss + ["value_loss"] * config.use_value_head, 0.0)
-    micro_batches = rank_micro_batches(experience.rollout, with_gradient, **run.forwarding, device=run.device)
-    for micro_batch, counts in micro_batches:             # counts: False for a copy that keeps ranks in step
-        new = completion_log_probs(
-            run.model, experience.rollout, micro_batch, **config.policy, shared_prompt=run.shared_prompt,
+    micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
+    results = []
+    for micro_batch, counts in run.ranks.steps(micro_batches):       # counts: 0 keeps ranks in step
+        new = run.engine.log_probs(
+            experience.rollout, micro_batch, config.policy,
             value_head=run.value_head if config.use_value_head else None,
             reference=run.reference if kl_in_loss and config.estimator == "exact" else None,
         )
         batch = experience.select(micro_batch, new.logp.device)
         loss, terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
         run.scaler.scale(loss * counts).backward()
-        cut_graph(run.device)
-        for name, value in terms.items():
-            sums[name] += value.item() * counts
-    sums = {name: all_sum(value) for name, value in sums.items()}
+        results.append({name: value.detach() * counts for name, value in terms.items()})
+    names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
+    names += ["kl"] * kl_in_loss + ["value_loss"] * config.use_value_head
+    sums = {name: run.ranks.sum(sum((terms[name].item() for terms in results), 0.0)) for name in names}
     share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # of forwarded tokens, or NaN
         sums[name] = sums[name] / share if share else math.nan
@@ -226,7 +222,6 @@ def optimizer_step(run: Run, loss: float) -> float:
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     if run.reference is not None:
         follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
-    cut_graph(run.device)
     return norm
 
 
@@ -249,7 +244,7 @@ def learn(run: Run) -> None:
     folder.open(progress.step)
     run.require_equal_ranks()
     run.save_base_of_adapter()
-    with StopOnSignal() as stop, folder:
+    with StopOnSignal(run.ranks) as stop, folder:
         if progress.step == 0:
             run.log_evaluation()
         for phase in run.phases[progress.phase :]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-import torch
 from transformers import TextStreamer
 
 from analysis.evaluation import describe_estimates, measure, summarise
@@ -22,17 +21,21 @@ from analysis.infer_flags import sampling_config
 from config import DataConfig, GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt, load_examples, with_instruction
 from engine.chat_template import as_text, with_known_role
+from engine import make_engine
 from engine.devices import best_device
 from engine.errors import RunError
+from engine.plain import Engine
 from engine.precision import resolve_precision
+from engine.ranks import ManyRanks, OneRank, make_ranks
 from engine.sampling_state import occurrences
-from environments.loading import load_environment, refuse_missing_columns, responders
+from environments.conversations import sample_with_environment
+from environments.loading import load_environment, refuse_missing_columns
 from model import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
 from runs.command_line import UNSAFE, printable, section_of
-from runs.startup_check import can_share_prompts
-from sample import Rollout, sample_completions_for_prompts, stop_token_ids
+from runs.startup_check import choose_engine
+from sample import Rollout, stop_token_ids
 
 TAG_LABELS = {                  # printed instead of a tag
     "<reasoning>": "reasoning: ", "</reasoning>": "\n", "<think>": "reasoning: ", "</think>": "\n",
@@ -51,13 +54,12 @@ class AnswerStreamer(TextStreamer):
 
 @dataclass
 class ChatModel:
-    """Answer prompts with a model, its tokenizer and settings of sampling."""
+    """Answer prompts with an engine and settings of sampling."""
 
-    model: torch.nn.Module
-    tokenizer: object
+    engine: Engine
+    ranks: OneRank | ManyRanks
     config: GRPOConfig          # read are generation_*, environment and max_turns
     seed: int
-    shared_prompt: bool         # as for sample_completions_for_prompts
 
     @classmethod
     def load(cls, source: ModelConfig, config: GRPOConfig, seed: int, *, alone: bool = False) -> "ChatModel":
@@ -66,24 +68,30 @@ class ChatModel:
         source = replace(source, precision=resolve_precision(source.precision, device))
         model, tokenizer = load_policy(source, trainable=False)
         tokenizer.tools = getattr(load_environment(config.environment), "tools", None)
-        move(model, device)
-        shared_prompt = not alone or device.type == "xla"
-        shared_prompt = shared_prompt and can_share_prompts(model, tokenizer, "1+1=?")
-        return cls(model, tokenizer, config, seed, shared_prompt)
+        engine, ranks = make_engine("plain", move(model, device), tokenizer), make_ranks(device)
+        if not alone or device.type == "xla":
+            everything = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
+            engine, _ = choose_engine(engine, ranks, ["1+1=?"], everything)
+        return cls(engine, ranks, config, seed)
+
+    @property
+    def tokenizer(self):
+        """Return the model's tokenizer."""
+        return self.engine.tokenizer
 
     def check_length(self, prompts: list) -> None:
         """Raise ValueError if the model's positions are too few for a prompt and its completion."""
         longest = max(len(encode_prompt(self.tokenizer, prompt)) for prompt in prompts)
-        check_context_length(self.model, longest, self.config.generation_max_length)
+        check_context_length(self.engine.model, longest, self.config.generation_max_length)
 
     def sample(self, examples: list[dict], num_completions: int = 1, **options) -> Rollout:
-        """Sample completions of the prompts. options: as for sample_completions_for_prompts."""
-        environment, prompts = load_environment(self.config.environment), [e["prompt"] for e in examples]
+        """Sample completions of the prompts. options: as for Engine.sample."""
+        environment = load_environment(self.config.environment)
         refuse_missing_columns(self.config.environment, environment, examples)
-        self.check_length(prompts)
-        return sample_completions_for_prompts(
-            self.model, self.tokenizer, prompts, self.config, seed=self.seed, num_completions=num_completions,
-            shared_prompt=self.shared_prompt, responders=responders(environment, examples), **options,
+        self.check_length([example["prompt"] for example in examples])
+        return sample_with_environment(
+            self.engine, environment, examples, self.config, seed=self.seed, num_completions=num_completions,
+            **options,
         )
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
@@ -134,7 +142,8 @@ def encode_conversation(
     prompt = first["content"]
     if not later:
         return prompt
-    ids, _ = encode_demonstration(tokenizer, prompt, later, stop_token_ids(chat_model.model, tokenizer))
+    stops = stop_token_ids(chat_model.engine.model, tokenizer)
+    ids, _ = encode_demonstration(tokenizer, prompt, later, stops)
     return encode_prompt(tokenizer, prompt) + ids
 
 
@@ -149,7 +158,7 @@ def write_answers(
     prompts = max(1, batch_size // num_completions) if batch_size else len(examples)
     for start in range(0, len(examples), prompts):
         batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
-        rollout = chat_model.sample(batch, num_completions, prompt_occurrences=repeats)
+        rollout = chat_model.sample(batch, num_completions, earlier=repeats)
         answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
         for row, (completion, finished) in enumerate(answers):
             record = batch[row // num_completions] | {"completion": completion, "finished": finished}
@@ -204,9 +213,8 @@ def measure_model(args, source: ModelConfig, examples: list[dict], functions: li
     loaded.check_length([example["prompt"] for example in examples])
     try:
         return {"model_path": source.model_path} | measure(
-            loaded.model, loaded.tokenizer, examples, loaded.config, seed=args.seed, samples=args.samples,
-            reward_functions=functions, shared_prompt=loaded.shared_prompt,
-            environment=load_environment(args.environment), batch_size=args.generation_batch_size,
+            loaded.engine, loaded.ranks, examples, loaded.config, seed=args.seed, samples=args.samples,
+            reward_functions=functions, environment=load_environment(args.environment),
         )
     except RunError as error:
         raise ValueError(str(error)) from None

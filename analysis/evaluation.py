@@ -15,25 +15,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from environments.loading import responders
+from environments.conversations import sample_with_environment
 from experience import Groups, sample_on_all_ranks
 from reward_functions.answers import extract_answer, same_answer, text_of
 from reward_functions.loading import name_of
 from rewards import Reports, compute_rewards_for_completions, correctness
 from runs.records import or_none
-from sample import sample_completions_for_prompts
 
 Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
 
 
-def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **options) -> dict:
+def evaluate(engine, ranks, examples: list[dict], config, *, seed: int, **options) -> dict:
     """Sample one completion of each problem and score it. Options: as for sample_and_score.
 
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
              eval_problems, eval_reward/<function> (mean points), eval_reward_low/ and eval_reward_high/
              (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
     """
-    groups = sample_and_score(model, tokenizer, examples, config, seed=seed, num_completions=1, **options)
+    groups = sample_and_score(engine, ranks, examples, config, seed=seed, num_completions=1, **options)
     result = {f"eval_{name}": value for name, value in groups.reports.means().items()}
     for name, points in groups.per_function.items():
         found = estimate_points(points.tolist())
@@ -51,41 +50,37 @@ def evaluate(model, tokenizer, examples: list[dict], config, *, seed: int, **opt
 
 
 def sample_and_score(
-    model, tokenizer, examples: list[dict], config, *, seed: int, num_completions: int,
-    reward_functions=(correctness,), on_error: str = "raise", reward_timeout: float = 0.0,
-    batch_size: int = 64, shared_prompt: bool = True, environment=None, trainer_state=None, engine=None,
+    engine, ranks, examples: list[dict], config, *, seed: int, num_completions: int,
+    reward_functions=(correctness,), environment=None, trainer_state=None,
 ) -> Groups:
-    """Sample num_completions of each problem, and score them. Each process takes a slice of the problems.
+    """Sample num_completions of each problem, and score them. Each rank takes a slice of the problems.
 
-    config       and shared_prompt: as for sample_completions_for_prompts; on_error, reward_timeout and
-                 trainer_state: as for compute_rewards_for_completions
-    engine       a VLLMEngine that samples; None: the model does
-    batch_size   completions sampled at once; waiting ones are started when half of these are finished
+    config       a GRPOConfig: of its generation_batch_size completions that are sampled at once, waiting ones
+                 start when half are finished
     environment  replies to the policy; None: no conversation
     returns      groups with the points of correctness and the reward functions, which are not weighted
     """
     functions = [correctness, *(f for f in reward_functions if f is not correctness)]
 
-    def sample_slice(examples: list[dict], prompt_occurrences: list[int], attempt: int) -> Groups:
-        rollout = sample_completions_for_prompts(
-            model, tokenizer, [example["prompt"] for example in examples], config, seed=seed,
-            num_completions=num_completions, shared_prompt=shared_prompt, batch_size=batch_size,
-            prompt_occurrences=prompt_occurrences, responders=responders(environment, examples),
-            engine=engine,
+    def sample_slice(examples: list[dict], earlier: list[int], attempt: int) -> Groups:
+        rollout = sample_with_environment(
+            engine, environment, examples, config, seed=seed, num_completions=num_completions,
+            earlier=earlier,
         )
         reports = Reports()
         total, points = compute_rewards_for_completions(
-            functions, [1.0] * len(functions), rollout, examples, on_error=on_error, timeout=reward_timeout,
-            turn_points=rollout.turn_points, reports=reports, trainer_state=trainer_state,
+            functions, [1.0] * len(functions), rollout, examples, on_error=config.reward_errors,
+            timeout=config.reward_timeout, turn_points=rollout.turn_points, reports=reports,
+            trainer_state=trainer_state,
         )
         return Groups(examples, rollout, total, points, total, reports=reports)
 
     examples = [{"answer": None} | example for example in examples]
-    return sample_on_all_ranks(model, engine, sample_slice, examples, attempt=0)
+    return sample_on_all_ranks(engine, ranks, sample_slice, examples, attempt=0)
 
 
 def measure(
-    model, tokenizer, examples: list[dict], config, *, samples: int, reward_functions=(), **options
+    engine, ranks, examples: list[dict], config, *, samples: int, reward_functions=(), **options
 ) -> dict:
     """Evaluate a model with n completions of each problem. Options: as for sample_and_score.
 
@@ -95,8 +90,7 @@ def measure(
                       an answer; points by name (n each, None: unscored). --json writes the same
     """
     groups = sample_and_score(
-        model, tokenizer, examples, config, num_completions=samples, reward_functions=reward_functions,
-        on_error=config.reward_errors, **options,
+        engine, ranks, examples, config, num_completions=samples, reward_functions=reward_functions, **options
     )
     points, completions = groups.per_function, groups.rollout.completions
     rewards = {f"reward/{name_of(function)}": points[name_of(function)] for function in reward_functions}

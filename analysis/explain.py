@@ -49,7 +49,7 @@ def explain(
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
     experience = experience_of_groups(run, groups)
     show_completions(console, config, groups, experience, progress.mean_reward)
-    old = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp       # (G, T)
+    old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp             # (G, T)
     best_first = experience.advantages.mean(dim=1).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
@@ -66,7 +66,7 @@ def explain(
     if progress.skipped_in_a_row:
         console.print("   loss or gradient is not finite: skipped, nothing has changed")
 
-    new = log_probs_of_rollout(run.model, rollout, config.policy, **run.forwarding).logp
+    new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
     show_tokens(console, config, run.tokenizer, experience, new, picked, title)
     show_change(console, experience, old, new)

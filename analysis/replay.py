@@ -22,8 +22,10 @@ from pathlib import Path
 import torch
 
 from config import Config, GRPOConfig
+from engine import make_engine
 from engine.devices import best_device, num_processes
 from engine.packing import left_pad, pad_rows
+from engine.ranks import OneRank
 from engine.sharding import clip_gradient
 from experience import (
     Experience, Groups, demonstrations_as_experience, experience_of_groups, shape_rewards,
@@ -84,10 +86,15 @@ def load_run(config: Config, weights: Path) -> Run:
     policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
     state = read_state(weights) if (weights / "state.pt").exists() else {}
     device, grpo = best_device(config.model.device), config.grpo
+    name = "shared" if state.get("shared_prompt", True) else "plain"
+    max_tokens = config.training.max_tokens_per_forward
+    engine = make_engine(name, move(policy, device), tokenizer, max_tokens=max_tokens)
+    ranks = OneRank()
     run = Run(
-        config, RunFolder(config), device, tokenizer, [], None, [], [], [], state.get("shared_prompt", True),
-        move(policy, device), Progress(**state.get("progress", {})), state,
+        config, RunFolder(config, ranks), device, tokenizer, [], None, [], [], [], ranks, engine,
+        Progress(**state.get("progress", {})), state,
     )
+
     if not (grpo.kl_target and state):
         run.progress.kl_coef = grpo.kl_coef
     if config.training.use_grpo and grpo.kl_coef:

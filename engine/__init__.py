@@ -1,1 +1,18 @@
-"""Running tokens through a model: prefix attention, key-value cache, chunked head, devices, sharding."""
+"""What runs a model: engines that sample and score, sharing prompts or in vLLM; devices, ranks, sharding."""
+
+
+def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048, **of_vllm):
+    """Return the engine of a name: plain, shared or vllm, which trains as shared does.
+
+    max_tokens  tokens of a forward pass in training, the same on all ranks
+    of_vllm     max_length, memory: see VLLM
+    """
+    # Here, since sample.py and logprobs.py import files of this folder.
+    from engine.plain import Engine
+    from engine.shared import Shared
+    from engine.vllm_engine import VLLM
+
+    if name not in ("plain", "shared", "vllm"):
+        raise ValueError(f"--engine={name}: plain, shared or vllm")
+    engine = (Engine if name == "plain" else Shared)(model, tokenizer, max_tokens=max_tokens)
+    return VLLM(engine, **of_vllm) if name == "vllm" else engine

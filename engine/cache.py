@@ -64,6 +64,8 @@ class PrefixCache:
     Use within use_prefix_attention(model).
     """
 
+    takes_more = True                                     # prompts, while completions of others are active
+
     def __init__(self, model):
         self.model, self.device = model, next(model.parameters()).device
         self.layers: list[StaticCacheLayer] = []
@@ -206,8 +208,11 @@ def additive_mask(visible: Tensor, heads: int, dtype) -> Tensor:
 class PlainCache:
     """Use transformers' own cache, for models whose layers store more than keys and values of tokens.
 
-    Prompts are forwarded once, and their state is repeated for the siblings.
+    Prompts are forwarded once, and their state is repeated for the siblings. Recurrent layers cannot go back,
+    so an environment has to reply as soon as a turn has ended.
     """
+
+    takes_more = False
 
     def __init__(self, model):
         self.model, self.layers, self.row_ids = model, DynamicCache(config=model.config.get_text_config()), []

@@ -1,6 +1,6 @@
 """
 Devices and processes: choosing the device, collectives between processes, XLA graphs, and peak memory. This
-file and sharding.py are the only ones that use torch.distributed and torch_xla.
+file and sharding.py are the only ones that use torch.distributed and torch_xla; ranks.py divides the work.
 
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 torchrun --nproc_per_node 4 train.py --use_grpo ...
 
@@ -17,10 +17,8 @@ each iteration of a loop ends a program (cut_graph). On a CPU or a GPU neither h
 import atexit
 import ctypes
 import os
-import pickle
 import resource
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -113,28 +111,6 @@ def is_main() -> bool:
     return process_rank() == 0
 
 
-def data_parallel_size() -> int:
-    """Return the number of slices that the work is divided into."""
-    return num_processes() // tensor_parallel
-
-
-def rank_slice(items: list) -> list:
-    """Return the slice of this process. Slices cover all items; their sizes differ by at most one."""
-    n, size, rank = len(items), data_parallel_size(), process_rank() // tensor_parallel
-    return items[n * rank // size : n * (rank + 1) // size]
-
-
-def lockstep_batches(batches: list) -> Iterator[tuple[object, bool]]:
-    """Yield (batch, True) for this process's batches, then (a batch, False) until all have the same number.
-
-    A forward pass of a sharded model is a collective, so every process has to make the same number of them.
-    """
-    size = data_parallel_size()
-    for start in range(0, len(batches), size):
-        index = start + process_rank() // tensor_parallel
-        yield batches[min(index, len(batches) - 1)], index < len(batches)
-
-
 def all_gather_object(item) -> list:
     """Gather an item of every process, in order of rank."""
     if num_processes() == 1:
@@ -142,37 +118,6 @@ def all_gather_object(item) -> list:
     items = [None] * num_processes()
     dist.all_gather_object(items, item)
     return items
-
-
-def gather_from_ranks(work: Callable) -> list:
-    """Gather the results of work() for all slices. The first rank's exception is raised on every rank."""
-    failure = result = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    outcomes = all_gather_object((failure and picklable(failure), result))
-    first = next((rank for rank, (error, _) in enumerate(outcomes) if error), None)
-    if first is not None:
-        raise failure if first == process_rank() else outcomes[first][0]
-    return [result for _, result in outcomes[::tensor_parallel]]
-
-
-def picklable(error: Exception) -> Exception:
-    """Return an exception that can be sent to other processes."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:  # its class cannot be imported or constructed by pickle
-        return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def all_sum(count):
-    """Sum a number, or a tensor on the CPU, over all slices; the same object if there is one process."""
-    if num_processes() == 1:
-        return count
-    total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
-    sum_in_place(total)
-    return total if isinstance(count, Tensor) else total.item()
 
 
 def sum_in_place(tensor: Tensor) -> None:

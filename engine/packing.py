@@ -42,13 +42,11 @@ class PackedBatch:
         return replace(self, ids=ids, positions=positions, mask=mask, layout=layout)
 
 
-def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device = CPU) -> PackedBatch:
-    """Pack some rows of a rollout: siblings after one copy of their prompt if shared_prompt, else plain rows.
+def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatch:
+    """Arrange some rows of a rollout in one pass: siblings after one copy of their prompt.
 
     Sizes are rounded up for devices that compile every shape. The result is on the CPU.
     """
-    if not shared_prompt:
-        return plain_rows(rollout, rows, device)
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
     groups: dict[int, list[int]] = defaultdict(list)      # prompt -> indices of its completions in `rows`
@@ -85,8 +83,8 @@ def pack_rows(rollout, rows: Tensor, shared_prompt: bool, device: torch.device =
     return PackedBatch(ids[None], positions[None], mask[None], layout, predictor)
 
 
-def plain_rows(rollout, rows: Tensor, device: torch.device) -> PackedBatch:
-    """Arrange one row of prompt and completion for each of `rows`, right-padded."""
+def plain_rows(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatch:
+    """Arrange one row of prompt and completion for each of `rows`, right-padded. Otherwise as pack_groups."""
     prompts = rows // (len(rollout.completion_ids) // len(rollout.prompt_ids))
     starts = rollout.prompt_mask[prompts].sum(dim=1)
     lengths = starts + completion_lengths(rollout.completion_mask[rows])
@@ -184,8 +182,7 @@ def completion_lengths(completion_mask: Tensor) -> Tensor:
 
 
 def micro_batches(
-    rollout, rows: Tensor, max_tokens: int, shared_prompt: bool = True, at_least: int = 1,
-    device: torch.device = CPU,
+    rollout, rows: Tensor, max_tokens: int, *, shared: bool, at_least: int = 1, device: torch.device = CPU
 ) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, which for plain rows include padding.
 
@@ -193,6 +190,7 @@ def micro_batches(
     share a batch. A completion longer than max_tokens has a batch of its own. Any split gives the same
     gradient, since losses take their denominators from the whole step.
 
+    shared    siblings of a batch share their prompt (pack_groups); else each row has its own (plain_rows)
     at_least  number of batches, if there are as many rows: for several processes that need one each
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
@@ -203,7 +201,7 @@ def micro_batches(
     for row in rows.tolist():
         prompt = row // group_size
         group = open_groups.get(prompt)
-        if not shared_prompt or group is None or group[0] + lengths[row] > max_tokens:
+        if not shared or group is None or group[0] + lengths[row] > max_tokens:
             group = open_groups[prompt] = [prompt_lengths[prompt], []]
             groups.append(group)
         group[0] += lengths[row]
@@ -212,7 +210,7 @@ def micro_batches(
     batches: list[list[int]] = []
     total = longest = count = 0
     for tokens, members in groups:
-        size = bucket(total + tokens, device) if shared_prompt else bucket(count + 1, device) * longest
+        size = bucket(total + tokens, device) if shared else bucket(count + 1, device) * longest
         if not batches or size > max_tokens:
             batches.append([])
             total, longest, count = 0, bucket(tokens, device), 0
@@ -220,7 +218,7 @@ def micro_batches(
         total, count = total + tokens, count + 1
     if len(batches) < min(at_least, len(rows)):
         smaller = min(max_tokens, groups[0][0] * len(groups)) // 2
-        return micro_batches(rollout, rows, smaller, shared_prompt, at_least, device)
+        return micro_batches(rollout, rows, smaller, shared=shared, at_least=at_least, device=device)
     return [torch.tensor(batch) for batch in batches]
 
 

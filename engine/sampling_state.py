@@ -8,6 +8,7 @@ padding, and for completions that have ended, are written there.
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ class SamplingState:
 
     def __init__(
         self, uniforms: np.ndarray, stop_ids: list[int], pad_id: int, policy: dict, device,
-        conversations=None, on_tokens=None,
+        reply: Callable | None = None, on_tokens: Callable | None = None,
     ):
         self.dummy_row, limit = uniforms.shape
         size = bucket(self.dummy_row + 1, device)                                # B + 1 or more
@@ -38,7 +39,7 @@ class SamplingState:
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
         self.policy, self.pad_id = policy, pad_id         # policy: temperature, top_k, top_p
-        self.conversations = conversations                # B conversations with environments, or None
+        self.reply = reply                                # (row, ids) -> ids of an environment, [] at the end
         self.on_tokens, self.reported = on_tokens, 0      # callback for tokens of the first completion
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:
@@ -73,11 +74,11 @@ class SamplingState:
         if self.on_tokens and count[0] > self.reported:
             self.on_tokens(self.ids[0, self.reported : count[0]].cpu())
             self.reported = count[0]
-        ended = [row for row in row_ids if self.conversations and stopped[row]]
+        ended = [row for row in row_ids if self.reply and stopped[row]]
         answered = []
         for row, ids in zip(ended, self.ids[self.padded(ended)].tolist() if ended else [], strict=False):
             end = count[row]
-            if reply := self.conversations[row].end_turn(ids[:end]):
+            if reply := self.reply(row, ids[:end]):
                 self.forced_on_host[row, end : end + len(reply)] = torch.tensor(reply)
                 stopped[row] = False
                 answered.append(row)

@@ -1,5 +1,6 @@
 """
-vLLM as the sampler of a run (--engine vllm). It runs in the process of the trainer, on the same device.
+vLLM as the sampler of a run (--engine vllm). It runs in the process of the trainer, on the same device. The
+training passes are those of another engine.
 
 Token ids go in; token ids and the log-probabilities with which they were drawn come out. vLLM starts with
 random weights. Before it samples, the weights of the policy are sent to it, and it has to score a fixed
@@ -20,18 +21,23 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.adapters import adapted_weights
-from engine.devices import gather_from_ranks, num_processes
+from data import encode_prompt
+from engine.devices import num_processes
 from engine.errors import RunError, in_one_line, is_out_of_memory
 from engine.logits import compute_logits
+from engine.plain import Engine
 from engine.precision import is_exact, precision_of
-from engine.sampling_state import SamplingState
-from engine.sharding import forward_pass, gathered_weights, reshard
+from engine.ranks import make_ranks
+from engine.sampling_state import SamplingState, occurrences, random_generators
+from engine.sharding import forward_pass, reshard
+from sample import Rollout, as_rollout, sampling_policy, stop_token_ids
 
 SEQUENCE_TOKENS = 64            # length of the fixed sequence
 BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
@@ -50,24 +56,30 @@ def refuse_engine(config, device: torch.device) -> None:
         raise ValueError(f"--engine=vllm: not on {device.type}; take --engine auto")
 
 
-class VLLMEngine:
+class VLLM(Engine):
     """A vLLM engine with the weights of a policy. A new one ends the one before in this process."""
 
-    latest: "VLLMEngine | None" = None
+    same_arithmetic = False
+    latest: "VLLM | None" = None
 
-    def __init__(self, model, *, max_length: int, memory: float):
-        """Start an engine for a model's architecture, on its device. Call on all ranks.
+    def __init__(self, trainer: Engine, *, max_length: int = 2048, memory: float = 0.3):
+        """Start vLLM for the architecture of a model, on its device. Call on all ranks.
 
+        trainer     the engine of the model, which computes the log-probabilities of training
         max_length  tokens of the longest prompt and completion together
         memory      share of the GPU's memory; on a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GB
         """
+        super().__init__(trainer.model, trainer.tokenizer, max_tokens=trainer.max_tokens)
+        model, self.trainer, self.ranks = trainer.model, trainer, make_ranks(trainer.device)
+        self.shares_prompts = trainer.shares_prompts
+        self.micro_batches, self.log_probs = trainer.micro_batches, trainer.log_probs
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if VLLMEngine.latest:                             # when freed, it would end groups of the new one
-            VLLMEngine.latest.llm.llm_engine.engine_core.shutdown()
-        VLLMEngine.latest = self
-        self.sleeps = next(model.parameters()).device.type == "cuda"
+        if VLLM.latest:                                   # when freed, it would end groups of the new one
+            VLLM.latest.llm.llm_engine.engine_core.shutdown()
+        VLLM.latest = self
+        self.sleeps = self.device.type == "cuda"
         vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
         self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         config = copy.deepcopy(model.config)
@@ -90,21 +102,22 @@ class VLLMEngine:
 
     def call_on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
-        return gather_from_ranks(partial(self.call, function, *args, **kwargs))[0]
+        return self.ranks.gather(partial(self.call, function, *args, **kwargs))[0]
 
     @contextmanager
-    def awake(self, model):
-        """Send the engine the policy's weights, and let it sample within the context. Call on all ranks."""
-        self.send_weights(model)
+    def sampling(self):
+        """Send vLLM the policy's weights, and let it sample within the context. Call on all ranks."""
+        self.send_weights()
         yield
         if self.sleeps:
             self.call_on_all_ranks(self.llm.sleep, level=2)           # the next weights replace these
 
-    def send_weights(self, model) -> None:
-        """Send all weights, and check that the engine uses them. Call on all ranks.
+    def send_weights(self) -> None:
+        """Send all weights, and check that vLLM uses them. Call on all ranks.
 
         raises  RunError, on all ranks, if it scores the fixed sequence differently from the model
         """
+        model = self.model
         reshard(model)
         if self.sleeps:
             self.call_on_all_ranks(self.llm.wake_up, tags=["weights"])
@@ -116,7 +129,7 @@ class VLLMEngine:
             self.call_on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
         self.call_on_all_ranks(self.llm.reset_prefix_cache)
         expected = score(model, self.sequence)
-        gather_from_ranks(lambda: self.refuse_other_scores(expected, is_exact(model)))
+        self.ranks.gather(lambda: self.refuse_other_scores(expected, is_exact(model)))
 
     def refuse_other_scores(self, expected: Tensor, exact: bool) -> None:
         """Raise RunError if the engine's log-probabilities of the fixed sequence are not those expected."""
@@ -138,6 +151,39 @@ class VLLMEngine:
         inputs = [{"prompt_token_ids": prompt}]
         output, = self.call(self.llm.generate, inputs, parameters, use_tqdm=False)
         return torch.tensor(logp_of(prompt[1:], output.prompt_logprobs[1:]))
+
+    def sample(
+        self, prompts: list, config, *, seed: int, num_completions: int | None = None,
+        earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
+    ) -> Rollout:
+        """Sample as Engine.sample: one turn of all completions, then the next. on_tokens is not called."""
+        size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
+        prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+        earlier = occurrences(prompts) if earlier is None else earlier
+        seeds = [int(g.integers(2**62)) for g in random_generators(prompt_ids, earlier, size, seed)]
+        stop_ids, policy = stop_token_ids(self.model, self.tokenizer), sampling_policy(config)
+        state = SamplingState(
+            np.zeros((len(seeds), limit), np.float32), stop_ids, self.tokenizer.pad_token_id, policy,
+            torch.device("cpu"), reply,
+        )
+        requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
+        while requests:
+            first, count = [rows[0] for rows in requests], state.count.tolist()
+            turns = self.generate(
+                [prompt_ids[row // size] + state.ids[row, : count[row]].tolist() for row in first],
+                num_completions=len(requests[0]), max_tokens=[limit - count[row] for row in first],
+                seeds=[seeds[row] + count[row] for row in first], stop_ids=stop_ids, policy=policy,
+            )
+            rows = [row for request in requests for row in request]
+            for row, turn in zip(rows, chain(*turns), strict=True):
+                state.append(row, *turn)
+            active = state.active_rows(rows)              # environments reply
+            for row in active:
+                forced = state.forced_on_host[row, state.count[row] :]
+                added = forced[forced >= 0].tolist()
+                state.append(row, added, [0.0] * len(added), False)
+            requests = [[row] for row in active]
+        return as_rollout(state, prompt_ids, self.tokenizer)
 
     def generate(
         self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],
@@ -221,36 +267,3 @@ def score(model, ids: Tensor) -> Tensor:
         return compute_logits(model, hidden[0, :-1]).log_softmax(-1).clone()
 
     return forward_pass(model, log_probs).cpu().gather(-1, ids[1:, None])[:, 0]
-
-
-def ready_to_sample(model, engine: VLLMEngine | None):
-    """Return a context for sampling on all ranks: the engine has the weights, or each process has all."""
-    return engine.awake(model) if engine else gathered_weights(model)
-
-
-def sample_from_engine(
-    engine, prompts: list[list[int]], state: SamplingState, group_size: int, seeds: list[int]
-) -> None:
-    """Fill a SamplingState with a VLLMEngine: one turn of all conversations, then the next.
-
-    seeds  (B,) of the completions. The first turns of siblings are one request.
-    """
-    limit = state.ids.shape[1]
-    requests = [range(p * group_size, (p + 1) * group_size) for p in range(len(prompts))]        # their rows
-    while requests:
-        first, count = [rows[0] for rows in requests], state.count.tolist()
-        turns = engine.generate(
-            [prompts[row // group_size] + state.ids[row, : count[row]].tolist() for row in first],
-            num_completions=len(requests[0]), max_tokens=[limit - count[row] for row in first],
-            seeds=[seeds[row] + count[row] for row in first], stop_ids=state.stop_ids.tolist(),
-            policy=state.policy,
-        )
-        rows = [row for request in requests for row in request]
-        for row, turn in zip(rows, chain(*turns), strict=True):
-            state.append(row, *turn)
-        active = state.active_rows(rows)                  # environments reply
-        for row in active:
-            forced = state.forced_on_host[row, state.count[row] :]
-            reply = forced[forced >= 0].tolist()
-            state.append(row, reply, [0.0] * len(reply), False)
-        requests = [[row] for row in active]

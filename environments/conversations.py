@@ -19,14 +19,52 @@ other.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+
+import torch
 
 from engine.errors import RunError, exits_as_errors
 from engine.chat_template import as_messages, encode_reply, is_ids
 from engine.packing import completion_lengths
+from environments.loading import responders
 from reward_functions.calling import MOST_POINTS
+from sample import Rollout, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
+
+
+def sample_with_environment(
+    engine, environment: Callable | None, examples: list[dict], config, *, num_completions: int | None = None,
+    **options,
+) -> Rollout:
+    """Sample a group for each example's prompt. With an environment a completion is a list of messages.
+
+    engine   an Engine;  config  a GRPOConfig
+    options  seed, earlier, on_tokens: see Engine.sample
+    """
+    prompts, tokenizer = [example["prompt"] for example in examples], engine.tokenizer
+    if environment is None:
+        return engine.sample(prompts, config, num_completions=num_completions, **options)
+    stops = stop_token_ids(engine.model, tokenizer)
+    conversations = [
+        Conversation(tokenizer, prompt, respond, config, stops)
+        for prompt, respond in zip(prompts, responders(environment, examples), strict=True)
+        for _ in range(num_completions or config.num_completions_per_prompt)
+    ]
+    rollout = engine.sample(
+        prompts, config, num_completions=num_completions,
+        reply=lambda row, ids: conversations[row].end_turn(ids), **options,
+    )
+    points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
+    rows = zip(conversations, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
+    for row, conversation in enumerate(conversations):
+        points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
+    return replace(
+        rollout, turn_points=points,
+        finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in conversations]),
+        completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows],
+    )
 
 
 class Conversation:

@@ -9,7 +9,7 @@ import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.devices import all_sum, print_last_line, shutdown
+from engine.devices import print_last_line, shutdown
 from engine.errors import RunError
 from runs.checkpoint import NotSaved
 from runs.command_line import printable
@@ -36,8 +36,10 @@ class StopOnSignal:
     A second Ctrl-C ends the program at once. A signal that is ignored, as by nohup, stays so.
     """
 
+    def __init__(self, ranks):
+        self.ranks, self.received = ranks, False
+
     def __enter__(self):
-        self.received = False
         signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
         self.previous = {number: signal.signal(number, self.receive) for number in handled}
@@ -52,7 +54,7 @@ class StopOnSignal:
 
     def requested(self) -> bool:
         """Return True on all ranks as soon as one has received a signal."""
-        return all_sum(int(self.received)) > 0
+        return self.ranks.sum(int(self.received)) > 0
 
     def __exit__(self, *exception):
         for number, handler in self.previous.items():

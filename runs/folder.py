@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from analysis.report import write_report
 from config import Config
-from engine.devices import all_gather_object, gather_from_ranks, is_main
+from engine.devices import all_gather_object, is_main
 from engine.errors import RunError, first_line
 from runs.console import RunConsole
 from runs.curves import draw_curves
@@ -34,8 +34,8 @@ from sources.run_owner import OWNER, owner_of
 class RunFolder:
     """The folder of one run, with its console. A context manager around the training loop."""
 
-    def __init__(self, config: Config):
-        training = config.training
+    def __init__(self, config: Config, ranks):
+        training, self.ranks = config.training, ranks
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
@@ -49,7 +49,7 @@ class RunFolder:
         refuse_missing(training.report_to)
         self.writes, self.lock, self.begun = is_main(), None, training.resume
         if training.resume and not read_only:             # before a checkpoint is chosen
-            gather_from_ranks(self.acquire_lock)
+            ranks.gather(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
         self.tracker = None
         self.history: list[dict] = []                     # metrics of the GRPO steps
@@ -87,7 +87,7 @@ class RunFolder:
 
         raises  RunError, on all ranks, if another run writes to it
         """
-        gather_from_ranks(self.acquire_lock)
+        self.ranks.gather(self.acquire_lock)
         if not self.writes:
             return
         replace_text(self.path / "config.json", json.dumps(self.config.as_dict(), indent=2) + "\n")

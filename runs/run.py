@@ -19,8 +19,9 @@ from config import Config, GRPOConfig
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
 from engine.errors import RunError, first_line, is_out_of_memory
+from engine.plain import Engine
+from engine.ranks import ManyRanks, OneRank
 from engine.sharding import replicated_sums
-from engine.vllm_engine import VLLMEngine
 from experience import Experience, log_probs_of_rollout
 from grpo import adapt_kl_coefficient
 from model import ValueHead, frozen_copy, move, save_policy
@@ -86,12 +87,11 @@ class Run:
     train_set: Sequence[dict]
     eval_set: Sequence[dict]
     phases: list[Phase]
-    shared_prompt: bool                                   # a prompt is forwarded once for all its completions
+    ranks: OneRank | ManyRanks
     # The policy and its progress.
-    model: torch.nn.Module
+    engine: Engine
     progress: Progress = field(default_factory=Progress)
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
-    engine: VLLMEngine | None = None                      # samples; None: the model does
     # Objects of the current phase.
     batches: ShuffledBatches | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -121,10 +121,9 @@ class Run:
         return self.minibatch_seed + 1 + (attempt << 96)
 
     @property
-    def forwarding(self) -> dict:
-        """Return the options of the forward passes in experience.py."""
-        max_tokens = self.config.training.max_tokens_per_forward
-        return {"max_tokens": max_tokens, "shared_prompt": self.shared_prompt}
+    def model(self) -> torch.nn.Module:
+        """Return the policy."""
+        return self.engine.model
 
     def scaler_for(self, parameters: list) -> torch.amp.GradScaler:
         """Return the scaler; without a gradient, as in tied groups, which it rejects, one without effect."""
@@ -169,26 +168,15 @@ class Run:
 
     def require_equal_ranks(self) -> None:
         """Raise RunError, on all ranks, if their settings, choices or replicated parameters differ."""
-        if num_processes() == 1:
-            return
         choices = {name: value for part in self.config.as_dict().values() for name, value in part.items()}
         for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
             del choices[name]                             # paths, of which each machine may have its own
-        choices |= {"shared_prompt": self.shared_prompt, "examples": len(self.train_set)}
+        choices |= {"engine": type(self.engine).__name__, "examples": len(self.train_set)}
         sums: dict[str, float] = {}
         for name in "model", "reference", "value_head":
             module = getattr(self, name)
             sums |= replicated_sums(name, module) if isinstance(module, torch.nn.Module) else {}
-        seen: dict[str, tuple[int, object]] = {}
-        for rank, (its_choices, its_sums) in enumerate(all_gather_object((choices, sums))):
-            for name, value in (its_choices | its_sums).items():
-                first, expected = seen.setdefault(name, (rank, value))
-                rounding = 1e-3 + 1e-4 * abs(expected) if name in its_sums else 0
-                if abs(value - expected) > rounding if rounding else value != expected:
-                    raise RunError(
-                        f"{name} is {expected!r:.60} on rank {first} and {value!r:.60} on rank {rank}: start "
-                        "all ranks with the same command, files and versions."
-                    )
+        self.ranks.agree({name: str(value) for name, value in choices.items()} | sums)
 
     def end_phase(self) -> None:
         """Advance to the next phase."""
@@ -199,7 +187,8 @@ class Run:
         """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises NotSaved."""
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
-            "shared_prompt": self.shared_prompt, "random_states": all_gather_object(random_states()),
+            "engine": type(self.engine).__name__, "shared_prompt": self.engine.shares_prompts,
+            "random_states": all_gather_object(random_states()),
             "reference_adapter": reference_state(self.reference),
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         return write_checkpoint(
@@ -287,11 +276,10 @@ class Run:
         num_rows = training.batch_size * config.num_completions_per_prompt
         with self.checkpoint_on_error() if self.batches else nullcontext():      # None: before any phase
             result = evaluate(
-                self.model, self.tokenizer, self.eval_set, config, seed=training.seed << 32,
-                reward_functions=self.reward_functions, on_error=config.reward_errors,
-                reward_timeout=config.reward_timeout, shared_prompt=self.shared_prompt,
-                environment=self.environment, batch_size=config.generation_batch_size or num_rows,
-                trainer_state=self.trainer_state, engine=self.engine,
+                self.engine, self.ranks, self.eval_set,
+                replace(config, generation_batch_size=config.generation_batch_size or num_rows),
+                seed=training.seed << 32, reward_functions=self.reward_functions,
+                environment=self.environment, trainer_state=self.trainer_state,
             )
         self.folder.log(self.progress.step, "eval", result)
         self.console.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
@@ -315,7 +303,7 @@ class Run:
             before, every = step - metrics["updates"], self.config.training.log_rollouts_every
             if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
                 policy = self.config.grpo.policy
-                after = log_probs_of_rollout(self.model, experience.rollout, policy, **self.forwarding)
+                after = log_probs_of_rollout(self.engine, self.ranks, experience.rollout, policy)
                 records = completion_records(experience, after)
                 folder.append("rollouts.jsonl", step, phase, records)
         if metrics["skipped"]:

@@ -15,15 +15,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config import Config, GRPOConfig, ModelConfig, TrainingConfig
+from config import Config, ModelConfig, TrainingConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.devices import (
-    all_gather_object, available_gb, best_device, gather_from_ranks, is_main, keep_freed_memory,
-    num_processes, peak_memory_gb,
+    all_gather_object, available_gb, best_device, is_main, keep_freed_memory, num_processes, peak_memory_gb,
 )
+from engine.plain import Engine
 from engine.precision import resolve_precision
-from engine.sharding import gathered_weights, shard, sharded_like
-from engine.vllm_engine import VLLMEngine, refuse_engine
+from engine.ranks import ManyRanks, OneRank, make_ranks
+from engine.sharding import shard, sharded_like
+from engine.vllm_engine import VLLM, refuse_engine
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from model import check_context_length, load_policy, load_tokenizer, move
@@ -35,7 +36,7 @@ from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.run import Progress, Run
-from runs.startup_check import INSTEAD, check_engine, check_setup
+from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine
 from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
@@ -92,27 +93,32 @@ def validate_grpo_setup(
 
 
 def start_up_check(
-    model, tokenizer, examples: list[dict], config: Config, reward_functions: list, environment,
-    engine: VLLMEngine | None, notify: Callable,
-) -> bool:
-    """Run the start-up check and print its notes; with --check, print all results.
+    policy, tokenizer, examples: list[dict], config: Config, reward_functions: list, environment,
+    ranks: OneRank | ManyRanks, make_engine: Callable | None, longest_prompt: int, notify: Callable,
+) -> Engine:
+    """Run the start-up check and print its notes; with --check, print all results. Return the run's engine.
 
-    returns  True if completions can share their prompt, on all ranks
-    raises   ValueError if a check failed, RunError if a reward function or the environment raised
+    make_engine  see set_up
+    raises       ValueError if a check failed, RunError if a reward function or the environment raised
     """
-    training = config.training
-    grpo = config.grpo if training.use_grpo else config.grpo.supervised
-    with gathered_weights(model):
-        findings = check_setup(
-            model, tokenizer, examples, grpo, reward_functions, environment,
-            shared_prompt=grpo.engine != "plain", engine=engine,
-        )
-    packing = next(finding for finding in findings if finding.name == "packing")
+    training, grpo = config.training, config.grpo if config.training.use_grpo else config.grpo.supervised
+    max_tokens = training.max_tokens_per_forward
+    plain = Engine(policy, tokenizer, max_tokens=max_tokens)
+    with plain.sampling():
+        inner, packing = choose_engine(plain, ranks, [example["prompt"] for example in examples[:2]], grpo)
+        findings = [*check_setup(inner, examples, grpo, reward_functions, environment), packing]
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):
         packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)
-    if engine:
-        findings.append(check_engine(engine, model, tokenizer, examples, grpo, packing.ok is True))
+    engine = inner
+    if make_engine:
+        engine = make_engine(policy, tokenizer, max_tokens=max_tokens)
+    elif grpo.engine == "vllm":
+        states, length = random_states(), longest_prompt + grpo.generation_max_length
+        engine = VLLM(inner, max_length=length, memory=grpo.engine_memory)       # it seeds the generators
+        set_random_states(states)
+    if engine is not inner:
+        findings.append(check_engine(engine, inner, ranks, examples, grpo))
     for finding in findings:
         is_note = finding.ok is not True and finding.name != "first prompt"
         if training.check or is_note:
@@ -123,30 +129,23 @@ def start_up_check(
         raise ValueError(f"start-up check: {broken[0].name}: {broken[0].found}; {broken[0].fix}")
     agreements = ", ".join(f"{f.name} ok" for f in findings if f.ok)
     notify(f"start-up check: {agreements}")
-    return all(all_gather_object(packing.ok))
-
-
-def start_engine(policy, config: GRPOConfig, longest_prompt: int) -> VLLMEngine | None:
-    """Return the engine of --engine vllm, None for the others. vLLM seeds the global generators."""
-    if config.engine != "vllm":
-        return None
-    states, max_length = random_states(), longest_prompt + config.generation_max_length
-    engine = VLLMEngine(policy, max_length=max_length, memory=config.engine_memory)
-    set_random_states(states)
     return engine
 
 
 def set_up(
     config: Config, *, reward_functions: Sequence[str | Callable] | None = None,
     environment: str | Callable | None = None, dataset: str | Sequence | None = None,
-    eval_dataset: str | Sequence | None = None,
+    eval_dataset: str | Sequence | None = None, engine: Callable | None = None,
 ) -> Run:
     """Prepare a run up to its first step. Raises ValueError if the user has to change something.
 
     reward_functions, environment  names, functions, or None: those of config
     dataset, eval_dataset          a source or examples for load_examples, or None: that of config
+    engine                         a subclass of Engine, or a function of its arguments that returns one;
+                                   None: --engine
     """
     device = best_device(config.model.device)
+    ranks = make_ranks(device)
     refuse_engine(config.grpo, device)
     if reward_functions is not None:
         alone = isinstance(reward_functions, str) or callable(reward_functions)
@@ -165,7 +164,7 @@ def set_up(
     if training.adam_8bit:
         adam_8bit()
     mesh = parse_mesh(config)
-    folder = RunFolder(config)
+    folder = RunFolder(config, ranks)
     console = folder.console
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = [load_reward_function(name) for name in names] if training.use_grpo else []
@@ -173,7 +172,7 @@ def set_up(
     environment = load_environment(config.grpo.environment if environment is None else environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
     validate_demonstrations(config, train_set)
-    checkpoint = find_checkpoint(config, folder) if training.resume else None
+    checkpoint = find_checkpoint(config, folder, ranks) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
     tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
@@ -198,16 +197,14 @@ def set_up(
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
     for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
-    engine = start_engine(policy, config.grpo, longest)
-    shared_prompt = start_up_check(
-        policy, tokenizer, train_set, config, functions, environment, engine, console.print
-    )
+    engine = start_up_check(
+        policy, tokenizer, train_set, config, functions, environment, ranks, engine, longest, console.print)
     run = Run(
-        config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases,
-        shared_prompt, policy, Progress(kl_coef=config.grpo.kl_coef), engine=engine,
+        config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
+        Progress(kl_coef=config.grpo.kl_coef),
     )
     for line in describe_step(
-        config, longest_prompt=longest_prompt, shared_prompt=shared_prompt, mesh=mesh, memory=memory,
+        config, longest_prompt=longest_prompt, shared_prompt=engine.shares_prompts, mesh=mesh, memory=memory,
         libraries=libraries,
     ):
         console.print(line)
@@ -231,10 +228,10 @@ def load_trained_policy(
     return policy
 
 
-def find_checkpoint(config: Config, folder: RunFolder) -> Path | None:
+def find_checkpoint(config: Config, folder: RunFolder, ranks: OneRank | ManyRanks) -> Path | None:
     """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
     find = partial(latest_checkpoint, folder.path, folder.console.print) if is_main() else lambda: None
-    checkpoint = gather_from_ranks(find)[0]               # one process reads all files, for their checksums
+    checkpoint = ranks.gather(find)[0]                    # one process reads all files, for their checksums
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(
             f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path"

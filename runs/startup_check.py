@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
-from config import GRPOConfig
 from data import encode_prompt
+from engine import make_engine
 from engine.chat_template import as_messages, is_ids
 from engine.errors import first_line
 from engine.packing import left_pad
 from engine.text_model import has_experts
+from engine.plain import Engine
+from engine.precision import is_exact
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
 from experience import compare_with_sampler, log_probs_of_rollout, ratio_tolerance
-from logprobs import completion_log_probs
-from engine.precision import is_exact
 from reward_functions.loading import data_example
 from rewards import Reports, compute_rewards_for_completions
-from sample import Rollout, sample_completions_for_prompts, stop_token_ids
+from sample import Rollout, stop_token_ids
 from sources.tasks import demonstration
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
@@ -42,34 +42,45 @@ class Finding:
     fix: str = ""               # a remedy if ok is False
 
 
-def check_setup(
-    model, tokenizer, examples: list[dict], config, reward_functions: list, environment=None,
-    shared_prompt: bool = True, engine=None,
-) -> list[Finding]:
-    """Run all checks on two examples.
+def choose_engine(plain: Engine, ranks, prompts: list, config) -> tuple[Engine, Finding]:
+    """Return the shared engine where its results are those of the plain one on all ranks, else the plain one.
 
-    config            a GRPOConfig
-    reward_functions  [] for supervised training
-    shared_prompt     False: do not check packing
-    engine            a VLLMEngine that samples in place of the model: see check_engine
+    prompts  as for Engine.sample;  config  a GRPOConfig;  the finding is that of check_packing
     """
+    if config.engine == "plain":
+        return plain, Finding("packing", None, "off: --engine plain")
+    shared = make_engine("shared", plain.model, plain.tokenizer, max_tokens=plain.max_tokens)
+    prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
+    finding = check_packing(shared, plain, prompts, shortened(config))
+    on_all_ranks = ranks.sum(int(finding.ok is True)) == ranks.size
+    return shared if on_all_ranks else plain, finding
+
+
+def shortened(config, length: int = 16):
+    """Return a GRPOConfig with completions of at most `length` tokens."""
+    return replace(config, generation_max_length=min(length, config.generation_max_length))
+
+
+def check_setup(
+    engine: Engine, examples: list[dict], config, reward_functions: list, environment=None
+) -> list[Finding]:
+    """Run all checks but choose_engine's on two examples.
+
+    engine            plain or shared;  config  a GRPOConfig
+    reward_functions  [] for supervised training
+    """
+    model, tokenizer = engine.model, engine.tokenizer
     answered = next((example for example in examples if example.get("answer")), examples[0])
     examples = examples[:2]
-    short = replace(config, generation_max_length=min(16, config.generation_max_length))
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    packing = Finding("packing", None, "off: --engine plain")
-    if shared_prompt:
-        packing = check_packing(model, tokenizer, prompts, short)
     padded = [prompts[0], prompts[0][len(prompts[0]) // 2 :]]         # the second one, to the first's length
-    rollout = sample_completions_for_prompts(
-        model, tokenizer, padded, short, seed=0, num_completions=2, shared_prompt=packing.ok is True
-    )
+    rollout = engine.sample(padded, shortened(config), seed=0, num_completions=2)
+    plain = make_engine("plain", model, tokenizer)
     findings = [
         *check_tokens(model, tokenizer, prompts),
         *check_template(tokenizer, examples[0]["prompt"]),
-        check_head(model, rollout),
-        *([] if engine else [check_sampler(model, rollout, config)]),
-        packing,
+        check_head(plain, rollout),
+        check_sampler(plain, rollout, config),
     ]
 
     def new_conversation():
@@ -119,75 +130,66 @@ def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
 
 
 @torch.no_grad()
-def check_head(model, rollout: Rollout) -> Finding:
+def check_head(plain: Engine, rollout: Rollout) -> Finding:
     """Compare the chunked head with the model's own forward pass, at temperature 1, on the first row."""
-    device = next(model.parameters()).device
     mask = rollout.completion_mask[0]
     prompt, completion = rollout.prompt_ids[0][rollout.prompt_mask[0]], rollout.completion_ids[0][mask]
-    ids = torch.cat([prompt, completion])[None].to(device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(device))[:, 0]
-    ours = completion_log_probs(model, rollout, torch.tensor([0]), shared_prompt=False).logp[0, mask]
+    ids = torch.cat([prompt, completion])[None].to(plain.device)
+    logits = plain.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(plain.device))[:, 0]
+    ours = plain.log_probs(rollout, torch.tensor([0]), {}).logp[0, mask]
     fix = "logits of this architecture need a step that compute_logits in engine/logits.py lacks: add it"
-    return compare(model, "head", "chunked head and the model's own", ours, own, fix)
+    return compare(plain.model, "head", "chunked head and the model's own", ours, own, fix)
 
 
 @torch.no_grad()
-def check_sampler(model, rollout: Rollout, config) -> Finding:
+def check_sampler(plain: Engine, rollout: Rollout, config) -> Finding:
     """Compare the log-probabilities that tokens were sampled with and those that training computes.
 
     Sampling pads prompts on the left, training pads rows on the right.
     """
-    trained = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp.cpu()
+    trained = plain.log_probs(rollout, None, config.policy).logp
     options = "--attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"
     fix = f"ratios would not start at 1: try {options}"
-    return compare(model, "sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
+    return compare(plain.model, "sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
 
 
-def check_engine(engine, model, tokenizer, examples: list[dict], config, shared_prompt: bool) -> Finding:
-    """Compare the log-probabilities that vLLM sampled with and those of the trainer. Call on all ranks."""
-    short = replace(config, generation_max_length=min(64, config.generation_max_length))
-    with engine.awake(model):
-        rollout = sample_completions_for_prompts(
-            model, tokenizer, [example["prompt"] for example in examples[:2]], short, seed=0,
-            num_completions=8, engine=engine,
-        )
-    options = dict(max_tokens=2048, shared_prompt=shared_prompt)
-    found = compare_with_sampler(log_probs_of_rollout(model, rollout, config.policy, **options).logp, rollout)
-    ok = found["sampler_deviation"] <= ratio_tolerance(model, engine)
-    fix = "vLLM computes this model differently: take --engine auto, or --precision float32"
-    return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, "
-                   f"largest difference {found['engine_deviation']:.1e} nat", fix)
+def check_engine(engine: Engine, trainer: Engine, ranks, examples: list[dict], config) -> Finding:
+    """Compare the log-probabilities that another engine sampled with and the trainer's. Call on all ranks.
 
-
-def can_share_prompts(model, tokenizer, prompt) -> bool:
-    """Return True if completions can be packed behind one prompt, in sampling and in training."""
-    config = GRPOConfig(
-        generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0, generation_max_length=8
-    )
-    return check_packing(model, tokenizer, [encode_prompt(tokenizer, prompt)], config).ok is True
+    engine  vLLM's, or a caller's own;  trainer  plain or shared
+    """
+    prompts = [example["prompt"] for example in examples[:2]]
+    with engine.sampling():
+        rollout = engine.sample(prompts, shortened(config, 64), seed=0, num_completions=8)
+    found = compare_with_sampler(log_probs_of_rollout(trainer, ranks, rollout, config.policy).logp, rollout)
+    ok = found["sampler_deviation"] <= ratio_tolerance(engine)
+    fix = "it computes this model differently: take --engine auto, or --precision float32"
+    return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, largest difference "
+                   f"{found['engine_deviation']:.1e} nat", fix)
 
 
 @torch.no_grad()
-def check_packing(model, tokenizer, prompts: list[list[int]], config) -> Finding:
+def check_packing(shared: Engine, plain: Engine, prompts: list[list[int]], config) -> Finding:
     """Compare completions packed behind one prompt with plain rows, which are slower but always correct.
 
     Random completions test the trainer, completions from a shared cache the sampler. ok is True or None, and
     there is a fix if both could be computed and differ.
     """
-    rollout = random_rollout(model, tokenizer, prompts)
+    model = shared.model
+    rollout = random_rollout(model, shared.tokenizer, prompts)
     try:
-        packed = completion_log_probs(model, rollout, **config.policy, shared_prompt=True).logp
-        sampled = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=2)
+        packed = shared.log_probs(rollout, None, config.policy).logp
+        sampled = shared.sample(prompts, config, seed=0, num_completions=2)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return Finding("packing", None, f"off: {first_line(error)}{INSTEAD}")
-    rows = completion_log_probs(model, rollout, **config.policy, shared_prompt=False).logp
-    again = completion_log_probs(model, sampled, **config.policy, shared_prompt=False).logp.cpu()
-    shared = torch.cat([packed.flatten().cpu(), sampled.sampling_logp.flatten()])
-    plain = torch.cat([rows.flatten().cpu(), again.flatten()])
-    finding = compare(model, "packing", "packed and plain rows", shared, plain, "")
+    rows = plain.log_probs(rollout, None, config.policy).logp
+    again = plain.log_probs(sampled, None, config.policy).logp.cpu()
+    left = torch.cat([packed.flatten().cpu(), sampled.sampling_logp.flatten()])
+    right = torch.cat([rows.flatten().cpu(), again.flatten()])
+    finding = compare(model, "packing", "packed and plain rows", left, right, "")
     if finding.ok:
         return finding
     fix = "engine/packing.py, prefix_attention.py or cache.py has a fault; --engine plain does without"

@@ -1,0 +1,65 @@
+"""
+The plain engine: how completions are sampled and scored, with a row of prompt and completion for each. Every
+other engine is a subclass with the same methods; a caller's own is passed to train(config, engine=...).
+
+Shapes: P prompts, G completions of each, B = P*G rows, T completion tokens.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from engine.packing import micro_batches
+from engine.sharding import gathered_weights
+from logprobs import LogProbs, completion_log_probs
+from sample import Rollout, sample_completions_for_prompts
+
+
+class Engine:
+    """Sample from a model, and score completions under it."""
+
+    shares_prompts = False      # a prompt is forwarded once for all its completions
+    same_arithmetic = True      # sample and log_probs agree to the rounding of the model's own passes
+
+    def __init__(self, model, tokenizer, *, max_tokens: int = 2048):
+        """max_tokens: tokens of a forward pass in training, the same on all ranks."""
+        self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
+
+    @property
+    def device(self):
+        """Return the device of the model."""
+        return next(self.model.parameters()).device
+
+    def sampling(self) -> AbstractContextManager:
+        """Return the context of sampling a round of prompts. All ranks enter it, with prompts or not."""
+        return gathered_weights(self.model)
+
+    def sample(
+        self, prompts: list, config, *, seed: int, num_completions: int | None = None,
+        earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
+    ) -> Rollout:
+        """Sample a group for each prompt of this rank: see sample_completions_for_prompts."""
+        return sample_completions_for_prompts(
+            self.model, self.tokenizer, prompts, config, seed=seed, num_completions=num_completions,
+            earlier=earlier, reply=reply, on_tokens=on_tokens,
+        )
+
+    def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
+        """Split rows into batches of at most max_tokens tokens, the same on all ranks.
+
+        parts  the least number of batches, if there are as many rows
+        """
+        return micro_batches(
+            rollout, rows, self.max_tokens, shared=self.shares_prompts, at_least=parts, device=self.device)
+
+    def log_probs(
+        self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,
+        value_head=None,
+    ) -> LogProbs:
+        """Compute log-probabilities (rows, T) of completions, with gradient: see completion_log_probs.
+
+        policy  temperature, top_k, top_p;  model  in place of the engine's: a reference
+        """
+        return completion_log_probs(
+            model or self.model, rollout, rows, **policy, reference=reference, value_head=value_head)

@@ -1,0 +1,120 @@
+"""
+Ranks: how the work of a run is divided among processes. OneRank has no others; ManyRanks has the same methods
+for the processes of torchrun, and for XLA, where one process drives all devices and ends its programs here.
+
+All ranks call every method, in the same order. Ranks of one tensor-parallel group do the same work.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from engine import devices
+from engine.devices import all_gather_object, cut_graph, num_processes, process_rank, sum_in_place
+from engine.errors import RunError
+
+
+class OneRank:
+    """One process, on a CPU or a GPU."""
+
+    size = 1                                              # slices that the work is divided into
+
+    def gather(self, work: Callable, *columns: list) -> list:
+        """Call work with this rank's slice of each column, and return the results of all ranks in order.
+
+        Ranks without items have no result. The first rank's exception is raised on every rank.
+        """
+        return [work(*columns)]
+
+    def steps(self, batches: list) -> Iterator[tuple[object, int]]:
+        """Yield (batch, 1) for this rank's batches, then (a batch, 0) until all ranks have had as many.
+
+        A forward pass of a sharded model needs all ranks. What is computed with 0 must not be counted.
+        """
+        return ((batch, 1) for batch in batches)
+
+    def sum(self, count):
+        """Sum a number, or a tensor on the CPU, over all ranks."""
+        return count
+
+    def agree(self, values: dict[str, object]) -> None:
+        """Raise RunError, on all ranks, if a value differs between ranks that have one of this name.
+
+        Floats may differ by rounding.
+        """
+
+
+class ManyRanks:
+    """The processes of torchrun, or the process that drives XLA's devices."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @property
+    def size(self) -> int:
+        return num_processes() // devices.tensor_parallel
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this rank's slice, from 0."""
+        return process_rank() // devices.tensor_parallel
+
+    def slice(self, items: list) -> list:
+        """Return the slice of this rank. Slices cover all items; their sizes differ by at most one."""
+        n = len(items)
+        return items[n * self.rank // self.size : n * (self.rank + 1) // self.size]
+
+    def gather(self, work: Callable, *columns: list) -> list:
+        failure = result = None
+        mine = [self.slice(column) for column in columns]
+        has_work = not mine or len(mine[0]) > 0
+        try:
+            result = work(*mine) if has_work else None
+        except Exception as error:
+            failure = error
+        outcomes = all_gather_object((failure and picklable(failure), has_work, result))
+        first = next((rank for rank, (error, *_) in enumerate(outcomes) if error), None)
+        if first is not None:
+            raise failure if first == process_rank() else outcomes[first][0]
+        return [result for _, had_work, result in outcomes[:: devices.tensor_parallel] if had_work]
+
+    def steps(self, batches: list) -> Iterator[tuple[object, int]]:
+        cut_graph(self.device)
+        for start in range(0, len(batches), self.size):
+            index = start + self.rank
+            yield batches[min(index, len(batches) - 1)], int(index < len(batches))
+            cut_graph(self.device)
+
+    def sum(self, count):
+        if num_processes() == 1:
+            return count
+        total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
+        sum_in_place(total)
+        return total if isinstance(count, Tensor) else total.item()
+
+    def agree(self, values: dict[str, object]) -> None:
+        seen: dict[str, tuple[int, object]] = {}
+        for rank, its_values in enumerate(all_gather_object(values)):
+            for name, value in its_values.items():
+                first, expected = seen.setdefault(name, (rank, value))
+                rounding = 1e-3 + 1e-4 * abs(expected) if isinstance(expected, float) else 0
+                if abs(value - expected) > rounding if rounding else value != expected:
+                    raise RunError(
+                        f"{name} is {expected!s:.60} on rank {first} and {value!s:.60} on rank {rank}: start "
+                        "all ranks with the same command, files and versions."
+                    )
+
+
+def make_ranks(device: torch.device) -> OneRank | ManyRanks:
+    """Return the ranks of this start: those of torchrun, or XLA's one, else one rank alone."""
+    return ManyRanks(device) if num_processes() > 1 or device.type == "xla" else OneRank()
+
+
+def picklable(error: Exception) -> Exception:
+    """Return an exception that can be sent to other processes."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # its class cannot be imported or constructed by pickle
+        return RuntimeError(f"{type(error).__name__}: {error}")
