@@ -182,7 +182,8 @@ def completion_lengths(completion_mask: Tensor) -> Tensor:
 
 
 def micro_batches(
-    rollout, rows: Tensor, max_tokens: int, *, shared: bool, at_least: int = 1, device: torch.device = CPU
+    rollout, rows: Tensor, max_tokens: int, *, shared: bool = False, at_least: int = 1,
+    device: torch.device = CPU,
 ) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, which for plain rows include padding.
 

@@ -233,6 +233,12 @@ class Run:
                 f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "
                 "not bit for bit"
             )
+        engine = state.get("engine", "Engine")
+        if engine not in ("Engine", "Shared", "VLLM", type(self.engine).__name__):
+            raise ValueError(
+                f"engine {engine}: a Python object of the program that began this run; pass it again: "
+                "train(config, engine=...)"
+            )
         self.saved_state = state
 
     @contextmanager

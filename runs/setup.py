@@ -113,6 +113,8 @@ def start_up_check(
     engine = inner
     if make_engine:
         engine = make_engine(policy, tokenizer, max_tokens=max_tokens)
+        if not isinstance(engine, Engine):
+            raise ValueError(f"engine: {type(engine).__name__} is no Engine; see CONTRIBUTING.md, A sampler")
     elif grpo.engine == "vllm":
         states, length = random_states(), longest_prompt + grpo.generation_max_length
         engine = VLLM(inner, max_length=length, memory=grpo.engine_memory)       # it seeds the generators

@@ -56,6 +56,11 @@ def choose_engine(plain: Engine, ranks, prompts: list, config) -> tuple[Engine, 
     return shared if on_all_ranks else plain, finding
 
 
+def of_two_lengths(prompt: list[int]) -> list[list[int]]:
+    """Return a prompt and its second half, so that a sampler has to pad."""
+    return [prompt, prompt[len(prompt) // 2 :]]
+
+
 def shortened(config, length: int = 16):
     """Return a GRPOConfig with completions of at most `length` tokens."""
     return replace(config, generation_max_length=min(length, config.generation_max_length))
@@ -73,8 +78,7 @@ def check_setup(
     answered = next((example for example in examples if example.get("answer")), examples[0])
     examples = examples[:2]
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    padded = [prompts[0], prompts[0][len(prompts[0]) // 2 :]]         # the second one, to the first's length
-    rollout = engine.sample(padded, shortened(config), seed=0, num_completions=2)
+    rollout = engine.sample(of_two_lengths(prompts[0]), shortened(config), seed=0, num_completions=2)
     plain = make_engine("plain", model, tokenizer)
     findings = [
         *check_tokens(model, tokenizer, prompts),
@@ -159,9 +163,9 @@ def check_engine(engine: Engine, trainer: Engine, ranks, examples: list[dict], c
 
     engine  vLLM's, or a caller's own;  trainer  plain or shared
     """
-    prompts = [example["prompt"] for example in examples[:2]]
+    prompt = encode_prompt(engine.tokenizer, examples[0]["prompt"])
     with engine.sampling():
-        rollout = engine.sample(prompts, shortened(config, 64), seed=0, num_completions=8)
+        rollout = engine.sample(of_two_lengths(prompt), shortened(config, 64), seed=0, num_completions=8)
     found = compare_with_sampler(log_probs_of_rollout(trainer, ranks, rollout, config.policy).logp, rollout)
     ok = found["sampler_deviation"] <= ratio_tolerance(engine)
     fix = "it computes this model differently: take --engine auto, or --precision float32"

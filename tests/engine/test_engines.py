@@ -1,0 +1,103 @@
+"""The seams: engines that sample and score, among them a caller's own, and the work of one rank or many."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Config
+from engine import make_engine
+from engine.plain import Engine
+from engine.ranks import ManyRanks, OneRank, make_ranks
+from engine.shared import Shared
+from runs.setup import set_up
+from sample import sample_completions_for_prompts
+from tests.conftest import PROMPTS
+from train import train
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+CODE = re.search(r"```python run\n(.*?)\nconfig = ", PAGE.read_text().partition("## A sampler")[2], flags=re.DOTALL)[1]
+
+
+def of_the_page(old="", new=""):
+    """The class of the page, with one part of it changed."""
+    names = {}
+    assert old in CODE
+    exec(CODE.replace(old, new), names)
+    return names["Generate"]
+
+
+def settings_of_run(folder, **more):
+    return Config.of(
+        use_grpo=True, cold_start_steps=0, max_steps=2, batch_size=4, eval_limit=4, save_steps=1, report_to="none",
+        output_dir=str(folder), generation_max_length=8, **more)
+
+
+def test_an_engine_samples_and_scores_as_the_functions_do_and_shared_differs_by_rounding(model, tokenizer, settings):
+    plain, shared = make_engine("plain", model, tokenizer, max_tokens=100), make_engine("shared", model, tokenizer, max_tokens=100)
+    assert (type(plain), type(shared), plain.shares_prompts, shared.shares_prompts) == (Engine, Shared, False, True)
+    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    for engine in plain, shared:
+        sampled = engine.sample(PROMPTS, settings, seed=0)
+        assert torch.equal(sampled.completion_ids, rollout.completion_ids)
+        batches = engine.micro_batches(rollout, torch.arange(len(rollout.completion_ids)))
+        assert sorted(torch.cat(batches).tolist()) == list(range(len(rollout.completion_ids))) and len(batches) > 1
+        for rows in batches:
+            logp = engine.log_probs(rollout, rows, settings.policy).logp
+            torch.testing.assert_close(logp, rollout.sampling_logp[rows], atol=1e-4, rtol=0)
+    assert len(plain.micro_batches(rollout, torch.arange(4), parts=4)) == 4
+    with pytest.raises(ValueError, match="--engine=fast: plain, shared or vllm"):
+        make_engine("fast", model, tokenizer)
+
+
+def test_the_sampler_of_the_page_trains_evaluates_and_is_asked_for_when_resuming(tmp_path):
+    sampled, generate = [], of_the_page()
+
+    class Counted(generate):
+        def sample(self, prompts, config, **options):
+            sampled.append(len(prompts))
+            return super().sample(prompts, config, **options)
+
+    train(settings_of_run(tmp_path / "run"), engine=Counted)
+    assert sampled == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"
+    resumed = settings_of_run(tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match=r"engine Counted: a Python object of the program.*pass it again: train\(config, engine=...\)"):
+        set_up(resumed)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("temperature=config.generation_temperature", "temperature=1.3"),
+    ("attention_mask=prompt_mask.", "attention_mask=torch.ones_like(prompt_mask)."),
+    ("scores.gather(-1, ids[..., None])[..., 0]", "scores.amax(dim=-1)"),
+], ids=["temperature", "padding", "log-probabilities"])
+def test_a_sampler_that_is_wrong_does_not_start(tmp_path, old, new):
+    with pytest.raises(ValueError, match=r"start-up check: engine: mean of \|ratio - 1\|"):
+        set_up(settings_of_run(tmp_path), engine=of_the_page(old, new))
+
+
+def test_a_sampler_that_becomes_wrong_ends_the_run(tmp_path):
+    class Later(of_the_page()):
+        def sample(self, prompts, config, **options):
+            rollout = super().sample(prompts, config, **options)
+            return rollout if len(prompts) < 4 else replace(rollout, sampling_logp=rollout.sampling_logp - 0.5)
+
+    with pytest.raises(RuntimeError, match="first ratios must be 1"):
+        train(settings_of_run(tmp_path), engine=Later, reward_functions=lambda completions, **columns: list(map(len, completions)))
+
+
+def test_something_else_is_no_engine(tmp_path):
+    with pytest.raises(ValueError, match="engine: list is no Engine"):
+        set_up(settings_of_run(tmp_path), engine=lambda *_, **__: [])
+
+
+def test_one_rank_does_what_many_do_alone():
+    one, many = OneRank(), ManyRanks(torch.device("cpu"))
+    assert isinstance(make_ranks(torch.device("cpu")), OneRank) and isinstance(make_ranks(torch.device("xla")), ManyRanks)
+    for ranks in one, many:
+        assert ranks.size == 1 and ranks.gather(lambda a, b: a + b, [1], [2]) == [[1, 2]] and ranks.gather(lambda: 7) == [7]
+        assert list(ranks.steps([5, 6])) == [(5, 1), (6, 1)] and ranks.sum(3) == 3
+        ranks.agree({"seed": "1"})
+        with pytest.raises(ZeroDivisionError):
+            ranks.gather(lambda items: items[0] / 0, [1])
