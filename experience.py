@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from engine.errors import RunError
-from engine.packing import completion_lengths
 from engine.precision import is_exact
-from engine.sampling_state import occurrences
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
     overlong_penalty,
 )
-from logprobs import LogProbs
+from logprobs import LogProbs, completion_lengths
 from model import moved_to
 from rewards import Reports, weighted_sum
-from sample import Rollout, join_rollouts, select_groups
+from sample import Rollout, join_rollouts, occurrences, select_groups
 
 
 @dataclass

@@ -1,13 +1,13 @@
 """
 Log-probabilities of completions under a model: the policy that sampled them, a later one, or the reference.
 
-Two ideas keep this fast. A group shares one prompt, so the prompt is forwarded once, followed by its G
-completions (engine/packing.py). The vocabulary is large, so the head runs on a few tokens at a time, again in
-the backward pass: no (tokens, V) tensor outlives a chunk (engine/chunked_head.py).
+Temperature, top-k and top-p are part of the policy: restrict_logits gives its distribution to the sampler and
+to the trainer. The vocabulary is large, so the head runs on a few tokens at a time, and again in the backward
+pass: no (tokens, V) tensor outlives a chunk.
 
-Left out on purpose: models whose layers carry state from token to token cannot be packed. The start-up check
-detects them, and the plain engine forwards one row per completion.
-Shapes: B rows of T completion tokens, N completion tokens in all, H hidden size, V vocabulary.
+Each completion is a row with a prompt of its own. engine/shared.py forwards a prompt once for its siblings.
+Shapes: B = P*G rows of T completion tokens, b rows of a pass, N completion tokens in them, H hidden size, V
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,15 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
-from engine.chunked_head import HeadLogProbs
-from engine.devices import bucket, cut_graph, eager_device
-from engine.logits import compute_logits, policy_logits
-from engine.packing import PackedBatch, plain_rows
-from engine.prefix_attention import forward_packed
-from engine.sharding import forward_pass
+LOGITS_AT_ONCE = 2**22          # tokens * V of a chunk of the head: 16 megabytes in float32
 
 
 @dataclass
 class LogProbs:
-    """Hold results of completion_log_probs in the order of its rows, on the CPU if the model is on XLA."""
+    """Hold results of completion_log_probs in the order of its rows."""
 
     logp: Tensor                        # (rows, T) nats, with gradient; 0 where completion_mask is False
     entropy: Tensor                     # (rows, T) nats, of the same distribution; 0 there too
@@ -38,7 +34,7 @@ class LogProbs:
 
 def completion_log_probs(
     model, rollout, rows: Tensor | None = None, *, temperature: float = 1.0, top_k: int = 0,
-    top_p: float = 1.0, reference=None, value_head=None, pack: Callable = plain_rows,
+    top_p: float = 1.0, reference=None, value_head=None, call: Callable = lambda model, function: function(),
 ) -> LogProbs:
     """Compute log p(token | all tokens before it) under the policy: model, temperature, top-k and top-p.
 
@@ -47,49 +43,160 @@ def completion_log_probs(
     reference   another model of the same vocabulary, for the exact KL at every token, over the tokens that
                 the policy keeps, with both distributions normalised over those; forwarded without gradient
     value_head  a module from hidden states (N, H) to points (N,)
-    pack        how rows are arranged in a pass: plain_rows, or pack_groups, which forwards each prompt once
-                for all its rows. Results are equal to rounding, unless the model's layers carry state.
+    call        runs a function as one forward pass of a model, for models that are sharded
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
-    device = next(model.parameters()).device
-    batch = pack(rollout, rows, device)
-    mask = rollout.completion_mask[rows]                                         # (b, T)
-    chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]                # (N,)
-    padding = (0, bucket(len(chosen), device) - len(chosen))                     # without a gradient
-    chosen, predictor = pad(chosen, padding).to(device), pad(predictor, padding).to(device)
-    batch, reference_hidden = batch.to(device), None
+    device, mask = next(model.parameters()).device, rollout.completion_mask[rows]              # (b, T)
+    prompts, lengths = prompts_and_lengths(rollout, rows)
+    sequences = [
+        torch.cat([prompt, rollout.completion_ids[row, : n - len(prompt)]])
+        for prompt, row, n in zip(prompts, rows, lengths, strict=True)
+    ]
+    ids = pad_sequence(sequences, batch_first=True).to(device)                                 # (b, L)
+    seen = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
+    positions = torch.arange(ids.shape[1], device=device) * seen
+    inputs = dict(input_ids=ids, attention_mask=seen, position_ids=positions, use_cache=False)
+    # A token is predicted by the one before it, the first one by the last token of the prompt.
+    row, token = mask.nonzero(as_tuple=True)                                                   # (N,) each
+    before = torch.tensor([len(prompt) - 1 for prompt in prompts])[row] + token
+    chosen, row, before = (x.to(device) for x in (rollout.completion_ids[rows][mask], row, before))
+
+    def hidden_states(model) -> Tensor:
+        return model.base_model(**inputs).last_hidden_state[row, before]                       # (N, H)
+
+    of_reference = None
     if reference is not None:
         with torch.no_grad():
-            reference_hidden = forward_pass(reference, partial(forward_hidden, reference, batch, predictor))
-    to_policy_logits = partial(policy_logits, model, temperature=temperature, top_k=top_k, top_p=top_p)
+            of_reference = call(reference, partial(hidden_states, reference))
+    policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
-    def forward_head():
-        hidden, head = forward_hidden(model, batch, predictor), model.get_output_embeddings()
-        logp, entropy, kl = HeadLogProbs.apply(
-            hidden, head.weight, head.bias, chosen, to_policy_logits, reference_hidden,
-            lambda hidden: compute_logits(reference, hidden) / temperature,
-        )
-        values = None if value_head is None else value_head(hidden).to(logp.dtype)
-        results = logp, entropy, None if reference is None else kl, values
-        return [None if result is None else result.clone() for result in results]  # FSDP warns of views
+    def forward() -> list[Tensor | None]:
+        hidden, vocabulary = hidden_states(model), len(model.get_output_embeddings().weight)
+        columns = [hidden, chosen] if of_reference is None else [hidden, chosen, of_reference]
+        head = partial(head_log_probs, model, policy, reference)
+        chunks = [
+            checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*(c.split(max(64, LOGITS_AT_ONCE // vocabulary)) for c in columns), strict=True)
+        ]
+        results = [torch.cat(column) for column in zip(*chunks, strict=True)] + [None] * (reference is None)
+        return [*results, None if value_head is None else value_head(hidden).to(results[0].dtype)]
 
-    results = forward_pass(model, forward_head)
-    cut_graph(device)
-    mask = mask.to(eager_device(device))
-    zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=mask.device)
-    return LogProbs(*(
-        None if result is None else zeros.masked_scatter(mask, result.to(mask.device)) for result in results
-    ))
+    results = call(model, forward)
+    zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
+    mask = mask.to(device)
+    return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
 
 
-def forward_hidden(model, batch: PackedBatch, predictor: Tensor) -> Tensor:
-    """Forward a batch and return the final hidden states (N, H) of the tokens at predictor (N,)."""
-    if batch.layout is not None:
-        hidden = forward_packed(model, batch.ids, batch.positions, batch.layout)
-    else:
-        hidden = model.base_model(
-            input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
-        ).last_hidden_state
-    # The first tokens of siblings have one predictor. The backward pass of indexing would add up their
-    # gradients in the order in which threads finish.
-    return embedding(predictor, hidden.flatten(0, 1))
+def head_log_probs(
+    model, policy: dict, reference, hidden: Tensor, chosen: Tensor, of_reference: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Compute logp, entropy and with a reference the exact KL, (n,) nats each, of tokens chosen (n,).
+
+        H = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
+
+    hidden, of_reference  (n, H) under the model and the reference
+    """
+    logits = restrict_logits(compute_logits(model, hidden), **policy, chosen=chosen)           # (n, V)
+    log_p = logits.log_softmax(dim=-1)
+    p, finite = log_p.exp(), log_p.clamp(min=torch.finfo(log_p.dtype).min)       # -inf times 0 would be NaN
+    results = log_p.gather(-1, chosen[:, None])[:, 0], -(p * finite).sum(dim=-1)
+    if of_reference is None:
+        return results
+    log_q = compute_logits(reference, of_reference).to(logits.dtype) / policy["temperature"]
+    log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)
+    return *results, (p * (finite - log_q.clamp(min=torch.finfo(log_q.dtype).min))).sum(dim=-1)
+
+
+def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
+    """Split rows into batches of at most max_tokens tokens, padding included.
+
+    Rows are sorted by length, the longest first, so that similar ones share a batch. A longer row has one of
+    its own. Any split gives the same gradient, since losses take their denominators from the whole step.
+
+    parts  the least number of batches, if there are as many rows
+    """
+    _, lengths = prompts_and_lengths(rollout, rows)
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: -lengths[index]):
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    if len(batches) < min(parts, len(rows)):
+        return micro_batches(rollout, rows, min(max_tokens, max(lengths) * len(rows)) // 2, parts)
+    return [rows[batch] for batch in batches]
+
+
+def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]:
+    """Return the prompt (n,) of each row without padding, and the tokens of prompt and completion."""
+    group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
+    prompts = [rollout.prompt_ids[p][rollout.prompt_mask[p]] for p in (rows // group_size).tolist()]
+    ends = completion_lengths(rollout.completion_mask[rows]).tolist()
+    return prompts, [len(prompt) + end for prompt, end in zip(prompts, ends, strict=True)]
+
+
+def completion_lengths(completion_mask: Tensor) -> Tensor:
+    """Count tokens (B,) up to and including the last one that the policy chose; later ones affect no loss."""
+    steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
+    return (completion_mask * steps).amax(dim=1)
+
+
+# ---- from hidden states to the policy ----------------------------------------------------------------------
+
+
+def compute_logits(model, hidden: Tensor) -> Tensor:
+    """Compute the model's own logits (n, V) from final hidden states (n, H)."""
+    head = model.get_output_embeddings()
+    return scale_and_softcap(model, lm_head(hidden, head.weight, head.bias))
+
+
+def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply hidden states (n, H) by a head (V, H) and add its bias: (n, V).
+
+    On a CPU the result is a view of (V, n): for a few tokens that takes half the time (dev/LOG.md).
+    """
+    if hidden.device.type != "cpu":
+        return torch.nn.functional.linear(hidden, weight, bias)
+    raw = (weight @ hidden.T).T
+    return raw if bias is None else raw + bias
+
+
+def scale_and_softcap(model, raw: Tensor) -> Tensor:
+    """Apply the model's scaling and soft cap, if it has any, to the output of the head (n, V).
+
+    transformers has no public call for them; the start-up check compares with the model's own forward pass.
+    """
+    text_config = model.config.get_text_config()
+    # Cohere has logit_scale, Granite logits_scaling.
+    scale = getattr(text_config, "logit_scale", 1.0) / getattr(text_config, "logits_scaling", 1.0)
+    raw = raw * scale if scale != 1 else raw
+    cap = getattr(text_config, "final_logit_softcapping", None)                  # Gemma 2
+    return raw if cap is None else torch.tanh(raw / cap) * cap
+
+
+def restrict_logits(
+    logits: Tensor, *, temperature: float, top_k: int, top_p: float, chosen: Tensor | None = None
+) -> Tensor:
+    """Return the logits of the distribution that is sampled from; a softmax of the result is the policy.
+
+    Divides by the temperature, keeps the top_k most likely tokens, and of those the fewest that hold at least
+    top_p of the probability (arXiv:1904.09751 sec. 3.1). The logits of all others are -inf.
+
+    logits       (N, V);  top_k=0 and top_p=1 keep everything
+    chosen       (N,) token ids that are always kept: they were sampled, and rounding between two forward
+                 passes must not make them impossible
+    returns      (N, V) float32 (float64 for float64 logits)
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / temperature if temperature != 1 else logits  # at V = 262144 a division takes time
+    if top_k <= 0 and top_p >= 1:
+        return logits
+    with torch.no_grad():
+        k = min(top_k, logits.shape[-1]) if top_k > 0 else logits.shape[-1]
+        ranked = logits.topk(k, dim=-1).values                                   # (N, k), descending
+        probs = ranked.softmax(dim=-1)
+        before = probs.cumsum(dim=-1) - probs             # probability of all likelier tokens
+        kept = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)           # (N, 1)
+        outside = logits < ranked.gather(-1, kept - 1)    # (N, V); ties are kept together
+        if chosen is not None:
+            outside.scatter_(-1, chosen[:, None], False)
+    return logits.masked_fill(outside, -torch.inf)

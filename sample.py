@@ -1,32 +1,32 @@
 """
 Sampling: prompts in, groups of completions out, with the log-probability of each sampled token.
 
-A prompt is forwarded once, and what it leaves in the cache serves its G completions (engine/cache.py). Each
-completion has a random stream of its own (engine/sampling_state.py), so it does not depend on the others: it
-is the same alone, in a batch, and from a queue.
+Prompts are padded on the left, forwarded together, and what they leave in transformers' cache is copied for
+each completion. Then a loop draws a token for each, stops, appends, and drops what has ended. The shared
+engine (engine/shared.py) does the same with one copy of each prompt.
 
+Each completion has a stream of random numbers of its own, from seed, prompt and its number in the group: it
+is the same alone, in a batch, and from a queue.
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
-adjacent, T completion tokens, R active rows, H hidden size.
+adjacent, T completion tokens, b rows that go on, V vocabulary.
 """
 
-from collections import defaultdict, deque
+import hashlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
 from data import encode_demonstration, encode_prompt
-from engine.cache import PlainCache
-from engine.devices import cut_graph
-from engine.logits import compute_logits
-from engine.packing import left_pad, pad_rows
-from engine.sampling_state import SamplingState, occurrences, uniform_streams
+from logprobs import compute_logits, restrict_logits
 
-INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
-COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5)       # share of active rows; XLA pads to powers of two
-STEPS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)     # checking for ended rows waits for the device
+DROP_BELOW = 0.75               # share of the rows that go on: dropping the others copies the cache
 
 
 @dataclass
@@ -46,33 +46,96 @@ class Rollout:
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
     earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
-    cache_type: type = PlainCache,
 ) -> Rollout:
     """Sample a group of completions for each prompt.
 
-    prompts     strings, lists of chat messages, or lists of token ids
-    config      has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
-                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
-                generation_batch_size (completions at once, the others wait in a queue; 0: all)
-    seed        the same seed, prompt and number in the group give the same completion in every batch
+    prompts    strings, lists of chat messages, or lists of token ids
+    config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
+               (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
+               generation_batch_size (completions at once, the others wait; 0: all)
+    seed       the same seed, prompt and number in the group give the same completion in every batch
     num_completions  G, if not the config's
-    earlier     result of occurrences() for these prompts, if they are part of a larger batch
-    reply       called with a row and its ids after the prompt when a turn has ended; returns the ids that an
-                environment adds, [] at the end. None: a completion is one turn
-    on_tokens   called with the new tokens (n,) of the first completion while they are sampled
-    cache_type  PlainCache, or PrefixCache within use_prefix_attention(model)
+    earlier    result of occurrences() for these prompts, if they are part of a larger batch
+    reply      called with a row and its ids after the prompt when a turn has ended; returns the ids that an
+               environment adds, [] at the end. None: a completion is one turn
+    on_tokens  called with each new token (1,) of the first completion
     """
-    group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    group_size = num_completions or config.num_completions_per_prompt
+    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     earlier = occurrences(prompts) if earlier is None else earlier
-    uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
-    stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
-    state = SamplingState(uniforms, stop_ids, pad_id, sampling_policy(config), device, reply, on_tokens)
-    cut_graph(device)
-    groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    uniforms = uniform_streams(prompt_ids, earlier, group_size, config.generation_max_length, seed)
+    prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    parts, policy = [], sampling_policy(config)
     with sampling_mode(model):
-        sample_from_queue(model, encoded, state, group_size, groups_at_once, cache_type)
-    return as_rollout(state, encoded, tokenizer)
+        for first in range(0, len(prompts), prompts_at_once):
+            batch, start = prompt_ids[first : first + prompts_at_once], first * group_size
+            answer = reply and (lambda row, ids, start=start: reply(start + row, ids))
+            parts.append(sample_batch(
+                model, tokenizer, batch, uniforms[start : start + len(batch) * group_size], policy, answer,
+                None if start else on_tokens,
+            ))
+    return make_rollout(tokenizer, prompt_ids, *map(torch.cat, zip(*parts, strict=True)))
+
+
+def sample_batch(
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, policy: dict, reply: Callable | None,
+    on_tokens: Callable | None,
+) -> tuple[Tensor, ...]:
+    """Sample the completions of some prompts together: uniforms (B, T), a random number for each token.
+
+    returns  on the CPU: ids (B, T), mask of drawn tokens, mask of all tokens, logp; stopped (B,)
+    """
+    device, (num_rows, limit) = next(model.parameters()).device, uniforms.shape
+    stops = torch.tensor(stop_token_ids(model, tokenizer), device=device)
+    ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
+    drawn = torch.zeros(ids.shape, dtype=torch.bool, device=device)
+    written, logp, stopped = drawn.clone(), torch.zeros(ids.shape, device=device), drawn[:, 0].clone()
+    # All prompts end in one column. Positions count real tokens alone.
+    step, seen = (x.to(device) for x in left_pad(prompts, 0))                    # (P, Tp)
+    position, cache = positions_of(seen), DynamicCache(config=model.config.get_text_config())
+    rows, uniforms = torch.arange(num_rows, device=device), uniforms.to(device)  # (b,), (B, T)
+    source = rows // (num_rows // len(prompts))           # the row of the pass that each continues: its prompt
+    for t in range(limit):
+        hidden = model.base_model(
+            input_ids=step, position_ids=position, attention_mask=seen, past_key_values=cache, use_cache=True
+        ).last_hidden_state[:, -1]
+        logits = restrict_logits(compute_logits(model, hidden), **policy)[source]                # (b, V)
+        token, token_logp = draw(logits, uniforms[rows, t])
+        own = ~written[rows, t] & ~stopped[rows]          # neither an environment's nor after the end
+        ids[rows, t] = torch.where(own, token, ids[rows, t])
+        logp[rows, t], drawn[rows, t] = torch.where(own, token_logp, 0.0), own
+        ended = rows[own & torch.isin(token, stops)]
+        stopped[ended] = True
+        for row in ended.tolist() if reply else []:
+            added = torch.tensor(reply(row, ids[row, : t + 1].tolist())[: limit - t - 1], dtype=torch.long)
+            ids[row, t + 1 : t + 1 + len(added)] = added.to(device)
+            written[row, t + 1 : t + 1 + len(added)] = True
+            stopped[row] = len(added) == 0
+        if on_tokens and (own | written[rows, t])[0] and rows[0] == 0:
+            on_tokens(ids[0, t : t + 1].cpu())
+        going = (~stopped[rows]).nonzero()[:, 0]
+        if not len(going):
+            break
+        if len(source) > len(seen) or len(going) <= DROP_BELOW * len(rows):
+            rows, source = rows[going], source[going]     # first G copies of each prompt, later fewer rows
+            cache.reorder_cache(source)
+            seen, position = seen[source], position[source]
+        source = torch.arange(len(rows), device=device)
+        step, position = ids[rows, t, None], position[:, -1:] + 1
+        seen = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1)
+    return tuple(x.cpu() for x in (ids, drawn, drawn | written, logp, stopped))
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw by inverse transform sampling: logits (b, V), uniforms (b,) in [0, 1) -> tokens, logp (b,).
+
+    The token is the first one for which the probabilities up to it add up to more than the random number.
+    """
+    log_p = logits.log_softmax(dim=-1)
+    p = log_p.exp().to(torch.float32 if logits.device.type == "mps" else torch.float64)
+    ends = p.cumsum(dim=-1)
+    token = torch.searchsorted(ends, uniforms[:, None] * ends[:, -1:], right=True).clamp(max=p.shape[1] - 1)
+    return token[:, 0], log_p.gather(-1, token)[:, 0]
 
 
 def sampling_policy(config) -> dict:
@@ -84,68 +147,75 @@ def sampling_policy(config) -> dict:
     )
 
 
-def sample_from_queue(
-    model, prompts: list[list[int]], state: SamplingState, group_size: int, groups_at_once: int,
-    cache_type: type,
-) -> None:
-    """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, repeat."""
-    queue, cache, active = deque(range(len(prompts))), None, []
-    while queue or active:
-        room = groups_at_once - -(-len(active) // group_size)
-        if queue and (not active or (room > 0 and cache_type.takes_more)):
-            if not active:
-                cache = cache_type(model)
-            new_prompts = [queue.popleft() for _ in range(min(len(queue), room))]
-            new_rows = prefill(model, prompts, new_prompts, state, cache, group_size)
-            active = state.active_rows(active + new_rows)                 # a completion may be a single token
-        else:
-            active = decode(model, active, state, cache, group_size)
+@contextmanager
+def sampling_mode(model):
+    """Turn gradients, recomputation and dropout off; restore the model afterwards."""
+    training = model.training
+    try:
+        model.eval()
+        # Autocast frees its copies of the weights when the outermost context ends: here, after all tokens.
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        model.train(training)
 
 
-def prefill(
-    model, prompts: list[list[int]], new_prompts: list[int], state: SamplingState, cache, group_size: int
-) -> list[int]:
-    """Forward the new prompts and sample the first token of their completions. Return the rows of these."""
-    hidden = cache.add_prompts(new_prompts, [prompts[p] for p in new_prompts])   # (new prompts or more, H)
-    row_ids = [p * group_size + g for p in new_prompts for g in range(group_size)]
-    padding = [state.dummy_row] * (len(hidden) * group_size - len(row_ids))
-    logits = compute_logits(model, hidden).repeat_interleave(group_size, dim=0)
-    state.step(torch.tensor(row_ids + padding).to(logits.device), logits)
-    cut_graph(logits.device)
-    return row_ids
+# ---- random numbers ----------------------------------------------------------------------------------------
 
 
-def decode(model, active: list[int], state: SamplingState, cache, group_size: int) -> list[int]:
-    """Sample tokens until enough rows have ended or the cache is full. Return the rows still active."""
-    device, max_length = state.ids.device, state.ids.shape[1]
-    longest = int(state.count.cpu()[active].max())        # tokens so far; the last one is forwarded next
-    capacity = min(longest + max(INITIAL_CAPACITY, longest), max_length) - 1
-    row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)   # (R,)
-    cut_graph(device)                                     # so that every step is the same program
-    must_check = state.reply and not cache.takes_more     # an environment replies at once
-    steps_between_checks = 1 if must_check else STEPS_BETWEEN_CHECKS[device.type]
-    enough = int(len(active) * COMPACT_BELOW[device.type])
-    while longest <= capacity and len(active) > enough:
-        for _ in range(min(capacity - longest + 1, steps_between_checks)):
-            count = state.count[row_ids]
-            hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
-            state.step(row_ids, compute_logits(model, hidden))
-            longest += 1
-            cut_graph(device)
-        active = state.active_rows(active)
-    return active
+def occurrences(prompts: list) -> list[int]:
+    """Count for each prompt how often it occurred before in the batch."""
+    seen: Counter[str] = Counter()
+    earlier = []
+    for prompt in map(str, prompts):
+        earlier.append(seen[prompt])
+        seen[prompt] += 1
+    return earlier
 
 
-def as_rollout(state: SamplingState, prompts: list[list[int]], tokenizer) -> Rollout:
-    """Return the sampled completions as a Rollout. The mask is False on an environment's tokens."""
-    ids, mask, logp, stopped = state.results()
+def uniform_streams(
+    prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int
+) -> Tensor:
+    """Draw (B, length) float32 in [0, 1): a stream for each completion from seed, prompt and sibling number.
+
+    earlier  result of occurrences(): a repeated prompt has different streams each time
+    """
+    generators = random_generators(prompts, earlier, group_size, seed)
+    streams = [generator.random(length, dtype=np.float32) for generator in generators]
+    return torch.from_numpy(np.stack(streams))
+
+
+def random_generators(
+    prompts: list[list[int]], earlier: list[int], group_size: int, seed: int
+) -> list[np.random.Generator]:
+    """Return a random generator for each of the B completions; arguments as for uniform_streams."""
+    generators = []
+    for prompt, occurrence in zip(prompts, earlier, strict=True):
+        key = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+        for sibling in range(group_size):
+            generators.append(np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling]))
+    return generators
+
+
+# ---- rollouts ----------------------------------------------------------------------------------------------
+
+
+def make_rollout(
+    tokenizer, prompts: list[list[int]], ids: Tensor, drawn: Tensor, mask: Tensor, logp: Tensor,
+    stopped: Tensor,
+) -> Rollout:
+    """Return sampled completions as a Rollout, without the columns after the longest one.
+
+    drawn, mask  (B, T) bool, True on tokens of the policy, and on those and an environment's
+    """
+    longest = int(mask.any(dim=0).sum())
+    ids, drawn, mask, logp = (x[:, :longest] for x in (ids, drawn, mask, logp))
+    assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
     ends = (mask.sum(dim=1) - stopped.long()).tolist()    # without the stop token
     texts = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
-    return Rollout(
-        *left_pad(prompts, tokenizer.pad_token_id), ids,
-        mask & (state.forced_on_host[: len(ids), : ids.shape[1]] < 0), logp, stopped,
-        tokenizer.batch_decode(texts, skip_special_tokens=True),
-    )
+    completions = tokenizer.batch_decode(texts, skip_special_tokens=True)
+    ids = ids.masked_fill(~mask, tokenizer.pad_token_id)
+    return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, drawn, logp, stopped, completions)
 
 
 def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
@@ -198,14 +268,18 @@ def stop_token_ids(model, tokenizer) -> list[int]:
     return sorted(set(ids))
 
 
-@contextmanager
-def sampling_mode(model):
-    """Turn gradients, recomputation and dropout off; restore the model afterwards."""
-    training = model.training
-    try:
-        model.eval()
-        # Autocast frees its copies of the weights when the outermost context ends: here, after all tokens.
-        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-            yield
-    finally:
-        model.train(training)
+def pad_rows(rows: list, value=0, *, left: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    """Stack sequences of numbers to (rows, longest), padded with `value` on the right or the left."""
+    side, tensors = "left" if left else "right", [torch.as_tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+
+
+def left_pad(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Pad token ids on the left, so that all prompts end together: ids (P, Tp) and mask (P, Tp) bool."""
+    ids = pad_rows(sequences, pad_id, left=True, dtype=torch.long)
+    return ids, pad_rows([[True] * len(sequence) for sequence in sequences], left=True, dtype=torch.bool)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Number the True entries of each row 0, 1, 2, ...; padding before them gets 0."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)

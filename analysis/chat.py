@@ -27,7 +27,6 @@ from engine.errors import RunError
 from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
-from engine.sampling_state import occurrences
 from environments.conversations import sample_with_environment
 from environments.loading import load_environment, refuse_missing_columns
 from model import check_context_length, load_policy, move
@@ -35,7 +34,7 @@ from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
 from runs.command_line import UNSAFE, printable, section_of
 from runs.startup_check import choose_engine
-from sample import Rollout, stop_token_ids
+from sample import Rollout, occurrences, stop_token_ids
 
 TAG_LABELS = {                  # printed instead of a tag
     "<reasoning>": "reasoning: ", "</reasoning>": "\n", "<think>": "reasoning: ", "</think>": "\n",

@@ -24,7 +24,6 @@ import torch
 from config import Config, GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, num_processes
-from engine.packing import left_pad, pad_rows
 from engine.ranks import OneRank
 from engine.sharding import clip_gradient
 from experience import (
@@ -38,7 +37,7 @@ from runs.folder import RunFolder
 from runs.records import or_none, read_jsonl, read_steps, warn_once
 from runs.run import Progress, Run
 from runs.setup import load_reference
-from sample import Rollout
+from sample import Rollout, left_pad, pad_rows
 
 SHOWN = "total_loss", "grad_norm", "policy_kl"            # in the table
 

@@ -79,7 +79,7 @@ def completions_of(example: dict, other: dict | None = None, choices: Sequence =
 
 def texts_as_rollout(completions: list) -> SimpleNamespace:
     """Return texts or conversations as a rollout: one token per word of the last turn, and a stop token."""
-    from engine.packing import pad_rows  # slow to import
+    from sample import pad_rows  # slow to import
 
     words = [text_of(completion).split() for completion in completions]
     vocabulary = {word: token for token, word in enumerate(itertools.chain(*words), start=1)}

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
 
 from engine.attention_kernels import Options, mask_value
 from engine.devices import bucket
-from engine.packing import left_pad, make_layout, positions_of
+from engine.packing import make_layout
 from engine.prefix_attention import Siblings, decode_in_halves, decode_in_one_softmax, forward_packed
 
 COLUMNS_AT_ONCE = 32  # on a CPU or GPU a step attends to a multiple of this many columns, up to the capacity
@@ -63,8 +62,6 @@ class PrefixCache:
 
     Use within use_prefix_attention(model).
     """
-
-    takes_more = True                                     # prompts, while completions of others are active
 
     def __init__(self, model):
         self.model, self.device = model, next(model.parameters()).device
@@ -203,50 +200,3 @@ def additive_mask(visible: Tensor, heads: int, dtype) -> Tensor:
     """Turn a mask (R, n) into what is added to scores, (R * K, 1, n), for K = heads."""
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     return torch.where(visible, zero, mask_value(dtype))[:, None].repeat_interleave(heads, dim=0)
-
-
-class PlainCache:
-    """Use transformers' own cache, for models whose layers store more than keys and values of tokens.
-
-    Prompts are forwarded once, and their state is repeated for the siblings. Recurrent layers cannot go back,
-    so an environment has to reply as soon as a turn has ended.
-    """
-
-    takes_more = False
-
-    def __init__(self, model):
-        self.model, self.layers, self.row_ids = model, DynamicCache(config=model.config.get_text_config()), []
-
-    def add_prompts(self, numbers: list[int], prompts: list[list[int]]) -> Tensor:
-        """Forward left-padded prompts, once, and return hidden states (P, width) of their last tokens."""
-        device = next(self.model.parameters()).device
-        if device.type == "xla":
-            raise ValueError(
-                "XLA: this model keeps more than keys and values of tokens, and "
-                "its cache grows with every token"
-            )
-        self.numbers = numbers
-        ids, self.mask = (x.to(device) for x in left_pad(prompts, 0))
-        self.prompt_length = self.mask.sum(dim=1)
-        return self.forward_hidden(ids, positions_of(self.mask))
-
-    def forward_hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Forward tokens (rows, n) and return the hidden states (rows, width) of the last ones."""
-        return self.model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=self.mask, past_key_values=self.layers,
-            use_cache=True,
-        ).last_hidden_state[:, -1]
-
-    def compact(self, row_ids: list[int], prompt_of: list[int], dummy_row: int, capacity: int) -> Tensor:
-        """Keep the completions `row_ids`; the first call repeats the state of their prompts for them."""
-        old, wanted = (self.row_ids, row_ids) if self.row_ids else (self.numbers, prompt_of)
-        source = torch.tensor([old.index(number) for number in wanted]).to(self.mask.device)
-        self.layers.reorder_cache(source)
-        self.mask, self.prompt_length = self.mask[source], self.prompt_length[source]
-        self.row_ids = list(row_ids)
-        return torch.tensor(row_ids).to(self.mask.device)
-
-    def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
-        """Forward the last token of each row and return hidden states, as PrefixCache.forward."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
-        return self.forward_hidden(ids[:, None], (self.prompt_length + count - 1)[:, None])

@@ -1,9 +1,8 @@
 """
 Packing the rows of a rollout into forward passes: which rows share a pass, and where their tokens are in it.
 
-A packed pass is one row of L tokens: a prompt, its completions, the next prompt, and so on; its layout
-defines which token attends to which (prefix_attention.py). A plain pass has one row for each
-completion, with its prompt.
+A pass is one row of L tokens: a prompt, its completions, the next prompt, and so on; its layout defines which
+token attends to which (prefix_attention.py).
 Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens of a pass.
 """
 
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from engine.devices import bucket
 from engine.prefix_attention import PADDED_KEY, PADDED_QUERY, Block, TokenLayout
+from logprobs import completion_lengths
 
 CPU = torch.device("cpu")
 SHORTEST_IN_BLOCK = 0.75        # of the longest row of a block: padding costs less than another block
@@ -27,19 +26,17 @@ Range = tuple[int, int]         # first token and number of tokens
 
 @dataclass
 class PackedBatch:
-    """Hold the input of a pass over some rows: (1, L) packed, (rows, L) plain and right-padded."""
+    """Hold the input of a pass over some rows, (1, L)."""
 
     ids: Tensor
     positions: Tensor           # 0, 1, ... over a prompt, continued in each of its completions
-    mask: Tensor                # bool, False on padding
-    layout: TokenLayout | None  # None: plain
+    layout: TokenLayout
     predictor: Tensor  # (rows, T): index of the token, among all flattened ones, that predicts this token
 
     def to(self, device) -> "PackedBatch":
         """Return a copy with the model's input on a device; predictor stays."""
-        layout = self.layout and self.layout.to(device)
-        ids, positions, mask = (x.to(device) for x in (self.ids, self.positions, self.mask))
-        return replace(self, ids=ids, positions=positions, mask=mask, layout=layout)
+        ids, positions = self.ids.to(device), self.positions.to(device)
+        return replace(self, ids=ids, positions=positions, layout=self.layout.to(device))
 
 
 def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatch:
@@ -79,25 +76,7 @@ def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatc
     padding = (0, bucket(end, device) - end)
     ids, positions = (pad(torch.cat(x), padding) for x in zip(*pieces, strict=True))
     layout = make_layout(positions.numpy(), prompts, completions, prefix_of, device)
-    mask = torch.arange(len(ids)) < end
-    return PackedBatch(ids[None], positions[None], mask[None], layout, predictor)
-
-
-def plain_rows(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatch:
-    """Arrange one row of prompt and completion for each of `rows`, right-padded. Otherwise as pack_groups."""
-    prompts = rows // (len(rollout.completion_ids) // len(rollout.prompt_ids))
-    starts = rollout.prompt_mask[prompts].sum(dim=1)
-    lengths = starts + completion_lengths(rollout.completion_mask[rows])
-    width, height = bucket(int(lengths.max()), device), bucket(len(rows), device)
-    prompt_ids = (rollout.prompt_ids[prompt][rollout.prompt_mask[prompt]] for prompt in prompts)
-    completion_ids = (rollout.completion_ids[row] for row in rows)
-    ids = pad_rows([torch.cat(x)[:n] for *x, n in zip(prompt_ids, completion_ids, lengths, strict=True)])
-    ids = pad(ids, (0, width - ids.shape[1], 0, height - len(ids)))
-    lengths = pad(lengths, (0, height - len(lengths)))
-    mask = torch.arange(width) < lengths[:, None]
-    first = (torch.arange(len(rows)) * width + starts - 1)[:, None]  # predicts the first token of a row
-    predictor = first + torch.arange(rollout.completion_ids.shape[1])
-    return PackedBatch(ids, torch.arange(width) * mask, mask, None, predictor)
+    return PackedBatch(ids[None], positions[None], layout, predictor)
 
 
 def make_layout(
@@ -175,23 +154,13 @@ def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
     return result
 
 
-def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """Count tokens (B,) up to and including the last one that the policy chose; later ones affect no loss."""
-    steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
-    return (completion_mask * steps).amax(dim=1)
-
-
 def micro_batches(
-    rollout, rows: Tensor, max_tokens: int, *, shared: bool = False, at_least: int = 1,
-    device: torch.device = CPU,
+    rollout, rows: Tensor, max_tokens: int, *, at_least: int = 1, device: torch.device = CPU
 ) -> list[Tensor]:
-    """Split rows into batches of at most max_tokens tokens, which for plain rows include padding.
+    """Split rows into batches of at most max_tokens tokens, as logprobs.micro_batches.
 
-    Siblings share a batch if they fit. Rows are sorted by length, the longest first, so that similar ones
-    share a batch. A completion longer than max_tokens has a batch of its own. Any split gives the same
-    gradient, since losses take their denominators from the whole step.
+    Siblings share a batch, and a copy of their prompt, if they fit. Groups are sorted by their tokens.
 
-    shared    siblings of a batch share their prompt (pack_groups); else each row has its own (plain_rows)
     at_least  number of batches, if there are as many rows: for several processes that need one each
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
@@ -202,39 +171,21 @@ def micro_batches(
     for row in rows.tolist():
         prompt = row // group_size
         group = open_groups.get(prompt)
-        if not shared or group is None or group[0] + lengths[row] > max_tokens:
+        if group is None or group[0] + lengths[row] > max_tokens:
             group = open_groups[prompt] = [prompt_lengths[prompt], []]
             groups.append(group)
         group[0] += lengths[row]
         group[1].append(row)
     groups.sort(key=lambda group: -group[0])
     batches: list[list[int]] = []
-    total = longest = count = 0
+    total = 0
     for tokens, members in groups:
-        size = bucket(total + tokens, device) if shared else bucket(count + 1, device) * longest
-        if not batches or size > max_tokens:
+        if not batches or bucket(total + tokens, device) > max_tokens:
             batches.append([])
-            total, longest, count = 0, bucket(tokens, device), 0
+            total = 0
         batches[-1] += members
-        total, count = total + tokens, count + 1
+        total += tokens
     if len(batches) < min(at_least, len(rows)):
         smaller = min(max_tokens, groups[0][0] * len(groups)) // 2
-        return micro_batches(rollout, rows, smaller, shared=shared, at_least=at_least, device=device)
+        return micro_batches(rollout, rows, smaller, at_least=at_least, device=device)
     return [torch.tensor(batch) for batch in batches]
-
-
-def pad_rows(rows: list, value=0, *, left: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """Stack sequences of numbers to (rows, longest), padded with `value` on the right or the left."""
-    side, tensors = "left" if left else "right", [torch.as_tensor(row, dtype=dtype) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
-
-
-def left_pad(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad token ids on the left, so that all prompts end together: ids (P, Tp) and mask (P, Tp) bool."""
-    ids = pad_rows(sequences, pad_id, left=True, dtype=torch.long)
-    return ids, pad_rows([[True] * len(sequence) for sequence in sequences], left=True, dtype=torch.bool)
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Number the True entries of each row 0, 1, 2, ...; padding before them gets 0."""
-    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)

@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from engine.packing import micro_batches
-from engine.sharding import gathered_weights
-from logprobs import LogProbs, completion_log_probs
+from engine.sharding import forward_pass, gathered_weights
+from logprobs import LogProbs, completion_log_probs, micro_batches
 from sample import Rollout, sample_completions_for_prompts
 
 
@@ -50,8 +49,7 @@ class Engine:
 
         parts  the least number of batches, if there are as many rows
         """
-        return micro_batches(
-            rollout, rows, self.max_tokens, shared=self.shares_prompts, at_least=parts, device=self.device)
+        return micro_batches(rollout, rows, self.max_tokens, parts)
 
     def log_probs(
         self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,
@@ -62,4 +60,6 @@ class Engine:
         policy  temperature, top_k, top_p;  model  in place of the engine's: a reference
         """
         return completion_log_probs(
-            model or self.model, rollout, rows, **policy, reference=reference, value_head=value_head)
+            model or self.model, rollout, rows, **policy, reference=reference, value_head=value_head,
+            call=forward_pass,
+        )

@@ -1,16 +1,25 @@
 """
 The shared engine: a prompt is forwarded once for all its completions, in sampling and in training. Results
 are those of the plain engine to rounding; layers that carry state from token to token need that one.
+
+Shapes: b rows of T completion tokens, N completion tokens in all, H hidden size, V vocabulary.
 """
 
-from torch import Tensor
+from functools import partial
 
-from engine.cache import PrefixCache
-from engine.packing import pack_groups
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, pad
+
+from engine.chunked_head import HeadLogProbs, policy_logits
+from engine.devices import bucket, cut_graph, eager_device
+from engine.packing import PackedBatch, micro_batches, pack_groups
 from engine.plain import Engine
-from engine.prefix_attention import use_prefix_attention
-from logprobs import LogProbs, completion_log_probs
-from sample import Rollout, sample_completions_for_prompts
+from engine.prefix_attention import forward_packed, use_prefix_attention
+from engine.sampler import sample_sharing_prompts
+from engine.sharding import forward_pass
+from logprobs import LogProbs, compute_logits
+from sample import Rollout
 
 
 class Shared(Engine):
@@ -21,11 +30,53 @@ class Shared(Engine):
     def sample(self, prompts: list, config, **options) -> Rollout:
         """As Engine.sample."""
         with use_prefix_attention(self.model):
-            return sample_completions_for_prompts(
-                self.model, self.tokenizer, prompts, config, cache_type=PrefixCache, **options)
+            return sample_sharing_prompts(self.model, self.tokenizer, prompts, config, **options)
+
+    def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
+        """As Engine.micro_batches; siblings share a batch if they fit."""
+        return micro_batches(rollout, rows, self.max_tokens, at_least=parts, device=self.device)
 
     def log_probs(
-        self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, **others
+        self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,
+        value_head=None,
     ) -> LogProbs:
-        """As Engine.log_probs."""
-        return completion_log_probs(model or self.model, rollout, rows, **policy, pack=pack_groups, **others)
+        """As Engine.log_probs; on the CPU if the model is on XLA."""
+        rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
+        model, device = model or self.model, self.device
+        batch = pack_groups(rollout, rows, device)
+        mask = rollout.completion_mask[rows]                                     # (b, T)
+        chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]            # (N,)
+        padding = (0, bucket(len(chosen), device) - len(chosen))                 # without a gradient
+        chosen, predictor = pad(chosen, padding).to(device), pad(predictor, padding).to(device)
+        batch, reference_hidden = batch.to(device), None
+        if reference is not None:
+            with torch.no_grad():
+                forward = partial(forward_hidden, reference, batch, predictor)
+                reference_hidden = forward_pass(reference, forward)
+
+        def forward_head():
+            hidden, head = forward_hidden(model, batch, predictor), model.get_output_embeddings()
+            logp, entropy, kl = HeadLogProbs.apply(
+                hidden, head.weight, head.bias, chosen, partial(policy_logits, model, **policy),
+                reference_hidden, lambda hidden: compute_logits(reference, hidden) / policy["temperature"],
+            )
+            values = None if value_head is None else value_head(hidden).to(logp.dtype)
+            results = logp, entropy, None if reference is None else kl, values
+            return [None if result is None else result.clone() for result in results]    # FSDP warns of views
+
+        results = forward_pass(model, forward_head)
+        cut_graph(device)
+        mask = mask.to(eager_device(device))
+        zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=mask.device)
+        return LogProbs(*(
+            result if result is None else zeros.masked_scatter(mask, result.to(mask.device))
+            for result in results
+        ))
+
+
+def forward_hidden(model, batch: PackedBatch, predictor: Tensor) -> Tensor:
+    """Forward a batch and return the final hidden states (N, H) of the tokens at predictor (N,)."""
+    hidden = forward_packed(model, batch.ids, batch.positions, batch.layout)
+    # The first tokens of siblings have one predictor. The backward pass of indexing would add up their
+    # gradients in the order in which threads finish.
+    return embedding(predictor, hidden.flatten(0, 1))

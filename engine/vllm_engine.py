@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,13 +30,13 @@ from engine.adapters import adapted_weights
 from data import encode_prompt
 from engine.devices import num_processes
 from engine.errors import RunError, in_one_line, is_out_of_memory
-from engine.logits import compute_logits
 from engine.plain import Engine
 from engine.precision import is_exact, precision_of
 from engine.ranks import make_ranks
-from engine.sampling_state import SamplingState, occurrences, random_generators
+from engine.sampler import SamplingState
 from engine.sharding import forward_pass, reshard
-from sample import Rollout, as_rollout, sampling_policy, stop_token_ids
+from logprobs import compute_logits
+from sample import Rollout, make_rollout, occurrences, random_generators, sampling_policy, stop_token_ids
 
 SEQUENCE_TOKENS = 64            # length of the fixed sequence
 BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
@@ -163,7 +162,7 @@ class VLLM(Engine):
         seeds = [int(g.integers(2**62)) for g in random_generators(prompt_ids, earlier, size, seed)]
         stop_ids, policy = stop_token_ids(self.model, self.tokenizer), sampling_policy(config)
         state = SamplingState(
-            np.zeros((len(seeds), limit), np.float32), stop_ids, self.tokenizer.pad_token_id, policy,
+            torch.zeros(len(seeds), limit), stop_ids, self.tokenizer.pad_token_id, policy,
             torch.device("cpu"), reply,
         )
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
@@ -183,7 +182,7 @@ class VLLM(Engine):
                 added = forced[forced >= 0].tolist()
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active]
-        return as_rollout(state, prompt_ids, self.tokenizer)
+        return make_rollout(self.tokenizer, prompt_ids, *state.results())
 
     def generate(
         self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],

@@ -26,7 +26,7 @@ import torch
 
 from engine.errors import RunError, exits_as_errors
 from engine.chat_template import as_messages, encode_reply, is_ids
-from engine.packing import completion_lengths
+from logprobs import completion_lengths
 from environments.loading import responders
 from reward_functions.calling import MOST_POINTS
 from sample import Rollout, stop_token_ids

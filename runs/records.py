@@ -14,7 +14,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 
 from config import Config
-from engine.packing import completion_lengths
+from logprobs import completion_lengths
 
 
 def completion_records(experience, after=None) -> list[dict]:

@@ -15,7 +15,6 @@ from data import encode_prompt
 from engine import make_engine
 from engine.chat_template import as_messages, is_ids
 from engine.errors import first_line
-from engine.packing import left_pad
 from engine.text_model import has_experts
 from engine.plain import Engine
 from engine.precision import is_exact
@@ -24,7 +23,7 @@ from environments.loading import responders
 from experience import compare_with_sampler, log_probs_of_rollout, ratio_tolerance
 from reward_functions.loading import data_example
 from rewards import Reports, compute_rewards_for_completions
-from sample import Rollout, stop_token_ids
+from sample import Rollout, left_pad, stop_token_ids
 from sources.tasks import demonstration
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
@@ -142,7 +141,7 @@ def check_head(plain: Engine, rollout: Rollout) -> Finding:
     logits = plain.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(plain.device))[:, 0]
     ours = plain.log_probs(rollout, torch.tensor([0]), {}).logp[0, mask]
-    fix = "logits of this architecture need a step that compute_logits in engine/logits.py lacks: add it"
+    fix = "logits of this architecture need a step that compute_logits in logprobs.py lacks: add it"
     return compare(plain.model, "head", "chunked head and the model's own", ours, own, fix)
 
 

@@ -1,35 +1,109 @@
 """
-The state of a sampling loop, and inverse transform sampling: a token is drawn with one uniform number. Every
-completion has its own stream of such numbers, derived from seed, prompt and its number in the group.
+The sampler of the shared engine: a prompt is forwarded once, and its keys and values are shared by its
+completions (cache.py). A completion that waits in the queue starts as soon as others have ended.
 
-Shapes: B completions of up to T tokens, V vocabulary. Row B, dummy_row, is no completion: tokens drawn for
-padding, and for completions that have ended, are written there.
+A token is drawn by inverse transform sampling, with one uniform number; every completion has its own stream
+of them (sample.py). On XLA shapes are rounded up, and every iteration is one program.
+Shapes: B completions of up to T tokens, R active rows, H hidden size, V vocabulary. Row B, dummy_row, is no
+completion: tokens drawn for padding, and for completions that have ended, are written there.
 """
 
-import hashlib
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from data import encode_prompt
+from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph
-from engine.logits import restrict_logits
+from logprobs import compute_logits, restrict_logits
+from sample import (
+    Rollout, make_rollout, occurrences, sampling_mode, sampling_policy, stop_token_ids, uniform_streams,
+)
+
+INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
+COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5)       # share of active rows; XLA pads to powers of two
+STEPS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)     # checking for ended rows waits for the device
+
+
+def sample_sharing_prompts(
+    model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
+    earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
+) -> Rollout:
+    """Sample as sample_completions_for_prompts, within use_prefix_attention(model)."""
+    group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    earlier = occurrences(prompts) if earlier is None else earlier
+    uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
+    stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
+    state = SamplingState(uniforms, stop_ids, pad_id, sampling_policy(config), device, reply, on_tokens)
+    cut_graph(device)
+    groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    with sampling_mode(model):
+        sample_from_queue(model, encoded, state, group_size, groups_at_once)
+    return make_rollout(tokenizer, encoded, *state.results())
+
+
+def sample_from_queue(
+    model, prompts: list[list[int]], state: "SamplingState", group_size: int, groups_at_once: int
+) -> None:
+    """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, repeat."""
+    queue, cache, active = deque(range(len(prompts))), None, []
+    while queue or active:
+        room = groups_at_once - -(-len(active) // group_size)
+        if queue and (not active or room > 0):
+            cache = cache if active else PrefixCache(model)
+            new_prompts = [queue.popleft() for _ in range(min(len(queue), room))]
+            new_rows = prefill(model, prompts, new_prompts, state, cache, group_size)
+            active = state.active_rows(active + new_rows)                 # a completion may be a single token
+        else:
+            active = decode(model, active, state, cache, group_size)
+
+
+def prefill(
+    model, prompts: list[list[int]], new_prompts: list[int], state: "SamplingState", cache, group_size: int
+) -> list[int]:
+    """Forward the new prompts and sample the first token of their completions. Return the rows of these."""
+    hidden = cache.add_prompts(new_prompts, [prompts[p] for p in new_prompts])   # (new prompts or more, H)
+    row_ids = [p * group_size + g for p in new_prompts for g in range(group_size)]
+    padding = [state.dummy_row] * (len(hidden) * group_size - len(row_ids))
+    logits = compute_logits(model, hidden).repeat_interleave(group_size, dim=0)
+    state.step(torch.tensor(row_ids + padding).to(logits.device), logits)
+    cut_graph(logits.device)
+    return row_ids
+
+
+def decode(model, active: list[int], state: "SamplingState", cache, group_size: int) -> list[int]:
+    """Sample tokens until enough rows have ended or the cache is full. Return the rows still active."""
+    device, max_length = state.ids.device, state.ids.shape[1]
+    longest = int(state.count.cpu()[active].max())        # tokens so far; the last one is forwarded next
+    capacity = min(longest + max(INITIAL_CAPACITY, longest), max_length) - 1
+    row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)   # (R,)
+    cut_graph(device)                                     # so that every step is the same program
+    enough = int(len(active) * COMPACT_BELOW[device.type])
+    while longest <= capacity and len(active) > enough:
+        for _ in range(min(capacity - longest + 1, STEPS_BETWEEN_CHECKS[device.type])):
+            count = state.count[row_ids]
+            hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
+            state.step(row_ids, compute_logits(model, hidden))
+            longest += 1
+            cut_graph(device)
+        active = state.active_rows(active)
+    return active
 
 
 class SamplingState:
     """Hold the tokens drawn so far, and draw more. Tensors have rows for all completions and dummy_row."""
 
     def __init__(
-        self, uniforms: np.ndarray, stop_ids: list[int], pad_id: int, policy: dict, device,
+        self, uniforms: Tensor, stop_ids: list[int], pad_id: int, policy: dict, device,
         reply: Callable | None = None, on_tokens: Callable | None = None,
     ):
         self.dummy_row, limit = uniforms.shape
         size = bucket(self.dummy_row + 1, device)                                # B + 1 or more
-        uniforms = np.pad(uniforms, ((0, size - self.dummy_row), (0, 0)))
-        self.uniforms = torch.from_numpy(uniforms).to(device)                    # (B + 1, T)
+        self.uniforms = pad(uniforms, (0, 0, 0, size - self.dummy_row)).to(device)       # (B + 1, T)
         self.ids = torch.full((size, limit), pad_id, device=device)
         self.forced_on_host = torch.full((size, limit), -1)  # tokens of environments; -1: drawn
         self.forced_tokens = self.forced_on_host.to(device, copy=True)
@@ -89,13 +163,12 @@ class SamplingState:
             cut_graph(rows.device)
         return [row for row in row_ids if not stopped[row] and count[row] < self.ids.shape[1]]
 
-    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, mask of all tokens, logp, (B, T) each, and stopped (B,), on the CPU."""
-        count, stopped = self.count.cpu()[: self.dummy_row], self.stopped.cpu()[: self.dummy_row]
-        mask = torch.arange(int(count.max())) < count[:, None]                   # by position, not by id
-        ids, logp = (x.cpu()[: self.dummy_row, : mask.shape[1]] for x in (self.ids, self.logp))
-        assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
-        return ids.masked_fill(~mask, self.pad_id), mask, logp, stopped
+    def results(self) -> tuple[Tensor, ...]:
+        """Return what make_rollout takes, on the CPU: ids, drawn, mask, logp (B, T), and stopped (B,)."""
+        tensors = self.ids, self.logp, self.count, self.stopped
+        ids, logp, count, stopped = (x.cpu()[: self.dummy_row] for x in tensors)
+        mask = torch.arange(ids.shape[1]) < count[:, None]                       # by position, not by id
+        return ids, mask & (self.forced_on_host[: self.dummy_row] < 0), mask, logp, stopped
 
 
 def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,36 +205,3 @@ def find_interval(lengths: Tensor, ends: Tensor, goal: Tensor) -> tuple[Tensor, 
     index = torch.where((lengths > 0) & (ends > goal), indices, last).amin(dim=-1, keepdim=True)
     starts = ends.gather(-1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0.0)
     return index, goal - starts
-
-
-def occurrences(prompts: list) -> list[int]:
-    """Count for each prompt how often it occurred before in the batch."""
-    seen: Counter[str] = Counter()
-    earlier = []
-    for prompt in map(str, prompts):
-        earlier.append(seen[prompt])
-        seen[prompt] += 1
-    return earlier
-
-
-def uniform_streams(
-    prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int
-) -> np.ndarray:
-    """Draw (B, length) float32 in [0, 1): a stream for each completion from seed, prompt and sibling number.
-
-    earlier  result of occurrences(): a repeated prompt has different streams each time
-    """
-    generators = random_generators(prompts, earlier, group_size, seed)
-    return np.stack([generator.random(length, dtype=np.float32) for generator in generators])
-
-
-def random_generators(
-    prompts: list[list[int]], earlier: list[int], group_size: int, seed: int
-) -> list[np.random.Generator]:
-    """Return a random generator for each of the B completions; arguments as for uniform_streams."""
-    generators = []
-    for prompt, occurrence in zip(prompts, earlier, strict=True):
-        key = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
-        for sibling in range(group_size):
-            generators.append(np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling]))
-    return generators

@@ -1,0 +1,132 @@
+"""
+GRPO on the core alone: the demonstration of train.py, a million parameters that learn to add.
+
+    python examples/minimal.py --output_dir outputs/minimal
+
+Sums are demonstrated until a third of the held-out ones is right; then rewards alone teach the rest. With the
+same flags `python train.py --use_grpo --engine plain` takes the same steps: equal weights, bit for bit.
+"""
+
+import argparse
+import itertools
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from config import GRPOConfig, ModelConfig
+from data import load_examples
+from grpo import compute_group_advantages, policy_loss
+from logprobs import completion_log_probs, micro_batches
+from model import load_policy, save_policy
+from rewards import compute_rewards_for_completions, correctness, explanation_quality, reasoning_coherence
+from sample import Rollout, demonstrations_as_rollout, sample_completions_for_prompts
+
+CONFIG = GRPOConfig(
+    num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
+    generation_top_p=1.0,
+)
+PROMPTS, TOKENS = 64, 2048                                # of a step, and of a forward pass
+REWARDS = {correctness: 1.0, reasoning_coherence: 0.2, explanation_quality: 0.1}
+
+
+def accumulate_gradients(model, rollout: Rollout, advantages: torch.Tensor, loss_type: str) -> None:
+    """Add up the gradient of -min(ratio * A, clip(ratio) * A); for demonstrations (reinforce) of -logp * A.
+
+    advantages  (B, 1). A row of advantage 0 has no gradient, but counts in the mean over all tokens
+    """
+    mask, old_logp = rollout.completion_mask, rollout.sampling_logp              # (B, T)
+    for rows in micro_batches(rollout, advantages[:, 0].nonzero()[:, 0], TOKENS):
+        logp = completion_log_probs(model, rollout, rows, **CONFIG.policy).logp  # (b, T)
+        loss, _ = policy_loss(
+            logp, old_logp[rows], advantages[rows], mask[rows], loss_type=loss_type, num_tokens=int(mask.sum()))
+        loss.backward()
+
+
+def supervised_step(model, tokenizer, examples: list[dict], seed: int) -> None:
+    """Make demonstrations more likely."""
+    rollout = demonstrations_as_rollout(model, tokenizer, examples)
+    accumulate_gradients(model, rollout, torch.ones(len(examples), 1), "reinforce")
+
+
+def grpo_step(model, tokenizer, examples: list[dict], seed: int) -> None:
+    """Sample a group for each prompt, score it, make completions above their group's mean more likely."""
+    prompts = [example["prompt"] for example in examples]
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, CONFIG, seed=seed)
+    rewards, _ = compute_rewards_for_completions(list(REWARDS), list(REWARDS.values()), rollout, examples)
+    advantages = compute_group_advantages(rewards)                               # (P, G)
+    assert advantages.sum(dim=1).abs().max() < 1e-3, "advantages of a group must sum to 0"
+    accumulate_gradients(model, rollout, advantages.float().view(-1, 1), "dapo")
+
+
+def accuracy(model, tokenizer, examples: list[dict], seed: int) -> float:
+    """Return the share of right answers, one for each problem."""
+    prompts = [example["prompt"] for example in examples]
+    rollout = sample_completions_for_prompts(
+        model, tokenizer, prompts, replace(CONFIG, generation_batch_size=256), seed=seed << 32, num_completions=1)
+    points, _ = compute_rewards_for_completions([correctness], [1.0], rollout, examples)
+    return float(points.mean())
+
+
+def shuffled(examples: list[dict], seed: int) -> Iterator[dict]:
+    """Yield examples without end, in a new order every epoch."""
+    for epoch in itertools.count():
+        order = list(range(len(examples)))
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        yield from (examples[i] for i in order)
+
+
+def make_optimizer(model, steps: int, learning_rate: float) -> tuple:
+    """Return AdamW, and its schedule: rising over a tenth of the steps, then falling as a cosine."""
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+    warmup = math.ceil(0.1 * steps)
+
+    def factor(step: int) -> float:
+        cosine = (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+        return (step + 1) / warmup if step < warmup else cosine
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def main() -> None:
+    """Train in two phases, and print accuracy on held-out sums."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--cold_start_steps", type=int, default=300, help="at most, of demonstrations")
+    parser.add_argument("--max_steps", type=int, default=225, help="at most, of each phase")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/minimal"))
+    flags = parser.parse_args()
+    torch.manual_seed(flags.seed)
+    model, tokenizer = load_policy(ModelConfig())
+    examples = load_examples("arithmetic", seed=flags.seed)
+    held_out = load_examples("arithmetic", "test", limit=256, seed=flags.seed)
+    phases = [(supervised_step, min(flags.cold_start_steps, flags.max_steps), 1e-3, 5)]
+    phases = phases * (flags.cold_start_steps > 0) + [(grpo_step, min(225, flags.max_steps), 4e-4, 15)]
+    done = 0
+    for phase, (take_step, steps, learning_rate, every) in enumerate(phases):
+        optimizer, schedule = make_optimizer(model, steps, learning_rate)
+        data = shuffled(examples, flags.seed + phase)
+        for step in range(1, steps + 1):
+            batch = [next(data) for _ in range(PROMPTS)]
+            take_step(model, tokenizer, batch, (flags.seed << 32) + done + 1)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            done += 1
+            if step % every == 0 or step == steps:
+                right = accuracy(model, tokenizer, held_out, flags.seed)
+                print(f"{take_step.__name__} {step}: accuracy {right:.3f}", flush=True)
+                if take_step is supervised_step and right >= 0.33:
+                    break
+    save_policy(model, tokenizer, flags.output_dir / "final")
+
+
+if __name__ == "__main__":
+    main()
