@@ -94,7 +94,7 @@ def sample_batch(
     step, seen = (x.to(device) for x in left_pad(prompts, 0))                    # (P, Tp)
     position, cache = positions_of(seen), DynamicCache(config=model.config.get_text_config())
     rows, uniforms = torch.arange(num_rows, device=device), uniforms.to(device)  # (b,), (B, T)
-    source = rows // (num_rows // len(prompts))           # the row of the pass that each continues: its prompt
+    source = rows // (num_rows // len(prompts))           # the row of a pass that each continues: a prompt
     for t in range(limit):
         hidden = model.base_model(
             input_ids=step, position_ids=position, attention_mask=seen, past_key_values=cache, use_cache=True

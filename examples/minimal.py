@@ -13,13 +13,12 @@ import math
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import GRPOConfig, ModelConfig
 from data import load_examples
 from grpo import compute_group_advantages, policy_loss
@@ -29,9 +28,7 @@ from rewards import compute_rewards_for_completions, correctness, explanation_qu
 from sample import Rollout, demonstrations_as_rollout, sample_completions_for_prompts
 
 CONFIG = GRPOConfig(
-    num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0,
-    generation_top_p=1.0,
-)
+    num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
 PROMPTS, TOKENS = 64, 2048                                # of a step, and of a forward pass
 REWARDS = {correctness: 1.0, reasoning_coherence: 0.2, explanation_quality: 0.1}
 
@@ -68,8 +65,7 @@ def grpo_step(model, tokenizer, examples: list[dict], seed: int) -> None:
 def accuracy(model, tokenizer, examples: list[dict], seed: int) -> float:
     """Return the share of right answers, one for each problem."""
     prompts = [example["prompt"] for example in examples]
-    rollout = sample_completions_for_prompts(
-        model, tokenizer, prompts, replace(CONFIG, generation_batch_size=256), seed=seed << 32, num_completions=1)
+    rollout = sample_completions_for_prompts(model, tokenizer, prompts, CONFIG, seed=seed << 32, num_completions=1)
     points, _ = compute_rewards_for_completions([correctness], [1.0], rollout, examples)
     return float(points.mean())
 
@@ -82,20 +78,14 @@ def shuffled(examples: list[dict], seed: int) -> Iterator[dict]:
         yield from (examples[i] for i in order)
 
 
-def make_optimizer(model, steps: int, learning_rate: float) -> tuple:
-    """Return AdamW, and its schedule: rising over a tenth of the steps, then falling as a cosine."""
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Rise over a tenth of the steps, then fall as a cosine."""
     warmup = math.ceil(0.1 * steps)
-
-    def factor(step: int) -> float:
-        cosine = (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
-        return (step + 1) / warmup if step < warmup else cosine
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    cosine = (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+    return (step + 1) / warmup if step < warmup else cosine
 
 
 def main() -> None:
-    """Train in two phases, and print accuracy on held-out sums."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cold_start_steps", type=int, default=300, help="at most, of demonstrations")
     parser.add_argument("--max_steps", type=int, default=225, help="at most, of each phase")
@@ -106,20 +96,19 @@ def main() -> None:
     model, tokenizer = load_policy(ModelConfig())
     examples = load_examples("arithmetic", seed=flags.seed)
     held_out = load_examples("arithmetic", "test", limit=256, seed=flags.seed)
-    phases = [(supervised_step, min(flags.cold_start_steps, flags.max_steps), 1e-3, 5)]
-    phases = phases * (flags.cold_start_steps > 0) + [(grpo_step, min(225, flags.max_steps), 4e-4, 15)]
-    done = 0
+    cold_start = supervised_step, min(flags.cold_start_steps, flags.max_steps), 1e-3, 5
+    phases = [cold_start, (grpo_step, min(225, flags.max_steps), 4e-4, 15)][flags.cold_start_steps == 0 :]
+    seeds = itertools.count((flags.seed << 32) + 1)
     for phase, (take_step, steps, learning_rate, every) in enumerate(phases):
-        optimizer, schedule = make_optimizer(model, steps, learning_rate)
+        optimizer = torch.optim.AdamW(model.parameters(), learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=steps))
         data = shuffled(examples, flags.seed + phase)
         for step in range(1, steps + 1):
-            batch = [next(data) for _ in range(PROMPTS)]
-            take_step(model, tokenizer, batch, (flags.seed << 32) + done + 1)
+            take_step(model, tokenizer, [next(data) for _ in range(PROMPTS)], next(seeds))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            done += 1
             if step % every == 0 or step == steps:
                 right = accuracy(model, tokenizer, held_out, flags.seed)
                 print(f"{take_step.__name__} {step}: accuracy {right:.3f}", flush=True)
