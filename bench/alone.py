@@ -74,11 +74,9 @@ def measure(w: Workload, shared: bool = True, tokens: int = 0) -> dict:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from config import GRPOConfig
+    from engine import make_engine
     from engine.devices import keep_freed_memory
     from grpo import policy_loss
-    from logprobs import completion_log_probs
-    from engine.packing import micro_batches
-    from sample import sample_completions_for_prompts
 
     tokens = tokens or max(2048, 2 * w.prompt_tokens)
     keep_freed_memory()
@@ -93,16 +91,17 @@ def measure(w: Workload, shared: bool = True, tokens: int = 0) -> dict:
         num_completions_per_prompt=w.group_size, generation_max_length=w.new_tokens, generation_temperature=1.0,
         generation_top_k=0, generation_top_p=1.0,
     )
+    engine = make_engine("shared" if shared else "plain", model, tokenizer, max_tokens=tokens)
     best = {"sampling": 1e9, "prefill": 1e9, "training": 1e9}
     for _ in range(2):
         began = time.perf_counter()
         one = replace(config, generation_max_length=1)
-        sample_completions_for_prompts(model, tokenizer, prompts, one, seed=0, shared_prompt=shared)
+        engine.sample(prompts, one, seed=0)
         prefilled = time.perf_counter()
-        rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, shared_prompt=shared)
+        rollout = engine.sample(prompts, config, seed=0)
         sampled = time.perf_counter()
-        for rows in micro_batches(rollout, torch.arange(len(rollout.completions)), tokens, shared):
-            new = completion_log_probs(model, rollout, rows, shared_prompt=shared)
+        for rows in engine.micro_batches(rollout, torch.arange(len(rollout.completions))):
+            new = engine.log_probs(rollout, rows, {})
             loss, _ = policy_loss(
                 new.logp, rollout.sampling_logp[rows], torch.linspace(-1, 1, len(rows)), rollout.completion_mask[rows],
                 num_tokens=rollout.completion_mask.sum(),

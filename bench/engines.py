@@ -46,12 +46,12 @@ def print_agreement() -> None:
             if trained == "adapter":
                 t.add_adapter(model, t.ModelConfig(lora_rank=4), False)
             with_precision(model, precision)
-            engine, found = t.engine_of(model), []
+            engine, found = t.engine_of(model, tokenizer), []
             for _ in range(2):
-                rollout, config = t.sample(model, tokenizer, engine)
-                found.append(t.compare(model, rollout, config))
+                rollout, config = t.sample(engine)
+                found.append(t.compare(engine, rollout, config))
                 t.update(model, 10)
-            stale = t.compare(model, rollout, config)
+            stale = t.compare(engine, rollout, config)
             ratios = ", ".join(f"{x['engine_ratio']:.6f}" for x in found)
             differences = ", ".join(f"{x['engine_deviation']:.1e}" for x in found)
             print(f"| {name} | {precision} | {trained} | {ratios} | {differences} | {stale['engine_deviation']:.2f} |", flush=True)
@@ -76,10 +76,9 @@ def measure(size: str, sampler: str) -> None:
     from workloads import MEDIUM, SMALL
 
     from config import GRPOConfig
+    from engine import make_engine
     from engine.devices import peak_memory_gb
-    from engine.vllm_engine import VLLMEngine, ready_to_sample
     from model import byte_tokenizer
-    from sample import sample_completions_for_prompts
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(0)
@@ -88,20 +87,19 @@ def measure(size: str, sampler: str) -> None:
     model = Gemma3ForCausalLM(config).eval()
     prompts = torch.randint(3, 260, (PROMPTS, PROMPT_TOKENS)).tolist()
     settings = GRPOConfig(
-        engine=sampler, num_completions_per_prompt=GROUP_SIZE, generation_max_length=NEW_TOKENS, generation_temperature=1.0,
+        num_completions_per_prompt=GROUP_SIZE, generation_max_length=NEW_TOKENS, generation_temperature=1.0,
         generation_top_p=1.0, generation_top_k=0)
     tokenizer.eos_token = model.generation_config.eos_token_id = None            # every completion has 256 tokens
-    engine, transfer = None, "-"
-    if sampler == "vllm":
-        engine = VLLMEngine(model, max_length=PROMPT_TOKENS + NEW_TOKENS, memory=0.5)
+    name, transfer = "shared" if sampler == "auto" else sampler, "-"
+    engine = make_engine(name, model, tokenizer, max_length=PROMPT_TOKENS + NEW_TOKENS, memory=0.5)
     for seed in range(2):
-        with ready_to_sample(model, engine):
+        with engine.sampling():
             started = time.perf_counter()
-            rollout = sample_completions_for_prompts(model, tokenizer, prompts, settings, seed=seed, engine=engine)
+            rollout = engine.sample(prompts, settings, seed=seed)
             seconds = time.perf_counter() - started
-    if engine:
+    if sampler == "vllm":
         started = time.perf_counter()
-        engine.send_weights(model)
+        engine.send_weights()
         transfer = f"{time.perf_counter() - started:.3f}"
     print(json.dumps({
         "parameters": sum(p.numel() for p in model.parameters()) / 1e6, "transfer": transfer,

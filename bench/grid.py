@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 BENCH = Path(__file__).parent
@@ -28,20 +29,18 @@ def worker(root: str, shared: bool) -> None:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.set_num_threads(1)
+    import sample
     from config import GRPOConfig
-    from logprobs import completion_log_probs
     from model import byte_tokenizer
-    from sample import Rollout, sample_completions_for_prompts
 
     def find(name: str, *modules: str):                   # older versions have other files
         for module in modules:
             try:
                 return getattr(importlib.import_module(module), name)
-            except ImportError:
+            except (ImportError, AttributeError):
                 continue
 
     keep_freed_memory = find("keep_freed_memory", "engine.devices", "devices")
-    micro_batches = find("micro_batches", "engine.packing", "packing")
     keep_freed_memory()
     torch.manual_seed(0)
     model = Gemma3ForCausalLM(Gemma3TextConfig(
@@ -52,6 +51,13 @@ def worker(root: str, shared: bool) -> None:
     model.generation_config.eos_token_id = None
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
+    if make_engine := find("make_engine", "engine"):
+        engine = make_engine("shared" if shared else "plain", model, tokenizer, max_tokens=2048)
+        draw, split, score = engine.sample, engine.micro_batches, partial(engine.log_probs, policy={})
+    else:
+        draw = partial(sample.sample_completions_for_prompts, model, tokenizer, shared_prompt=shared)
+        split = partial(find("micro_batches", "engine.packing", "packing"), max_tokens=2048, shared_prompt=shared)
+        score = partial(find("completion_log_probs", "logprobs"), model, shared_prompt=shared)
     for line in sys.stdin:
         w = json.loads(line)
         rows = w["prompts"] * w["group"]
@@ -61,13 +67,11 @@ def worker(root: str, shared: bool) -> None:
             generation_top_k=0, generation_top_p=1.0,
         )
         began = time.perf_counter()
-        rollout = sample_completions_for_prompts(
-            model, tokenizer, prompts.tolist(), config, seed=0, shared_prompt=shared
-        )
+        rollout = draw(prompts.tolist(), config, seed=0)
         sampled = time.perf_counter()
-        assert rollout.completion_mask.all() and isinstance(rollout, Rollout)
-        for batch in micro_batches(rollout, torch.arange(rows), 2048, shared):
-            completion_log_probs(model, rollout, batch, shared_prompt=shared).logp.sum().backward()
+        assert rollout.completion_mask.all() and isinstance(rollout, sample.Rollout)
+        for batch in split(rollout, torch.arange(rows)):
+            score(rollout, batch).logp.sum().backward()
         trained = time.perf_counter()
         model.zero_grad()
         print(json.dumps({"sampling": sampled - began, "training": trained - sampled}), flush=True)

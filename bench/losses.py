@@ -25,11 +25,10 @@ sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from config import GRPOConfig  # noqa: E402
 from data import load_examples  # noqa: E402
+from engine import make_engine  # noqa: E402
 from grpo import LOSSES  # noqa: E402
-from logprobs import completion_log_probs  # noqa: E402
 from model import load_policy  # noqa: E402
 from runs.records import read_jsonl  # noqa: E402
-from sample import sample_completions_for_prompts  # noqa: E402
 
 COLD = "--max_steps 100 --batch_size 32 --num_epochs 100 --learning_rate 1e-3"
 GRPO = (
@@ -78,8 +77,9 @@ def distance(folder: Path, seed: int, name: str) -> float:
     )
     prompts = [example["prompt"] for example in load_examples(str(folder / "test.jsonl"))]
     config = GRPOConfig(generation_max_length=8, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
-    rollout = sample_completions_for_prompts(policy, tokenizer, prompts, config, seed=0)
-    kl = completion_log_probs(policy, rollout, reference=reference).kl
+    engine = make_engine("shared", policy, tokenizer)
+    rollout = engine.sample(prompts, config, seed=0)
+    kl = engine.log_probs(rollout, None, {}, reference=reference).kl
     return float(kl.sum() / rollout.completion_mask.sum())
 
 

@@ -32,7 +32,7 @@ import rewards  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
-from engine.packing import pack_rows  # noqa: E402
+from engine.packing import pack_groups  # noqa: E402
 from engine.prefix_attention import attends_to  # noqa: E402
 from model import load_policy  # noqa: E402
 from runs.records import read_jsonl  # noqa: E402
@@ -117,7 +117,7 @@ def draw_pack(rollout) -> None:
 
     The two halves of the attention in two colours: to itself, and to the prompt.
     """
-    batch = pack_rows(rollout, torch.arange(3), shared_prompt=True)
+    batch = pack_groups(rollout, torch.arange(3))
     positions, blocks = batch.positions[0], [*batch.layout.own, *batch.layout.prefix]
     lengths = [int(rollout.prompt_mask[0].sum()), *rollout.completion_mask[:3].sum(dim=1).tolist()]
     names = "".join(name * length for name, length in zip("pabc", lengths, strict=True))

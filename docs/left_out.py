@@ -35,17 +35,17 @@ class Case:
 SETTING = """
 import torch
 from config import GRPOConfig, ModelConfig
-from logprobs import completion_log_probs
+from engine import make_engine
 from model import load_policy
-from sample import sample_completions_for_prompts
 torch.manual_seed(0)
 model, tokenizer = load_policy(ModelConfig())
 config = GRPOConfig(generation_max_length=16, generation_top_k=0, generation_top_p=1.0, generation_temperature=1.0)
-rollout = sample_completions_for_prompts(model, tokenizer, ["47+85=?", "1+1=?", "9+90=?"], config, seed=0, num_completions=2)
+engine = make_engine("shared", model, tokenizer)
+rollout = engine.sample(["47+85=?", "1+1=?", "9+90=?"], config, seed=0, num_completions=2)
 """
 PACKED_AND_ALONE = SETTING + """
 with torch.no_grad():
-    packed, alone = (completion_log_probs(model, rollout, shared_prompt=share).logp for share in (True, False))
+    packed, alone = (each.log_probs(rollout, None, {}).logp for each in (engine, make_engine("plain", model, tokenizer)))
 print(float((packed - alone).abs().max()))
 """
 GRADIENT = """
@@ -58,11 +58,12 @@ logp = theta.log_softmax(0)
 # The first update of a run, with its gradient; the start-up check would refuse some of these programs, so it is not asked.
 STEP = """
 import tempfile, torch, train
-from engine.devices import bucket
+from engine import make_engine
 from experience import compute_experience, minibatches
 from grpo import compute_group_advantages
 from runs import setup
-setup.start_up_check = lambda *_: True
+setup.start_up_check = lambda policy, tokenizer, examples, config, *_: make_engine(
+    "shared", policy, tokenizer, max_tokens=config.training.max_tokens_per_forward)
 flags = "--use_grpo --reward_functions length.py:length --batch_size 8 --learning_rate 4e-4 --report_to none --eval_limit 0 --cold_start_steps 0"
 open("length.py", "w").write("def length(completion_ids, **columns): return [float(len(ids)) for ids in completion_ids]")
 def first(more=""):
@@ -71,7 +72,7 @@ def first(more=""):
     run.begin_phase(run.phase)
     groups = train.sample_groups(run, next(run.batches))
     advantages = compute_group_advantages(groups.rewards, **run.config.grpo.advantage_options)
-    return run, compute_experience(groups, advantages, run.config.grpo, run.model, **run.forwarding)
+    return run, compute_experience(groups, advantages, run.config.grpo, run.engine, run.ranks)
 def gradient(run, experience):
     rows = torch.arange(len(experience.mask))
     losses = train.accumulate_gradients(run, experience, rows, run.config.grpo)
@@ -104,7 +105,7 @@ CASES = {
         "the same", PACKED_AND_ALONE,
     ),
     "temperature": Case(
-        "train.py", "micro_batch, **config.policy, shared", "micro_batch, shared",
+        "train.py", "micro_batch, config.policy,", "micro_batch, {},",
         "mean of |ratio - 1| on the first update, temperature 0.8, top-p 0.9, top-k 50",
         STEP + "print(gradient(*first('--profile balanced --num_completions_per_prompt 4 "
         "--generation_max_length 16 --use_kl_penalty false'))[0]['ratio_deviation'])",
@@ -131,7 +132,7 @@ from experience import log_probs_of_rollout
 run, experience = first('--learning_rate 1e-3 --warmup_ratio 0 --lr_schedule constant')
 for _ in range(8):
     losses, _ = gradient(run, experience); train.optimizer_step(run, losses['total_loss'])
-new = log_probs_of_rollout(run.model, experience.rollout, run.config.grpo.policy, **run.forwarding).logp
+new = log_probs_of_rollout(run.engine, run.ranks, experience.rollout, run.config.grpo.policy).logp
 print(float((new - experience.old_logp)[experience.mask].exp().max()))""",
     ),
     "ratio of the KL": Case(
@@ -148,7 +149,7 @@ print(float(torch.cosine_similarity(found, true, dim=0)))""",
         "share of the stop tokens that are trained on, where pad and EOS are one id",
         SETTING + """
 tokenizer.pad_token = tokenizer.eos_token
-rollout = sample_completions_for_prompts(model, tokenizer, ["47+85=?"] * 8, config, seed=0, num_completions=8)
+rollout = engine.sample(["47+85=?"] * 8, config, seed=0, num_completions=8)
 ended = rollout.finished
 last = rollout.completion_ids[ended] == tokenizer.eos_token_id
 print(float((last & rollout.completion_mask[ended]).any(dim=1).float().mean()))""",

@@ -17,6 +17,7 @@ from transformers import (
 
 import train
 from config import GRPOConfig
+from engine import make_engine
 from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
 from experience import Groups, experience_of_groups
@@ -160,6 +161,12 @@ def model():
 
 
 @pytest.fixture
+def shared(model, tokenizer):
+    """The model's engine that forwards a prompt once for all its completions, as in a run."""
+    return make_engine("shared", model, tokenizer)
+
+
+@pytest.fixture
 def convolutional():
     """Layers that carry state from token to token: short convolutions beside attention."""
     torch.manual_seed(0)
@@ -255,9 +262,9 @@ def with_settings(base, architecture="gemma3", **grpo):
     """The run with other settings, on a model of two narrow layers, so that rounding has less to add up."""
     torch.manual_seed(0)
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
-    run = replace(base, config=config, progress=replace(base.progress))
-    run.batches = ShuffledBatches(base.train_set, 4, 0)
-    run.model, run.progress.kl_coef = ARCHITECTURES[architecture]().eval(), run.config.grpo.kl_coef
+    engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.engine.max_tokens)
+    run = replace(base, config=config, engine=engine, progress=replace(base.progress))
+    run.batches, run.progress.kl_coef = ShuffledBatches(base.train_set, 4, 0), run.config.grpo.kl_coef
     if run.progress.kl_coef:                                       # a reference that differs, or its gradient would vanish
         run.reference = frozen_copy(run.model)
         with torch.no_grad():

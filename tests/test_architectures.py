@@ -13,13 +13,14 @@ from peft.tuners.lora import ParamWrapper
 
 import infer
 from config import GRPOConfig, ModelConfig
+from engine import make_engine
 from engine.adapters import merged_copy
+from engine.packing import pack_groups
 from logprobs import completion_log_probs
 from model import load_policy, save_policy
 from engine.precision import with_precision
 from runs.records import read_jsonl
 from runs.startup_check import compare
-from sample import sample_completions_for_prompts
 
 MODELS = ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS | {"qwen3_5_vision": build_qwen3_5_vision}
 WITH_STATE = "qwen3_5", "qwen3_5_vision", "lfm2"          # prompts are not shared
@@ -78,8 +79,8 @@ def test_experts_drop_no_token_and_do_not_depend_on_the_batch(name, lora_rank, s
     if lora_rank:
         with_noise(model)
     rollout = made_up_rollout([3, 17, 40], [5, 9, 30, 1, 12, 8])
-    packed = completion_log_probs(model, rollout).logp
-    padded = completion_log_probs(model, rollout, shared_prompt=False).logp
+    packed = completion_log_probs(model, rollout, pack=pack_groups).logp
+    padded = completion_log_probs(model, rollout).logp
     assert (packed - padded).abs().max() < 1e-4
     for row in range(6):
         prompt, mask = rollout.prompt_ids[row // 2][rollout.prompt_mask[row // 2]], rollout.completion_mask[row]
@@ -96,11 +97,11 @@ def test_a_new_adapter_leaves_out_experts_and_routers_and_sampler_and_trainer_ag
     model = with_noise(load(save(name), lora_rank=4, precision=precision))
     adapted = {key.partition(".lora_")[0] for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(adapted) >= 8 and not any(word in f"{key}." for word in ("router.", ".experts.", "mlp.gate.") for key in adapted)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, UNRESTRICTED, seed=0)
-    mask = rollout.completion_mask
-    for shared_prompt in True, False:                     # in 16 bits rounding changes the experts of a few tokens
-        trained = completion_log_probs(model, rollout, shared_prompt=shared_prompt).logp
-        differences = (trained - rollout.sampling_logp).abs()[mask]
+    shared, plain = (make_engine(name, model, tokenizer) for name in ("shared", "plain"))
+    rollout = shared.sample(PROMPTS, UNRESTRICTED, seed=0)
+    for engine in shared, plain:                          # in 16 bits rounding changes the experts of a few tokens
+        trained = engine.log_probs(rollout, None, {}).logp
+        differences = (trained - rollout.sampling_logp).abs()[rollout.completion_mask]
         assert differences.max() < 1e-4 if precision == "float32" else differences.mean() < 0.1
 
 

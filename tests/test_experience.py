@@ -13,11 +13,12 @@ from conftest import experience_of, with_settings
 import experience
 import train
 from config import GRPOConfig
+from engine import make_engine
 from engine.errors import RunError
 from engine.precision import with_precision
 from experience import Experience, Groups, minibatches, shape_rewards, token_advantages
 from grpo import compute_group_advantages
-from logprobs import LogProbs, completion_log_probs
+from logprobs import LogProbs
 from sample import Rollout
 from sources.batches import ShuffledBatches
 from train import sample_groups
@@ -87,7 +88,7 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
     assert [text.removeprefix("<bos>") for text in texts] == [example["prompt"] for example in groups.examples]
     assert groups.rollout.completion_mask.shape == groups.rollout.sampling_logp.shape and len(groups.rollout.completions) == 16
     with torch.no_grad():
-        logp = completion_log_probs(run.model, groups.rollout).logp
+        logp = run.engine.log_probs(groups.rollout, None, {}).logp
     torch.testing.assert_close(logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
 
 
@@ -221,21 +222,22 @@ def test_gdpo_scales_the_points_of_each_function():
     torch.testing.assert_close(shaped, parts[0] + 0.5 * parts[1])
 
 
-@pytest.mark.parametrize("engine", ["vllm", "auto"])
-def test_what_is_measured_between_sampler_and_trainer(monkeypatch, engine):
+@pytest.mark.parametrize("same_arithmetic", [False, True])
+def test_what_is_measured_between_sampler_and_trainer(monkeypatch, same_arithmetic):
     """Two rows, of which one is not scored: deviations are those of all sampled tokens."""
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     sampler, trainer = numbers([-1.0, -2.0, -3.0], [-1.0, 0.0, 0.0]), numbers([-1.5, -2.0, -2.0], [-1.2, 0.0, 0.0])
     monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, **options: LogProbs(trainer, sampler))
     rollout = Rollout(torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(2, 3), mask, sampler, torch.tensor([True, True]), ["", ""])
     groups = Groups([{}], rollout, None, {}, numbers([1.0, math.nan]))
-    config = GRPOConfig(engine=engine, importance_cap=1.5, num_completions_per_prompt=2)
-    made = experience.compute_experience(groups, numbers([0.0, 0.0]), config, torch.nn.Linear(1, 1))
+    config, engine = GRPOConfig(importance_cap=1.5, num_completions_per_prompt=2), make_engine("plain", torch.nn.Linear(1, 1), None)
+    engine.same_arithmetic = same_arithmetic
+    made = experience.compute_experience(groups, numbers([0.0, 0.0]), config, engine, None)
     log_ratios = [-0.5, 0.0, 1.0, -0.2]
     ratios = [math.exp(x) for x in log_ratios]
     expected = {
         "sampler_deviation": sum(abs(x - 1) for x in ratios) / 4, "importance_weight": (ratios[0] + ratios[1] + 1.5) / 3,
-        **({"engine_ratio": sum(ratios) / 4, "engine_deviation": 1.0} if engine == "vllm" else {}),
+        **({"engine_ratio": sum(ratios) / 4, "engine_deviation": 1.0} if not same_arithmetic else {}),
     }
     assert made.metrics == pytest.approx(expected) and made.old_logp is trainer
     torch.testing.assert_close(made.weights[0], numbers(ratios[0], ratios[1], 1.5))
@@ -258,13 +260,14 @@ def test_tied_rows_are_forwarded_only_for_terms_without_advantages_and_rows_with
 @pytest.mark.parametrize("precision,tolerance", [("float32", 0.01), ("bfloat16", 0.1)])
 def test_first_ratios_may_differ_from_1_by_so_much(model, vllm, precision, tolerance):
     with_precision(model, precision)
-    logp = torch.zeros(1, 1)
+    engine, logp = make_engine("plain", model, None), torch.zeros(1, 1)
+    engine.same_arithmetic = not vllm
     for measured in {}, {"sampler_deviation": None}:
         for factor, wrong in (0.99, False), (1.01, True), (math.nan, False):
             deviation = tolerance * factor * (3 if vllm else 1)
             made = Experience([], None, logp.bool(), logp, logp, logp, metrics={name: deviation for name in measured})
             with pytest.raises(RunError, match="first ratios must be 1") if wrong else nullcontext():
-                experience.require_first_ratios_of_1(made, 9.0 if measured else deviation, model, engine=object() if vllm else None)
+                experience.require_first_ratios_of_1(made, 9.0 if measured else deviation, engine)
 
 
 def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
@@ -278,16 +281,16 @@ def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
 def test_the_kl_in_the_reward_is_taken_off_within_a_group_without_rows_that_are_not_trained_on(monkeypatch):
     mask, policy, reference = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     logp = {policy: numbers([-1.0, -2.0], [-1.0, 0.0], [-1.0, -1.0]), reference: numbers([-2.0, -2.5], [-1.5, 0.0], [-9.0, -9.0])}
-    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda model, *args, **options: LogProbs(logp[model], None))
+    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, model=policy, **options: LogProbs(logp[model], None))
     rollout = Rollout(
         torch.ones(1, 2), torch.ones(1, 2).bool(), torch.ones(3, 2), mask, logp[policy], torch.ones(3).bool(), [""] * 3)
     groups = Groups([{}], rollout, None, {}, numbers([1.0, 2.0, math.nan]))
-    config = GRPOConfig(use_kl_penalty=True, kl_in="reward", num_completions_per_prompt=3)
-    made = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, policy, reference=reference, kl_coef=0.5)
+    config, engine = GRPOConfig(use_kl_penalty=True, kl_in="reward", num_completions_per_prompt=3), make_engine("plain", policy, None)
+    made = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, engine, None, reference=reference, kl_coef=0.5)
     assert made.metrics == {"kl": pytest.approx((1.0 + 0.5 + 0.5) / 3)}
     # Sums of 1.5 and 0.5 nats, half a point each, around their mean.
     torch.testing.assert_close(made.advantages, numbers([0.25 - 0.25], [-0.25 + 0.25], [0.0]))
-    plain = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, policy, reference=reference)
+    plain = experience.compute_experience(groups, numbers([0.25, -0.25, 0.0]), config, engine, None, reference=reference)
     assert plain.advantages.tolist() == [[0.25], [-0.25], [0.0]]
 
 
@@ -298,8 +301,8 @@ def test_with_a_value_head_tokens_have_advantages_of_their_own_and_the_penalty_o
     rewards[2, 1] = math.nan
     made = experience_of(run, rollout, rewards)
     with torch.no_grad():
-        now = completion_log_probs(run.model, rollout, value_head=run.value_head)
-        penalty = 0.7 * (now.logp - completion_log_probs(run.reference, rollout).logp)
+        now = run.engine.log_probs(rollout, None, {}, value_head=run.value_head)
+        penalty = 0.7 * (now.logp - run.engine.log_probs(rollout, None, {}, model=run.reference).logp)
     mask = rollout.completion_mask & ~rewards.view(-1, 1).isnan()
     expected = token_advantages(run.config.grpo, rewards.view(-1, 1), torch.where(mask, penalty, 0.0), now.values, mask)
     for found, wanted in zip((made.advantages, made.returns, made.old_values), (*expected, now.values)):

@@ -17,10 +17,8 @@ import train
 from runs.records import completion_records
 from config import GRPOConfig
 from runs.command_line import parse_config
-from logprobs import completion_log_probs
 from runs.setup import set_up
 from runs.records import read_jsonl
-from sample import sample_completions_for_prompts
 
 
 STOP = 1                        # of the built-in tokenizer
@@ -60,9 +58,9 @@ def test_its_numbers_are_those_of_a_training_step_on_the_same_group(tmp_path, ca
     run = start_run(tmp_path, *FLAGS, "--reward_functions", reward_file(tmp_path, "len(c)"), *more, "--ppo_epochs", "1")
     run.progress.phase_step = 0
     examples = next(run.batches)
-    rollout = sample_completions_for_prompts(run.model, run.tokenizer, [examples[0]["prompt"]], run.config.grpo, seed=1)
+    rollout = run.engine.sample([examples[0]["prompt"]], run.config.grpo, seed=1)
     policy = run.config.grpo.policy
-    before = completion_log_probs(run.model, rollout, **policy).logp.sum(dim=1).tolist()
+    before = run.engine.log_probs(rollout, None, policy).logp.sum(dim=1).tolist()
     metrics, experience = train.grpo_training_step(run, examples)
     completions = completion_records(experience)
     assert repr(examples[0]["prompt"]) in printed
@@ -72,7 +70,7 @@ def test_its_numbers_are_those_of_a_training_step_on_the_same_group(tmp_path, ca
     assert f"divided by {len(before)}" not in printed
     tokens = sum(c["tokens"] for c in completions)
     assert (f"divided by {tokens} tokens" in printed) == (not more)
-    after = completion_log_probs(run.model, rollout, **policy).logp.sum(dim=1).tolist()
+    after = run.engine.log_probs(rollout, None, policy).logp.sum(dim=1).tolist()
     for row, (advantage, shown_before, shown_after) in changes(printed).items():
         assert advantage == pytest.approx(completions[row]["advantage"], abs=1e-3)
         assert (shown_before, shown_after) == pytest.approx((before[row], after[row]), abs=2e-3)
@@ -217,7 +215,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     run = start_run(tmp_path, *flags)
     examples = next(run.batches)
     prompts = [example["prompt"] for example in examples]
-    whole = sample_completions_for_prompts(run.model, run.tokenizer, prompts, run.config.grpo, seed=1)
+    whole = run.engine.sample(prompts, run.config.grpo, seed=1)
     texts, rows = whole.completions[4:8], range(4, 8)
     assert "1 of 3 groups of batch 1 are tied" in printed
     assert f"prompt: {prompts[1]!r}, answer: {examples[1]['answer']!r}" in printed

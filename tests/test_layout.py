@@ -17,6 +17,7 @@ LAYERS = [                      # modules and packages, the lowest layer first
     ("grpo", "engine"),
     ("config", "sources", "reward_functions", "environments"),
     ("model", "data", "rewards", "logprobs", "sample"),
+    ("engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
     ("experience",),
     ("runs", "analysis"),
     ("train", "infer"),
@@ -43,7 +44,9 @@ def imports(source, known):
 
 
 def layer_of(module):
-    return next(number for number, names in enumerate(LAYERS) if module.partition(".")[0] in names)
+    """A module is in the layer that names it, else in that of its package."""
+    layers = {name: number for number, names in enumerate(LAYERS) for name in names}
+    return layers.get(module, layers[module.partition(".")[0]])
 
 
 def upward(graph):
@@ -75,8 +78,7 @@ def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
     assert {path.parent.name for path in files if path.name == "__init__.py"} == set(PACKAGES)
 
 
-STEP = ["sample_completions_for_prompts", "compute_rewards_for_completions", "compute_group_advantages",
-        "completion_log_probs", "policy_loss"]
+STEP = ["sample_with_environment", "compute_rewards_for_completions", "compute_group_advantages", "log_probs", "policy_loss"]
 
 
 def test_every_module_has_a_row_in_the_table_of_tests_and_these_exist():
@@ -111,15 +113,15 @@ def test_the_installed_command_and_imports_work_from_another_folder(tmp_path):
 
 
 def calls_of(source, function):
-    """Names that a function calls, in the order of the text, each call of a function of the same file replaced by its own."""
+    """Names that a function calls, methods too, in the order of the text, each function of the same file replaced by its calls."""
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
     def visit(node, found):
         for child in ast.iter_child_nodes(node):
             visit(child, found)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            found.append(node.func.id)
-            if node.func.id in functions:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            found.append(getattr(node.func, "id", None) or node.func.attr)
+            if isinstance(node.func, ast.Name) and node.func.id in functions:
                 visit(functions[node.func.id], found)
         return found
 

@@ -8,10 +8,10 @@ from conftest import PROMPTS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
-from engine import chunked_head
+from engine import chunked_head, make_engine
 from config import GRPOConfig
 from engine.logits import restrict_logits
-from engine.packing import micro_batches
+from engine.packing import micro_batches, pack_groups, plain_rows
 from engine.recomputation import recompute_activations
 from grpo import policy_loss
 from logprobs import completion_log_probs
@@ -29,12 +29,13 @@ def dense_log_probs(model, rollout, row, temperature):
     return log_probs.gather(-1, completion[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-@pytest.mark.parametrize("shared_prompt", [True, False])
-def test_equal_to_the_models_own_logits_with_entropy(architecture, tokenizer, settings, shared_prompt):
+@pytest.mark.parametrize("name", ["shared", "plain"])
+def test_equal_to_the_models_own_logits_with_entropy(architecture, tokenizer, settings, name):
     _, model = architecture
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    engine = make_engine(name, model, tokenizer)
+    rollout = engine.sample(PROMPTS, settings, seed=0)
     with torch.no_grad():
-        ours = completion_log_probs(model, rollout, temperature=0.7, shared_prompt=shared_prompt)
+        ours = engine.log_probs(rollout, None, dict(temperature=0.7))
         for row, mask in enumerate(rollout.completion_mask):
             logp, entropy = dense_log_probs(model, rollout, row, 0.7)
             torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
@@ -42,22 +43,22 @@ def test_equal_to_the_models_own_logits_with_entropy(architecture, tokenizer, se
             assert not ours.logp[row, ~mask].any()
 
 
-def test_a_call_without_options_forwards_prompts_once_and_the_head_nothing_but_completions(model, tokenizer, settings, monkeypatch):
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+def test_the_shared_engine_forwards_prompts_once_and_the_head_nothing_but_completions(shared, settings, monkeypatch):
+    rollout = shared.sample(PROMPTS, settings, seed=0)
     heads, passes, apply, forward = [], [], chunked_head.HeadLogProbs.apply, logprobs.forward_packed
     monkeypatch.setattr(logprobs, "HeadLogProbs", SimpleNamespace(apply=lambda *args: heads.append(len(args[0])) or apply(*args)))
     monkeypatch.setattr(logprobs, "forward_packed", lambda model, ids, *rest: passes.append(ids.numel()) or forward(model, ids, *rest))
-    completion_log_probs(model, rollout)
+    shared.log_probs(rollout, None, {})
     assert heads == [rollout.completion_mask.sum()] and passes == [rollout.prompt_mask.sum() + rollout.completion_mask.sum()]
 
 
-def gradient(model, rollout, batches, **options):
+def gradient(model, rollout, batches, pack=pack_groups):
     """All gradients, in one vector, of a loss that is cut into batches."""
     model.zero_grad()
     torch.manual_seed(5)
     advantages = torch.randn(len(rollout.completions))
     for rows in batches:
-        new = completion_log_probs(model, rollout, rows, temperature=0.8, top_k=50, top_p=0.9, **options)
+        new = completion_log_probs(model, rollout, rows, temperature=0.8, top_k=50, top_p=0.9, pack=pack)
         loss, _ = policy_loss(
             new.logp, rollout.sampling_logp[rows], advantages[rows], rollout.completion_mask[rows],
             num_tokens=int(rollout.completion_mask.sum()),
@@ -70,12 +71,12 @@ def test_packing_and_any_split_give_the_same_gradient(architecture, tokenizer, s
     _, model = architecture
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     everything = torch.arange(len(rollout.completions))
-    plain = gradient(model, rollout, [everything], shared_prompt=False)
+    plain = gradient(model, rollout, [everything], plain_rows)
     splits = {
         "packed": [everything],
         "rows out of order": [torch.randperm(len(everything))],
         "groups torn apart": [torch.tensor([3, 0, 9]), torch.tensor([1, 2, 4, 5, 6, 7, 8]), everything[10:]],
-        "small budget": micro_batches(rollout, everything, 100),
+        "small budget": micro_batches(rollout, everything, 100, shared=True),
     }
     for name, batches in splits.items():
         difference = (gradient(model, rollout, batches) - plain).norm() / plain.norm()
@@ -103,7 +104,7 @@ def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer,
     monkeypatch.setattr(chunked_head, "TOKENS_AT_ONCE", 100)
     assert rollout.completion_mask.sum() > 500, "several chunks"
     with torch.no_grad():
-        ours = completion_log_probs(model, rollout)
+        ours = completion_log_probs(model, rollout, pack=pack_groups)
         for row, mask in enumerate(rollout.completion_mask):
             logp, _ = dense_log_probs(model, rollout, row, 1.0)
             torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
@@ -129,7 +130,7 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, 
     with torch.no_grad():
         reference.get_output_embeddings().weight.mul_(1.5)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    ours = completion_log_probs(model, rollout, **policy, reference=reference)
+    ours = completion_log_probs(model, rollout, **policy, reference=reference, pack=pack_groups)
     ours.kl.sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
     total = 0.0

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import infer
 import train
 from config import ModelConfig
-from logprobs import completion_log_probs
+from engine import make_engine
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from model import frozen_copy, load_policy, save_policy, update_reference
 from engine.precision import with_precision
 from runs.run import Run
 from runs.records import read_jsonl
-from sample import sample_completions_for_prompts
 
 IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
 
@@ -74,10 +74,10 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
         for name, parameter in in_float32.named_parameters():
             if "lora_" in name:
                 parameter.copy_(model.get_parameter(name))
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    assert torch.equal(rollout.completion_ids, sample_completions_for_prompts(
-        in_float32, tokenizer, PROMPTS, settings, seed=0).completion_ids)
-    now, then = (completion_log_probs(m, rollout, **settings.policy).logp for m in (model, in_float32))
+    engines = [make_engine("shared", each, tokenizer) for each in (model, in_float32)]
+    rollout, again = (engine.sample(PROMPTS, settings, seed=0) for engine in engines)
+    assert torch.equal(rollout.completion_ids, again.completion_ids)
+    now, then = (engine.log_probs(rollout, None, settings.policy).logp for engine in engines)
     assert torch.equal(now, then)
     now.sum().backward()
     then.sum().backward()
@@ -105,9 +105,9 @@ def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, t
 
 def test_the_sampler_agrees_with_the_trainer_and_only_the_adapter_has_a_gradient(saved, settings):
     model, tokenizer = load(saved, lora_rank=4)
-    with_noise(model)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    now = completion_log_probs(model, rollout, **settings.policy)
+    engine = make_engine("shared", with_noise(model), tokenizer)
+    rollout = engine.sample(PROMPTS, settings, seed=0)
+    now = engine.log_probs(rollout, None, settings.policy)
     assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
     now.logp.sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
@@ -117,18 +117,18 @@ def test_the_sampler_agrees_with_the_trainer_and_only_the_adapter_has_a_gradient
 def test_the_reference_is_the_adapter_as_it_was(saved, settings):
     model, tokenizer = load(saved, lora_rank=4)
     base, _ = load(saved)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    engine = make_engine("shared", model, tokenizer)
+    rollout = engine.sample(PROMPTS, settings, seed=0)
+    log_probs = partial(engine.log_probs, rollout, None, settings.policy)
     reference = frozen_copy(model)
     assert isinstance(reference, AdapterReference)
     with_noise(model)
     with torch.no_grad():
-        bare = completion_log_probs(base, rollout, **settings.policy).logp
-        policy = completion_log_probs(model, rollout, **settings.policy).logp
-        kept = completion_log_probs(reference, rollout, **settings.policy).logp
+        bare, policy, kept = (log_probs(model=each).logp for each in (base, model, reference))
         assert torch.allclose(kept, bare, atol=1e-6) and (policy - bare).abs().max() > 0.01
-        assert torch.equal(completion_log_probs(model, rollout, **settings.policy).logp, policy)
-    exact = completion_log_probs(model, rollout, **settings.policy, reference=reference).kl
-    assert torch.allclose(exact, completion_log_probs(model, rollout, **settings.policy, reference=base).kl, atol=1e-5)
+        assert torch.equal(log_probs().logp, policy)
+    exact = log_probs(reference=reference).kl
+    assert torch.allclose(exact, log_probs(reference=base).kl, atol=1e-5)
     exact.sum().backward()                                # the reference's forward pass left the graph intact
     update_reference(reference, model, 0.0)
     assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))

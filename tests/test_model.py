@@ -11,16 +11,17 @@ from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs.startup_check import check_setup
+from runs.startup_check import check_setup, choose_engine
 from config import ModelConfig
 from data import encode_prompt
+from engine import make_engine
+from engine.ranks import OneRank
 from engine.text_model import text_model
-from logprobs import completion_log_probs
 from engine.recomputation import recompute_activations
 from model import frozen_copy, load_policy, moved_to, save_policy, update_reference
 from engine.precision import with_precision
 from rewards import correctness
-from sample import sample_completions_for_prompts, stop_token_ids
+from sample import stop_token_ids
 
 EXAMPLES = [
     {"prompt": "47+85=?", "answer": "132", "completion": "<reasoning>7+5=12</reasoning><answer>132</answer>"},
@@ -38,7 +39,9 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     assert not loaded.training and next(loaded.parameters()).dtype == torch.float32
     config = replace(settings, reward_functions=["correctness"])
-    findings = {f.name: f for f in check_setup(loaded, loaded_tokenizer, EXAMPLES, config, [correctness])}
+    plain, prompts = make_engine("plain", loaded, loaded_tokenizer), [example["prompt"] for example in EXAMPLES]
+    engine, packing = choose_engine(plain, OneRank(), prompts, config)
+    findings = {f.name: f for f in [*check_setup(engine, EXAMPLES, config, [correctness]), packing]}
     assert all(finding.ok is not False for finding in findings.values()), findings
     assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok
 
@@ -97,33 +100,34 @@ def test_a_model_is_moved_and_moved_back_also_after_an_exception():
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_layers_in_half_with_weights_and_numbers_in_float32(architecture, tokenizer, settings, precision):
     _, model = architecture
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    exact = completion_log_probs(model, rollout, **settings.policy).logp.detach()
+    engine = make_engine("shared", model, tokenizer)
+    rollout = engine.sample(PROMPTS, settings, seed=0)
+    exact = engine.log_probs(rollout, None, settings.policy).logp.detach()
     with_precision(model, precision)
-    rounded = completion_log_probs(model, rollout, **settings.policy).logp
+    rounded = engine.log_probs(rollout, None, settings.policy).logp
     assert 1e-5 < (rounded - exact).abs().max() < 0.5, "really rounded, and no more than that"
     assert rounded.dtype == torch.float32
     rounded.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    sampled = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=1)
-    trained = completion_log_probs(model, sampled, **settings.policy).logp
+    sampled = engine.sample(PROMPTS, settings, seed=1)
+    trained = engine.log_probs(sampled, None, settings.policy).logp
     assert (sampled.sampling_logp - trained).abs().max() < 0.1
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
-        assert not torch.allclose(completion_log_probs(model, rollout, **settings.policy).logp, rounded), "no stale copies"
+        assert not torch.allclose(engine.log_probs(rollout, None, settings.policy).logp, rounded), "no stale copies"
 
 
 def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architecture, tokenizer, settings):
     _, model = architecture
-    with_precision(model, "bfloat16")
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    engine = make_engine("shared", with_precision(model, "bfloat16"), tokenizer)
+    rollout = engine.sample(PROMPTS, settings, seed=0)
     reference, exact = frozen_copy(model), frozen_copy(model, exact=True)
     assert {p.dtype for p in model.parameters()} == {p.dtype for p in exact.parameters()} == {torch.float32}
     layers = sum(p.numel() for p in reference.parameters() if p.dtype == torch.bfloat16)
     assert layers > 0.9 * sum(m.weight.numel() for m in text_model(model).modules() if type(m).__name__ in ("Linear", "Conv1D"))
     with torch.no_grad():
-        policy = completion_log_probs(model, rollout, **settings.policy).logp
-        assert torch.equal(completion_log_probs(reference, rollout, **settings.policy).logp, policy)
+        policy = engine.log_probs(rollout, None, settings.policy).logp
+        assert torch.equal(engine.log_probs(rollout, None, settings.policy, model=reference).logp, policy)
     update_reference(reference, model, 0.0)
     assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
 
@@ -131,15 +135,16 @@ def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architectur
 def test_a_frozen_copy_of_a_wrapped_model_is_its_own(architecture, tokenizer, settings):
     """Precision and recomputation wrap methods of the model; the copy's must be bound to the copy."""
     _, model = architecture
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    engine = make_engine("shared", model, tokenizer)
+    rollout = engine.sample(PROMPTS, settings, seed=0)
     recompute_activations(with_precision(model, "bfloat16"))
     reference = frozen_copy(model)
-    before = completion_log_probs(reference, rollout).logp
+    before = engine.log_probs(rollout, None, {}, model=reference).logp
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    assert (completion_log_probs(reference, rollout).logp == before).all()
-    assert not torch.allclose(completion_log_probs(model, rollout).logp, before)
+    assert (engine.log_probs(rollout, None, {}, model=reference).logp == before).all()
+    assert not torch.allclose(engine.log_probs(rollout, None, {}).logp, before)
 
 
 def broken(folder, name, **changes):

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from config import GRPOConfig
-from logprobs import completion_log_probs
+from engine import make_engine
 from runs.run import Run
-from sample import sample_completions_for_prompts
 from project_files import ROOT
 
 pytestmark = [
@@ -84,11 +83,12 @@ def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(fo
 
 def test_sampler_trainer_and_transformers_agree_on_every_token(folder, example):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    engine = make_engine("shared", model, tokenizer)
     config = GRPOConfig(generation_max_length=24, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    rollout = sample_completions_for_prompts(model, tokenizer, list(example["QUESTIONS"]), config, seed=0)
+    rollout = engine.sample(list(example["QUESTIONS"]), config, seed=0)
     expected, mask = plain_logp(model, rollout), rollout.completion_mask
     with torch.no_grad():
-        trained = completion_log_probs(model, rollout, temperature=1.0).logp
+        trained = engine.log_probs(rollout, None, dict(temperature=1.0)).logp
     assert expected.min() < -2, "tokens that are not certain"
     assert (rollout.sampling_logp[mask] - expected).abs().max() < 1e-3
     assert (trained[mask] - expected).abs().max() < 1e-3

@@ -10,27 +10,27 @@ from conftest import PROMPTS
 import sample
 from config import GRPOConfig
 from data import encode_prompt
-from engine import cache
+from engine import cache, make_engine
 from engine.packing import left_pad, pad_rows
-from logprobs import completion_log_probs
-from sample import (
-    Rollout, join_rollouts, sample_completions_for_prompts, sampling_mode, select_groups, stop_token_ids,
-)
+from engine.plain import Engine
+from engine.vllm_engine import VLLM
+from environments.conversations import sample_with_environment
+from sample import Rollout, join_rollouts, select_groups, stop_token_ids
 
 
 def test_sampler_and_trainer_agree_on_every_log_probability(architecture, tokenizer, settings):
-    _, model = architecture
+    engine = make_engine("shared", architecture[1], tokenizer)
     for policy in settings, replace(settings, generation_temperature=1.3, generation_top_p=1.0, generation_top_k=0):
-        rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, policy, seed=1)
-        trained = completion_log_probs(model, rollout, **policy.policy)
+        rollout = engine.sample(PROMPTS, policy, seed=1)
+        trained = engine.log_probs(rollout, None, policy.policy)
         assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
         assert rollout.completion_mask.any(dim=1).all()
 
 
-def test_shapes_and_masks_by_position(model, tokenizer):
+def test_shapes_and_masks_by_position(shared, model, tokenizer):
     model.generation_config.eos_token_id = [1, 40, 41, 42, 43, 44, 45, 46]       # several stop ids, so that rows end early
     config = GRPOConfig(num_completions_per_prompt=8, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
+    rollout = shared.sample(PROMPTS, config, seed=0)
     stops = set(stop_token_ids(model, tokenizer))
     assert stops == {1, 40, 41, 42, 43, 44, 45, 46}
     assert len(rollout.completions) == len(rollout.completion_ids) == 32 and rollout.prompt_ids.shape[0] == 4
@@ -60,41 +60,42 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
         model.get_output_embeddings().weight[50] *= 3
     everything = dict(generation_top_p=1.0, generation_top_k=0, generation_temperature=1.5)
     config = replace(settings, **everything, num_completions_per_prompt=16)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
+    engine = make_engine("shared", model, tokenizer)
+    rollout = engine.sample(PROMPTS, config, seed=0)
     if pad == 50:
         assert (rollout.completion_ids == 50)[rollout.completion_mask].any(), "the pad token was sampled"
-    trained = completion_log_probs(model, rollout, **config.policy)
+    trained = engine.log_probs(rollout, None, config.policy)
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
-def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(model, tokenizer, monkeypatch):
-    model.generation_config.eos_token_id = list(range(1, 30))                    # rows end at different times
+def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(shared, monkeypatch):
+    shared.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
     config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    together = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7)
+    together = shared.sample(PROMPTS[:3], config, seed=7)
     assert len(set(together.completion_mask.sum(1).tolist())) > 3
     for i, prompt in enumerate(PROMPTS[:3]):
-        alone = sample_completions_for_prompts(model, tokenizer, [prompt], config, seed=7)
+        alone = shared.sample([prompt], config, seed=7)
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
-    monkeypatch.setattr(sample, "PlainCache", None)       # prompts are shared unless it is said otherwise
+    monkeypatch.setattr(cache.PlainCache, "add_prompts", None)       # prompts are shared
     monkeypatch.setattr(sample, "INITIAL_CAPACITY", 5)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
-    at_once, queued = (sample_completions_for_prompts(
-        model, tokenizer, PROMPTS * 2, config, seed=7, num_completions=1, batch_size=size) for size in (8, 3))
+    at_once, queued = (shared.sample(
+        PROMPTS * 2, replace(config, generation_batch_size=size), seed=7, num_completions=1) for size in (8, 3))
     assert queued.completions == at_once.completions      # some begin while others are long
     torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
         monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", steps)
-        seldom = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=7)
+        seldom = shared.sample(PROMPTS[:3], config, seed=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
-    other_seed = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=8)
+    other_seed = shared.sample(PROMPTS[:3], config, seed=8)
     assert other_seed.completions != together.completions
     assert len(set(together.completions)) > 6, "siblings differ"
 
 
-def test_temperature_zero_takes_the_likeliest_token(model, tokenizer):
+def test_temperature_zero_takes_the_likeliest_token(shared, model, tokenizer):
     config = GRPOConfig(generation_temperature=0.0, generation_max_length=8)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
+    rollout = shared.sample(PROMPTS, config, seed=0)
     for row, completion in enumerate(rollout.completion_ids):
         ids = encode_prompt(tokenizer, PROMPTS[row // 4])
         for token in completion[rollout.completion_mask[row]].tolist():
@@ -103,11 +104,11 @@ def test_temperature_zero_takes_the_likeliest_token(model, tokenizer):
     assert not rollout.sampling_logp.any() and rollout.completion_mask.sum() > 64
 
 
-@pytest.mark.parametrize("shared_prompt,ends,expected", [
-    (True, [1, 1, 3, 2, 5], "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"),
-    (False, [1, 1, 4, 3, 3], "new 012, decode 6, decode 5, decode 4, new 345, decode 6, decode 3"),
+@pytest.mark.parametrize("kind,ends,expected", [
+    (cache.PrefixCache, [1, 1, 3, 2, 5], "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"),
+    (cache.PlainCache, [1, 1, 4, 3, 3], "new 012, decode 6, decode 5, decode 4, new 345, decode 6, decode 3"),
 ])
-def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch, shared_prompt, ends, expected):
+def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch, kind, ends, expected):
     """Groups of two completions, three at once. ends: how many rows end in each call of decode."""
     trace, ends = [], iter(ends)
 
@@ -119,10 +120,9 @@ def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch, shared_
         trace.append(f"decode {len(active)}")
         return active[next(ends) :]
 
-    for name, stand_in in ("prefill", prefill), ("decode", decode), ("PrefixCache", str), ("PlainCache", str):
-        monkeypatch.setattr(sample, name, stand_in)
-    sample.sample_from_queue(
-        None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3, shared_prompt=shared_prompt)
+    for place, name, stand_in in (sample, "prefill", prefill), (sample, "decode", decode), (kind, "__init__", lambda *_: None):
+        monkeypatch.setattr(place, name, stand_in)
+    sample.sample_from_queue(None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3, cache_type=kind)
     assert ", ".join(trace) == expected
 
 
@@ -152,19 +152,23 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
     assert with_turns or chosen.turn_points is joined.turn_points is None
 
 
-def test_sampling_leaves_the_model_as_it_was(model):
-    model.train()
-    with pytest.raises(KeyError), sampling_mode(model, shared_prompt=True):
+def test_sampling_leaves_the_model_as_it_was(shared, model, settings):
+    def look(tokens):
         assert not model.training and not torch.is_grad_enabled()
         assert model.config._attn_implementation == "prefix_attention"
         raise KeyError
+
+    model.train()
+    with pytest.raises(KeyError):
+        shared.sample(PROMPTS, settings, seed=0, on_tokens=look)
     assert model.training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
 
 
-class ScriptedEngine:
+class Scripted(VLLM):
     """Draws prescribed tokens in place of vLLM: siblings end after 1, 2, 3 ... tokens, and remembers the requests."""
 
-    def __init__(self):
+    def __init__(self, *args):
+        Engine.__init__(self, *args)
         self.requests = []
 
     def generate(self, prompts, *, num_completions, max_tokens, seeds, stop_ids, policy):
@@ -177,9 +181,9 @@ class ScriptedEngine:
 
 
 def test_an_engine_fills_the_same_rollout(model, tokenizer):
-    engine = ScriptedEngine()
+    engine, again = Scripted(model, tokenizer), Scripted(model, tokenizer)
     config = GRPOConfig(engine="vllm", num_completions_per_prompt=4, generation_max_length=3, generation_temperature=0.5)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, engine=engine)
+    rollout = engine.sample(PROMPTS, config, seed=0)
     (request,) = engine.requests
     assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
     assert request["policy"] == dict(temperature=0.5, top_k=50, top_p=0.9) and request["max_tokens"] == [3] * len(PROMPTS)
@@ -188,8 +192,7 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer):
     assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit
     assert torch.equal(rollout.sampling_logp, torch.where(rollout.completion_mask, -0.5, 0.0))
     assert rollout.completions[:3] == [tokenizer.decode([50 + g] * g) for g in range(3)]
-    again = ScriptedEngine()
-    sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, engine=again)
+    again.sample(PROMPTS, config, seed=0)
     assert again.requests == engine.requests
 
 
@@ -199,11 +202,10 @@ def test_an_engine_continues_conversations_after_each_reply(model, tokenizer):
     def respond(messages):
         return replies[sum(message["role"] == "assistant" for message in messages)]
 
-    engine = ScriptedEngine()
+    engine = Scripted(model, tokenizer)
     config = GRPOConfig(
         engine="vllm", num_completions_per_prompt=2, generation_max_length=80, environment="calculator", max_turns=4)
-    rollout = sample_completions_for_prompts(
-        model, tokenizer, PROMPTS[:2], config, seed=0, engine=engine, responders=[respond] * 2)
+    rollout = sample_with_environment(engine, respond, [{"prompt": prompt} for prompt in PROMPTS[:2]], config, seed=0)
     first, second, third = engine.requests
     assert first["n"] == 2 and second["n"] == third["n"] == 1
     assert [len(request["prompts"]) for request in engine.requests] == [2, 4, 4]

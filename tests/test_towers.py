@@ -12,8 +12,10 @@ import infer
 import train
 from config import ModelConfig
 from data import encode_prompt
+from engine import make_engine
 from engine.adapters import merged_copy, trainable_parameters
 from engine.model_files import auto_class
+from engine.packing import pack_groups
 from engine.text_model import text_model
 from logprobs import completion_log_probs
 from model import frozen_copy, load_policy, save_policy, update_reference
@@ -22,7 +24,6 @@ from runs.run import Run
 from runs.activations import pass_bytes
 from runs.memory_estimate import model_shapes
 from runs.startup_check import check_packing, random_rollout
-from sample import sample_completions_for_prompts
 
 FLAGS = (
     "--use_grpo --max_steps 3 --save_steps 1 --keep_checkpoints 9 --generation_max_length 8 --learning_rate 1e-2 "
@@ -58,9 +59,10 @@ def test_only_the_text_model_is_trained_and_has_a_gradient(base, lora_rank, sett
         text = {parameter for module in (text_model(model), model.lm_head) for parameter in module.parameters()}
         assert set(trainable_parameters(model)) == text
     prompts = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS[:2]]
-    assert check_packing(model, tokenizer, prompts, settings).ok
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    now = completion_log_probs(model, rollout, **settings.policy)
+    shared, plain = (make_engine(name, model, tokenizer) for name in ("shared", "plain"))
+    assert check_packing(shared, plain, prompts, settings).ok
+    rollout = shared.sample(PROMPTS, settings, seed=0)
+    now = shared.log_probs(rollout, None, settings.policy)
     assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
     now.logp.sum().backward()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained
@@ -70,10 +72,10 @@ def test_it_samples_and_scores_as_its_text_model_alone(tokenizer, settings, tmp_
     torch.manual_seed(0)
     model, alone = WITH_TOWERS["gemma3_vision"]().eval(), ARCHITECTURES["gemma3"]().eval()
     alone.model.load_state_dict(text_model(model).state_dict())
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    again = sample_completions_for_prompts(alone, tokenizer, PROMPTS, settings, seed=0)
+    engines = [make_engine("shared", each, tokenizer) for each in (model, alone)]
+    rollout, again = (engine.sample(PROMPTS, settings, seed=0) for engine in engines)
     assert torch.equal(rollout.completion_ids, again.completion_ids) and torch.equal(rollout.sampling_logp, again.sampling_logp)
-    assert torch.equal(completion_log_probs(model, rollout).logp, completion_log_probs(alone, rollout).logp)
+    assert torch.equal(*(engine.log_probs(rollout, None, {}).logp for engine in engines))
     for each, name in (model, "towers"), (alone, "alone"):
         each.save_pretrained(tmp_path / name)
     for recompute in False, True:
@@ -170,4 +172,4 @@ def test_a_model_without_towers_is_trained_whole():
     model, _ = load_policy(ModelConfig())
     assert all(parameter.requires_grad for parameter in model.parameters()) and text_model(model) is model.model
     rollout = random_rollout(model, load_policy(ModelConfig())[1], [[5, 6]])
-    assert completion_log_probs(model, rollout).logp.isfinite().all()
+    assert completion_log_probs(model, rollout, pack=pack_groups).logp.isfinite().all()

@@ -24,15 +24,16 @@ from torch_xla.debug import metrics
 
 from runs import setup
 import train
-from runs.startup_check import check_setup
+from runs.startup_check import check_setup, choose_engine
 from conftest import PROMPTS, QUICK, start_run
 from config import GRPOConfig
+from engine import make_engine
 from engine.devices import best_device, bucket
-from logprobs import completion_log_probs
 from model import ValueHead, move
-from engine.packing import completion_lengths, micro_batches, pack_rows
+from engine.packing import completion_lengths, micro_batches, pack_groups
+from engine.ranks import make_ranks
+from environments.conversations import sample_with_environment
 from runs.records import read_jsonl
-from sample import sample_completions_for_prompts
 
 DEVICE = best_device()                                    # before any backward pass on the CPU
 CPU = torch.device("cpu")
@@ -68,12 +69,12 @@ def test_sizes_are_rounded_up_on_xla_alone():
     assert [bucket(n, CPU) for n in (1, 3, 65)] == [1, 3, 65]
 
 
-def test_padded_packs_hold_the_same_and_stay_within_the_budget(model, tokenizer, settings):
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+def test_padded_packs_hold_the_same_and_stay_within_the_budget(shared, settings):
+    rollout = shared.sample(PROMPTS, settings, seed=0)
     everything = torch.arange(len(rollout.completions))
     for budget in 64, 128, 512, 4096:
-        for rows in micro_batches(rollout, everything, budget, device=DEVICE):
-            packs, plain = (pack_rows(rollout, rows, True, device) for device in (DEVICE, CPU))
+        for rows in micro_batches(rollout, everything, budget, shared=True, device=DEVICE):
+            packs, plain = (pack_groups(rollout, rows, device) for device in (DEVICE, CPU))
             k, n = packs.ids.shape
             assert (k & (k - 1), n & (n - 1)) == (0, 0) and (k * n <= budget or len(rows) == 1)
             assert packs.mask.sum() == plain.mask.sum()
@@ -85,7 +86,7 @@ def test_padded_packs_hold_the_same_and_stay_within_the_budget(model, tokenizer,
 def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, tokenizer, settings, policy):
     """With entropy, exact KL and values, over several groups and rows out of order."""
     _, model = architecture
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+    rollout = make_engine("shared", model, tokenizer).sample(PROMPTS, settings, seed=0)
     rows = torch.tensor([0, 9, 3, 4, 5, 15, 14])
     reference = copy.deepcopy(model)
     with torch.no_grad():
@@ -97,7 +98,7 @@ def test_log_probabilities_and_gradients_are_those_of_plain_torch(architecture, 
     torch.nn.init.normal_(head.layers[-1].weight)
     found = []
     for here, other, value_head in zip(on_both(model), on_both(reference), [head, copy.deepcopy(head).to(DEVICE)], strict=True):
-        new = completion_log_probs(here, rollout, rows, **policy, reference=other, value_head=value_head)
+        new = make_engine("shared", here, tokenizer).log_probs(rollout, rows, policy, reference=other, value_head=value_head)
         parts = torch.stack([new.logp, new.entropy, new.kl, new.values])
         assert parts.device == CPU
         (parts * slopes).sum().backward()
@@ -113,15 +114,15 @@ def test_sampler_and_trainer_agree_with_each_other_and_with_plain_torch(architec
     """From a queue, so that the cache is joined and rearranged; three prompts, three completions each: sizes are rounded."""
     _, model = architecture
     model.generation_config.eos_token_id = EARLY
-    plain, model = on_both(model)
+    judges = [make_engine("shared", here, tokenizer) for here in on_both(model)]
     config = GRPOConfig(
         num_completions_per_prompt=3, generation_batch_size=6, generation_max_length=40, generation_temperature=1.0,
         generation_top_k=0, generation_top_p=1.0,
     )
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:3], config, seed=3)
+    rollout = judges[1].sample(PROMPTS[:3], config, seed=3)
     assert len(set(rollout.completion_mask.sum(dim=1).tolist())) > 3
-    for judge in model, plain:
-        trained = completion_log_probs(judge, rollout)
+    for judge in judges:
+        trained = judge.log_probs(rollout, None, {})
         assert (rollout.sampling_logp - trained.logp.detach()).abs().max() < 1e-4
     assert not fallbacks()
 
@@ -134,10 +135,12 @@ def test_a_conversation_is_that_of_a_plain_cpu(model, tokenizer):
         generation_top_p=1.0, environment="calculator", max_turns=4,
     )
     found = []
+    examples = [{"prompt": prompt} for prompt in PROMPTS[:3]]
     for here in on_both(model):
-        answers = [lambda conversation: (f"{len(conversation)}!", 0.5)] * 3
-        found.append(sample_completions_for_prompts(here, tokenizer, PROMPTS[:3], config, seed=3, responders=answers))
-        assert (found[-1].sampling_logp - completion_log_probs(here, found[-1]).logp.detach()).abs().max() < 1e-4
+        engine = make_engine("shared", here, tokenizer)
+        found.append(sample_with_environment(
+            engine, lambda conversation: (f"{len(conversation)}!", 0.5), examples, config, seed=3))
+        assert (found[-1].sampling_logp - engine.log_probs(found[-1], None, {}).logp.detach()).abs().max() < 1e-4
     plain, xla = found
     assert xla.completions == plain.completions and max(len(messages) for messages in xla.completions) > 3
     assert torch.equal(xla.completion_mask, plain.completion_mask) and torch.equal(xla.turn_points, plain.turn_points)
@@ -158,13 +161,16 @@ def test_tied_weights_stay_tied_on_the_way_there_and_back(model):
 
 
 def test_a_model_whose_cache_would_grow_is_refused_in_one_line(tokenizer, convolutional):
+    plain, prompts = make_engine("plain", move(convolutional, DEVICE), tokenizer), ["1+1=?", "2+2=?"]
+    engine, _ = choose_engine(plain, make_ranks(DEVICE), prompts, GRPOConfig())
     with pytest.raises(ValueError, match="XLA: this model keeps more"):
-        check_setup(move(convolutional, DEVICE), tokenizer, [{"prompt": "1+1=?"}, {"prompt": "2+2=?"}], GRPOConfig(), [])
+        check_setup(engine, [{"prompt": prompt} for prompt in prompts], GRPOConfig(), [])
 
 
 def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     """Steps of ragged completions: after the first ones nothing new is compiled."""
-    monkeypatch.setattr(setup, "start_up_check", lambda *_: True)              # a run below has it
+    monkeypatch.setattr(setup, "start_up_check", lambda policy, tokenizer, _, config, *others: make_engine(        # a run below has it
+        "shared", policy, tokenizer, max_tokens=config.training.max_tokens_per_forward))
     run = start_run(
         tmp_path, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "0", "--generation_max_length", "14",
         "--reward_functions", length_reward(tmp_path), "--reward_weights", "1", "--learning_rate", "4e-4",
@@ -184,7 +190,7 @@ def test_drawing_a_token_does_not_wait_for_the_device(model, tokenizer):
     """Numbers are fetched now and then: fewer times than there are tokens in a completion, with all else included."""
     config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=40, generation_top_k=0, generation_top_p=1.0)
     before = metrics.metric_data("TransferFromDeviceTime") or [0]
-    rollout = sample_completions_for_prompts(move(model, DEVICE), tokenizer, PROMPTS[:1], config, seed=0)
+    rollout = make_engine("shared", move(model, DEVICE), tokenizer).sample(PROMPTS[:1], config, seed=0)
     assert rollout.completion_mask.shape[1] == 40
     assert metrics.metric_data("TransferFromDeviceTime")[0] - before[0] < 20
 

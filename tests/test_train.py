@@ -43,7 +43,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
     (tmp_path / "tied.py").write_text(
         "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"          # call 1: the start-up check
         "    return [float(len(calls) > 2 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
-    real, rollouts = train.sample_completions_for_prompts, []
+    real, rollouts = train.sample_with_environment, []
 
     def sampler(*args, **options):
         rollout = real(*args, **options)
@@ -52,7 +52,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
             rollout.sampling_logp -= 0.05 * rollout.completion_mask
         return rollout
 
-    monkeypatch.setattr(train, "sample_completions_for_prompts", sampler)
+    monkeypatch.setattr(train, "sample_with_environment", sampler)
     flags = flags.format(tied=f"{tmp_path}/tied.py:tied").split() or ["--reward_functions", length_reward(tmp_path)]
     if "--reward_functions" not in flags:
         flags += ["--reward_functions", length_reward(tmp_path)]
@@ -146,13 +146,13 @@ def test_leaving_out_groups_without_signal_changes_nothing(tmp_path, monkeypatch
     run.config = replace(run.config, grpo=replace(run.config.grpo, reward_functions=["half"]))
     examples = next(run.batches)
     seen = []
-    real = train.completion_log_probs
+    real = run.engine.log_probs
 
-    def spy(model, rollout, rows, **options):
+    def spy(rollout, rows, policy, **options):
         seen.extend(rows.tolist())
-        return real(model, rollout, rows, **options)
+        return real(rollout, rows, policy, **options)
 
-    monkeypatch.setattr(train, "completion_log_probs", spy)
+    monkeypatch.setattr(run.engine, "log_probs", spy)
     without = gradient_of(run, train.grpo_training_step, examples, monkeypatch)
     assert sorted(seen) == [4, 5, 6, 7, 12, 13, 14, 15]
     monkeypatch.setattr(Experience, "has_gradient", lambda self, rows, config: torch.ones(len(rows), dtype=torch.bool))

@@ -11,9 +11,10 @@ from torch.nn.functional import pad
 
 import experience
 import train
+from engine import make_engine
 from experience import minibatches
 from grpo import LOSSES, policy_loss, value_loss
-from logprobs import LogProbs, completion_log_probs
+from logprobs import LogProbs
 from model import ValueHead
 from sample import Rollout
 from train import accumulate_gradients, sample_groups
@@ -129,8 +130,7 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
         same, _ = gradient(run, variant, *([] if rows is None else [rows]))
         assert differ(same, whole) < tolerance, f"{name}: {differ(same, whole)}"
     for budget, shared in (200, True), (61, True), (1, True), (150, False):
-        run.config = replace(run.config, training=replace(run.config.training, max_tokens_per_forward=budget))
-        run.shared_prompt = shared
+        run.engine = make_engine("shared" if shared else "plain", run.model, run.tokenizer, max_tokens=budget)
         cut, parts = gradient(run, experience)
         assert differ(cut, whole) < tolerance, f"{budget=} {shared=}: {differ(cut, whole)}"
         for metric, value in losses.items():
@@ -157,7 +157,7 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     experience = off_policy(run)                          # the second group is tied, so it is left out
     _, losses = gradient(run, experience)
     with torch.no_grad():
-        now = completion_log_probs(run.model, experience.rollout)
+        now = run.engine.log_probs(experience.rollout, None, {})
     looked_at = experience.mask & (experience.advantages != 0)
     assert looked_at.sum() < experience.mask.sum()
     log_ratio = (now.logp - experience.old_logp)[looked_at]
@@ -180,7 +180,7 @@ def test_after_a_real_update_the_clip_stops_exactly_the_tokens_that_went_too_far
     _, before = gradient(run, experience)
     train.optimizer_step(run, 0.0)
     with torch.no_grad():
-        logp = completion_log_probs(run.model, rollout)
+        logp = run.engine.log_probs(rollout, None, {})
     ratio = (logp.logp - experience.old_logp).exp()
     too_far = torch.where(experience.advantages > 0, ratio > 1.15, ratio < 0.9) & rollout.completion_mask
     assert 0 < too_far.sum() < rollout.completion_mask.sum(), "the update moved some tokens beyond the clip"
@@ -226,7 +226,7 @@ def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(
 
     rollout = one_token_rollout(run, prompt, kept)
     run.model.zero_grad()
-    new = completion_log_probs(run.model, rollout, **policy)
+    new = run.engine.log_probs(rollout, None, policy)
     drawn = new.logp.detach().exp()
     assert float(drawn.sum()) == pytest.approx(1, abs=1e-5)
     loss, _ = policy_loss(new.logp, new.logp.detach(), drawn * rewards[kept][:, None], rollout.completion_mask, num_tokens=1)
@@ -235,7 +235,7 @@ def test_the_policy_gradient_is_the_enumerated_gradient_of_the_truncated_policy(
     assert len(kept) > 1 and differ(ours, truth) < 1e-5
     if policy["top_k"] or policy["top_p"] < 1:            # and the distribution without the truncation has another one
         run.model.zero_grad()
-        full = completion_log_probs(run.model, rollout, temperature=policy["temperature"])
+        full = run.engine.log_probs(rollout, None, {"temperature": policy["temperature"]})
         weighted = drawn * rewards[kept][:, None]
         policy_loss(full.logp, full.logp.detach(), weighted, rollout.completion_mask, num_tokens=1)[0].backward()
         assert differ(torch.cat([p.grad.flatten() for p in run.model.parameters()]).double(), truth) > 1e-3
@@ -312,11 +312,12 @@ def test_a_kl_that_is_the_same_in_all_completions_leaves_a_tied_group_tied(base,
     assert not experience_of(run, rollout, points).advantages.any()
 
 
-@pytest.mark.parametrize("settings", [dict(importance_cap=2.0), dict(engine="vllm", importance_cap=0.0)], ids=str)
-def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_computed(base, settings):
+@pytest.mark.parametrize("cap,same_arithmetic", [(2.0, True), (0.0, False)])
+def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_computed(base, cap, same_arithmetic):
     """An engine that rounds differently: neither penalty nor the loss's KL term depends on its log-probabilities."""
     for kl_in in "reward", "loss":
-        run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in=kl_in, **settings)
+        run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_in=kl_in, importance_cap=cap)
+        run.engine.same_arithmetic = same_arithmetic
         rollout = sample_groups(run, next(run.batches)).rollout
         noise = torch.where(rollout.completion_mask, 0.5 * torch.randn(rollout.sampling_logp.shape), 0.0)
         exact, other = (experience_of(run, replace(rollout, sampling_logp=rollout.sampling_logp + n), torch.full((4, 4), 0.7))
@@ -367,8 +368,8 @@ def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_c
     experience = off_policy(run)
     rollout, mask = experience.rollout, experience.mask
     with torch.no_grad():
-        logp = completion_log_probs(run.model, rollout, reference=run.reference)
-        x = completion_log_probs(run.reference, rollout).logp - logp.logp
+        logp = run.engine.log_probs(rollout, None, {}, reference=run.reference)
+        x = run.engine.log_probs(rollout, None, {}, model=run.reference).logp - logp.logp
         k3 = x.exp() - x - 1
         ratio = (logp.logp - rollout.sampling_logp).exp()
     kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": logp.kl}[estimator] * mask
@@ -397,7 +398,7 @@ def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base,
         first = first or losses["value_loss"]
         train.optimizer_step(run, losses["total_loss"])
     with torch.no_grad():
-        values = completion_log_probs(run.model, rollout, value_head=run.value_head).values
+        values = run.engine.log_probs(rollout, None, {}, value_head=run.value_head).values
     means = (values * rollout.completion_mask).view(4, -1).sum(1) / rollout.completion_mask.view(4, -1).sum(1)
     assert first > 1 and losses["value_loss"] < 0.2 * first
     torch.testing.assert_close(means, rewards[:, 0], atol=0.5, rtol=0)

@@ -24,17 +24,17 @@ pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm does t
 import train
 from config import GRPOConfig, ModelConfig
 from data import encode_prompt
-from engine import vllm_engine
+from engine import make_engine, vllm_engine
 from engine.adapters import add_adapter, trainable_parameters
 from engine.errors import RunError
-from engine.vllm_engine import VLLMEngine
+from engine.ranks import OneRank
+from engine.vllm_engine import VLLM
+from environments.conversations import sample_with_environment
 from environments.games import guess_letter
-from environments.loading import responders
 from experience import compare_with_sampler, log_probs_of_rollout
 from model import byte_tokenizer, load_policy
 from runs.command_line import parse_config
 from runs.records import read_jsonl
-from sample import sample_completions_for_prompts
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(
@@ -55,7 +55,6 @@ ARCHITECTURES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
 }
 PROMPTS = ["47+85=?", "1+1=?", "What is the sum of three and four?"]
-FORWARDING = dict(max_tokens=2048, shared_prompt=True)
 RUN = [
     "--use_grpo", "--engine", "vllm", "--cold_start_steps", "0", "--batch_size", "4", "--max_steps", "2", "--eval_limit", "4",
     "--generation_max_length", "16", "--report_to", "none", "--eval_steps", "0",
@@ -67,15 +66,14 @@ def tokenizer():
     return byte_tokenizer()
 
 
-def engine_of(model) -> VLLMEngine:
-    return VLLMEngine(model, max_length=256, memory=0.3)
+def engine_of(model, tokenizer) -> VLLM:
+    return make_engine("vllm", model, tokenizer, max_length=256, memory=0.3)
 
 
 @pytest.fixture(scope="module")
 def tiny(tokenizer):
     torch.manual_seed(0)
-    model, _ = load_policy(ModelConfig())
-    return model, engine_of(model)
+    return engine_of(load_policy(ModelConfig())[0], tokenizer)
 
 
 def update(model, steps: int) -> None:
@@ -88,14 +86,14 @@ def update(model, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def sample(model, tokenizer, engine, **options):
+def sample(engine, **options):
     config = GRPOConfig(engine="vllm", **{"generation_max_length": 32} | options)
-    with engine.awake(model):
-        return sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=3, engine=engine), config
+    with engine.sampling():
+        return engine.sample(PROMPTS, config, seed=3), config
 
 
-def compare(model, rollout, config) -> dict[str, float]:
-    return compare_with_sampler(log_probs_of_rollout(model, rollout, config.policy, **FORWARDING).logp, rollout)
+def compare(engine, rollout, config) -> dict[str, float]:
+    return compare_with_sampler(log_probs_of_rollout(engine, OneRank(), rollout, config.policy).logp, rollout)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
@@ -105,12 +103,12 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(name, adapter, to
     model = ARCHITECTURES[name]().eval()
     if adapter:
         add_adapter(model, ModelConfig(lora_rank=4), False)
-    engine = engine_of(model)
-    before, config = sample(model, tokenizer, engine)
+    engine = engine_of(model, tokenizer)
+    before, config = sample(engine)
     update(model, 10)
-    after, _ = sample(model, tokenizer, engine)
-    stale = compare(model, before, config)
-    found = compare(model, after, config)
+    after, _ = sample(engine)
+    stale = compare(engine, before, config)
+    found = compare(engine, after, config)
     assert stale["engine_deviation"] > 0.05, "the updates must be large enough to be seen"
     assert abs(found["engine_ratio"] - 1) < 1e-5 and found["engine_deviation"] < 1e-4
 
@@ -121,16 +119,15 @@ def test_a_mixture_of_experts_is_refused_where_vllm_cannot_take_its_weights(toke
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)).eval()
     with pytest.raises(RunError, match="vLLM has other weights than the trainer"):
-        sample(model, tokenizer, engine_of(model))
+        sample(engine_of(model, tokenizer))
 
 
 def test_rollouts_are_as_documented(tiny, tokenizer):
-    model, engine = tiny
-    model.generation_config.eos_token_id = list(range(1, 80))         # several stop ids, so that most completions end
+    tiny.model.generation_config.eos_token_id = list(range(1, 80))    # several stop ids, so that most completions end
     try:
-        rollout, config = sample(model, tokenizer, engine, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
+        rollout, config = sample(tiny, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     finally:
-        model.generation_config.eos_token_id = 1
+        tiny.model.generation_config.eos_token_id = 1
     assert rollout.completion_ids.shape == rollout.completion_mask.shape == rollout.sampling_logp.shape == (12, rollout.completion_ids.shape[1])
     stops = set(range(1, 80))
     for ids, mask, finished, logp in zip(
@@ -142,40 +139,34 @@ def test_rollouts_are_as_documented(tiny, tokenizer):
         assert not stops & set(ids[: length - 1]) and (finished or length == 32)
     assert rollout.finished.sum() > 0
     assert rollout.prompt_ids[0][rollout.prompt_mask[0]].tolist() == encode_prompt(tokenizer, PROMPTS[0])
-    found = compare(model, rollout, config)
+    found = compare(tiny, rollout, config)
     assert found["engine_deviation"] < 1e-4
 
 
-def test_a_seed_gives_the_same_completions_and_siblings_differ(tiny, tokenizer):
-    model, engine = tiny
-    first, second = (sample(model, tokenizer, engine, generation_top_k=0, generation_top_p=1.0)[0] for _ in range(2))
+def test_a_seed_gives_the_same_completions_and_siblings_differ(tiny):
+    first, second = (sample(tiny, generation_top_k=0, generation_top_p=1.0)[0] for _ in range(2))
     assert torch.equal(first.completion_ids, second.completion_ids)
     assert len({tuple(row) for row in first.completion_ids.tolist()}) == 12
 
 
-def test_greedy_is_the_trainers_most_likely_token(tiny, tokenizer):
-    model, engine = tiny
-    with engine.awake(model):
-        config = GRPOConfig(engine="vllm", generation_temperature=0, generation_max_length=16)
-        by_engine = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, engine=engine)
-    built_in = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
+def test_greedy_is_the_trainers_most_likely_token(tiny):
+    by_engine, config = sample(tiny, generation_temperature=0, generation_max_length=16)
+    built_in = tiny.trainer.sample(PROMPTS, config, seed=0)
     assert torch.equal(by_engine.completion_ids, built_in.completion_ids)
     assert (by_engine.sampling_logp == 0).all()
 
 
-def test_conversations_go_turn_by_turn(tiny, tokenizer):
-    model, engine = tiny
-    model.generation_config.eos_token_id = list(range(1, 150))        # short turns
+def test_conversations_go_turn_by_turn(tiny):
+    tiny.model.generation_config.eos_token_id = list(range(1, 150))   # short turns
     examples = [{"prompt": prompt, "answer": "k"} for prompt in PROMPTS]
     config = GRPOConfig(
         engine="vllm", environment="guess_letter", max_turns=3, generation_max_length=200, reward_functions=["environment"])
     try:
-        with engine.awake(model):
-            rollout = sample_completions_for_prompts(
-                model, tokenizer, PROMPTS, config, seed=0, engine=engine, responders=responders(guess_letter, examples))
+        with tiny.sampling():
+            rollout = sample_with_environment(tiny, guess_letter, examples, config, seed=0)
     finally:
-        model.generation_config.eos_token_id = 1
-    found = compare(model, rollout, config)
+        tiny.model.generation_config.eos_token_id = 1
+    found = compare(tiny, rollout, config)
     assert found["engine_deviation"] < 1e-4
     several = 0
     for row, messages in enumerate(rollout.completions):
@@ -212,14 +203,14 @@ def test_weights_that_are_not_sent_end_the_run(tmp_path, monkeypatch, left_out, 
 
 def test_an_engine_whose_log_probabilities_are_not_the_policys_ends_the_run(tmp_path, monkeypatch):
     """From the second step on each is too low by 0.1 nat; importance weights make every ratio 1."""
-    generate, calls = VLLMEngine.generate, []
+    generate, calls = VLLM.generate, []
 
     def shifted(self, prompts, **options):
         calls.append(1)                                   # 1: start-up check, 2: evaluation, 3: first step
         turns = generate(self, prompts, **options)
         return [[(ids, [p - 0.1 * (len(calls) > 3) for p in logp], ended) for ids, logp, ended in group] for group in turns]
 
-    monkeypatch.setattr(VLLMEngine, "generate", shifted)
+    monkeypatch.setattr(VLLM, "generate", shifted)
     with pytest.raises(RunError, match=r"first ratios must be 1, but differ from it by 0.1\d* on average \(at most 0.03\)"):
         train.train(parse_config([*RUN, "--output_dir", str(tmp_path / "run")]))
     steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]
@@ -227,7 +218,7 @@ def test_an_engine_whose_log_probabilities_are_not_the_policys_ends_the_run(tmp_
 
 
 def test_an_engine_that_fails_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
-    generate, calls = VLLMEngine.generate, []
+    generate, calls = VLLM.generate, []
 
     def fail(*args, **kwargs):
         raise ValueError("the engine is broken\n  and why")
@@ -238,7 +229,7 @@ def test_an_engine_that_fails_ends_the_run_with_a_checkpoint(tmp_path, monkeypat
             monkeypatch.setattr(self.llm, "generate", fail)
         return generate(self, prompts, **options)
 
-    monkeypatch.setattr(VLLMEngine, "generate", failing)
+    monkeypatch.setattr(VLLM, "generate", failing)
     with pytest.raises(RunError) as error:
         train.train(parse_config([*RUN, "--output_dir", str(tmp_path / "run")]))
     message = str(error.value)

@@ -30,15 +30,15 @@ def scripted(monkeypatch, tokenizer, *turns):
     calls, stop, tokens = [], [tokenizer.eos_token_id], []
     for turn in turns:
         tokens += [0] * turn if isinstance(turn, int) else tokenizer.encode(turn, add_special_tokens=False) + stop
-    real = chat.sample_completions_for_prompts
+    real = chat.sample_with_environment
 
-    def sample_completions(model, tokenizer, prompts, *args, **kwargs):
-        calls.append((copy.deepcopy(prompts), kwargs["seed"]))
-        return real(model, tokenizer, prompts, *args, **kwargs)
+    def sample(engine, environment, examples, *args, **kwargs):
+        calls.append((copy.deepcopy([example["prompt"] for example in examples]), kwargs["seed"]))
+        return real(engine, environment, examples, *args, **kwargs)
 
     monkeypatch.setattr(sampling_state, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
-    monkeypatch.setattr(chat, "sample_completions_for_prompts", sample_completions)
-    monkeypatch.setattr(chat, "can_share_prompts", lambda *_: False)             # so that tokens come in one order
+    monkeypatch.setattr(chat, "sample_with_environment", sample)
+    monkeypatch.setattr(chat, "choose_engine", lambda plain, *_: (plain, None))  # so that tokens come in one order
     return calls
 
 
@@ -57,7 +57,7 @@ def test_a_question_is_answered_word_by_word_with_reasoning_set_apart(folder, to
 
 
 def test_a_single_answer_does_not_wait_for_the_check_of_packing(folder, capsys, monkeypatch):
-    monkeypatch.setattr(chat, "can_share_prompts", lambda *_: pytest.fail("seconds"))
+    monkeypatch.setattr(chat, "choose_engine", lambda *_: pytest.fail("seconds"))
     infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
     assert capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_a_chat_keeps_its_history_and_ends_at_an_empty_line(folder, tokenizer, c
 def test_a_model_that_only_answers_is_stored_in_the_precision_it_computes_in(folder):
     dtypes = []
     for precision in "auto", "bfloat16":
-        model = ChatModel.load(ModelConfig(folder, precision=precision), GRPOConfig(), 0).model
+        model = ChatModel.load(ModelConfig(folder, precision=precision), GRPOConfig(), 0).engine.model
         dtypes.append(model.model.layers[0].mlp.up_proj.weight.dtype)
         assert not any(parameter.requires_grad for parameter in model.parameters())
     assert dtypes == [torch.float32, torch.bfloat16]                     # auto: on a CPU

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from analysis.evaluation import (
     estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, powers_of_two, summarise,
     share_interval, values_by_problem,
 )
+from engine import make_engine
+from engine.ranks import OneRank
 from model import load_policy
 from runs.records import held_out_text
 
@@ -247,17 +250,18 @@ def test_the_interval_of_a_difference_is_that_of_the_formula():
 @pytest.fixture
 def scripted(monkeypatch):
     """The first two completions of every problem with an even answer are right; the model called "other" is always wrong."""
-    real, truth = evaluation.sample_completions_for_prompts, lambda prompt: eval(prompt.removesuffix("=?"))
+    real, truth = evaluation.sample_with_environment, lambda prompt: eval(prompt.removesuffix("=?"))
 
-    def sample(model, tokenizer, prompts, config, *, num_completions, **options):
-        rollout = real(model, tokenizer, prompts, config, num_completions=num_completions, **options)
+    def sample(engine, environment, examples, config, *, num_completions, **options):
+        rollout = real(engine, environment, examples, config, num_completions=num_completions, **options)
+        prompts = [example["prompt"] for example in examples]
         rollout.completions = [
-            f"<answer>{truth(prompt) if g < 2 and truth(prompt) % 2 == 0 and model.name_or_path != 'other' else 'x'}</answer>"
+            f"<answer>{truth(prompt) if g < 2 and truth(prompt) % 2 == 0 and engine.model.name_or_path != 'other' else 'x'}</answer>"
             for prompt in prompts for g in range(num_completions)
         ]
         return rollout
 
-    monkeypatch.setattr(evaluation, "sample_completions_for_prompts", sample)
+    monkeypatch.setattr(evaluation, "sample_with_environment", sample)
 
 
 ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
@@ -297,39 +301,39 @@ def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
     model, tokenizer = load_policy(ModelConfig(model_path=folder))
     infer.main(["--model_path", folder, *ASK])
     examples = load_examples("arithmetic", "test", limit=40)
-    result = evaluate(model, tokenizer, examples, settings, seed=0)
+    result = evaluate(make_engine("shared", model, tokenizer), OneRank(), examples, settings, seed=0)
     assert 0 < result["eval_accuracy"] < 1
     assert capsys.readouterr().out == held_out_text(result, Config()) + "\n"
 
 
 def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
-    model, tokenizer = load_policy(ModelConfig(model_path=folder))
-    real = evaluation.sample_completions_for_prompts
+    engine = make_engine("shared", *load_policy(ModelConfig(model_path=folder)))
+    real, settings = evaluation.sample_with_environment, replace(settings, generation_batch_size=2)
 
-    def scripted(model, tokenizer, prompts, *args, **kwargs):
-        rollout = real(model, tokenizer, prompts, *args, **kwargs)
-        rollout.completions = [f"<answer>{'1' if p == 'easy' else '0'}</answer>" for p in prompts]
+    def scripted(engine, environment, examples, *args, **kwargs):
+        rollout = real(engine, environment, examples, *args, **kwargs)
+        rollout.completions = [f"<answer>{'1' if e['prompt'] == 'easy' else '0'}</answer>" for e in examples]
         return rollout
 
-    monkeypatch.setattr(evaluation, "sample_completions_for_prompts", scripted)
+    monkeypatch.setattr(evaluation, "sample_with_environment", scripted)
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
-    result = evaluate(model, tokenizer, examples, settings, seed=0, batch_size=2)
+    result = evaluate(engine, OneRank(), examples, settings, seed=0)
     assert result["eval_accuracy"] == 0.75 and result["eval_problems"] == 4
     assert (result["eval_accuracy_low"], result["eval_accuracy_high"]) == pytest.approx(share_interval(3, 4))
-    assert "eval_accuracy" not in evaluate(model, tokenizer, examples[-1:], settings, seed=0)
+    assert "eval_accuracy" not in evaluate(engine, OneRank(), examples[-1:], settings, seed=0)
     infer.main(["--model_path", folder, "--evaluate", "arithmetic", "--limit", "4", "--generation_max_length", "4"])
     assert "accuracy 0.000 [0.000, 0.602] of 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, size):
-    real, batches = evaluation.sample_completions_for_prompts, []
+    real, batches = evaluation.sample_with_environment, []
 
-    def counting(*args, **options):
-        batches.append(options["batch_size"])
-        return real(*args, **options)
+    def counting(engine, environment, examples, config, **options):
+        batches.append(config.generation_batch_size)
+        return real(engine, environment, examples, config, **options)
 
-    monkeypatch.setattr(evaluation, "sample_completions_for_prompts", counting)
+    monkeypatch.setattr(evaluation, "sample_with_environment", counting)
     (tmp_path / "q.jsonl").write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}"}}\n' for n in range(3)))
     flags = ["--model_path", folder, "--evaluate", f"{tmp_path}/q.jsonl", "--generation_max_length", "6", "--samples", "2",
              "--reward_functions", "diversity"]

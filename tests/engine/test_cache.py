@@ -1,17 +1,19 @@
 """The key-value cache: what is compacted stays right, memory is bounded, models with recurrent layers are sampled as well."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import CURRENT_ARCHITECTURES, PROMPTS
 
 import sample
-from runs.startup_check import can_share_prompts, check_setup
+from runs.startup_check import check_setup, choose_engine
 from config import GRPOConfig
-from engine import cache
+from engine import cache, make_engine
 from engine.prefix_attention import use_prefix_attention
-from logprobs import completion_log_probs
 from engine.precision import with_precision
-from sample import sample_completions_for_prompts
+from engine.ranks import OneRank
+from logprobs import completion_log_probs
 
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
 ANY = dict(generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
@@ -38,15 +40,13 @@ def test_growing_compacting_and_refilling_change_no_log_probability(architecture
     monkeypatch.setattr(sample, "INITIAL_CAPACITY", 2)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 3)
     prompts = PROMPTS * 2 + ["x", "another one"]
-    config = GRPOConfig(num_completions_per_prompt=3, generation_batch_size=12, **ANY)
-    queued = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=3)
+    engine, config = make_engine("shared", model, tokenizer), GRPOConfig(num_completions_per_prompt=3, **ANY)
+    queued = engine.sample(prompts, replace(config, generation_batch_size=12), seed=3)
     assert len(compactions) > 5 and max(active for active, _, _ in compactions) <= 12
-    trained = completion_log_probs(model, queued, temperature=1.0, shared_prompt=False)
+    trained = completion_log_probs(model, queued, temperature=1.0)
     assert (queued.sampling_logp - trained.logp).abs().max() < 1e-4
     compactions.clear()
-    together = sample_completions_for_prompts(
-        model, tokenizer, prompts, GRPOConfig(num_completions_per_prompt=3, **ANY), seed=3
-    )
+    together = engine.sample(prompts, config, seed=3)
     assert together.completions == queued.completions, "the queue makes no difference to what is drawn"
     assert compactions[0][0] > 20, "all of them at once"
     assert all(rows == active for active, rows, _ in compactions), "finished completions leave the batch"
@@ -85,7 +85,7 @@ def test_a_compacted_cache_answers_as_before_and_a_token_forwarded_twice_changes
         torch.testing.assert_close(after[row], before[row], atol=1e-5, rtol=1e-5)
 
 
-def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_window(model, tokenizer, monkeypatch):
+def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_window(shared, monkeypatch):
     held = []
     real = cache.PrefixCache.compact
 
@@ -98,7 +98,8 @@ def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_wind
     for precision, dtype in ("float32", torch.float32), ("bfloat16", torch.bfloat16):
         held.clear()
         config = GRPOConfig(num_completions_per_prompt=8, **ANY | {"generation_max_length": 10})
-        sample_completions_for_prompts(with_precision(model, precision), tokenizer, ["a prompt of 23 tokens"], config, seed=0)
+        with_precision(shared.model, precision)
+        shared.sample(["a prompt of 23 tokens"], config, seed=0)
         (windowed, own), (full, _) = held                 # the first layer has a window of 5
         assert windowed.shape == (1, 2, 4, 8) and full.shape == (1, 2, 22, 8) and own.shape == (8, 2, 9, 8)
         assert {part.dtype for pair in held for part in pair} == {dtype}
@@ -112,7 +113,7 @@ def test_layers_that_share_keys_have_one_cache_between_them(tokenizer, monkeypat
     model = CURRENT_ARCHITECTURES["gemma4_shared_keys"]().eval()
     for precision in "float32", "bfloat16":
         with_precision(model, precision)
-        sample_completions_for_prompts(model, tokenizer, PROMPTS[:1], GRPOConfig(num_completions_per_prompt=2, **ANY), seed=0)
+        make_engine("shared", model, tokenizer).sample(PROMPTS[:1], GRPOConfig(num_completions_per_prompt=2, **ANY), seed=0)
         assert model.config.num_hidden_layers == 4 and len(caches.pop().layers) == 2
 
 
@@ -121,45 +122,46 @@ def test_a_model_with_state_forwards_prompts_once_and_is_trained_in_rows(name, t
     torch.manual_seed(0)
     model = CURRENT_ARCHITECTURES[name]().eval()
     model.generation_config.eos_token_id = EARLY
-    prompts = ["1+1=?", "2+2=?", "3+3=?"]
-    assert not can_share_prompts(model, tokenizer, prompts[0])
+    prompts, plain = ["1+1=?", "2+2=?", "3+3=?"], make_engine("plain", model, tokenizer)
+    config = GRPOConfig(num_completions_per_prompt=4, generation_batch_size=8, **ANY)
+    engine, packing = choose_engine(plain, OneRank(), prompts, config)
+    assert engine is plain and packing.ok is None and "plain rows instead" in packing.found
     compactions.clear()
     widths = []
     real = cache.PlainCache.forward_hidden
     monkeypatch.setattr(cache.PlainCache, "forward_hidden", lambda self, ids, *args: (
         widths.append(tuple(ids.shape)), real(self, ids, *args))[1])
-    config = GRPOConfig(num_completions_per_prompt=4, generation_batch_size=8, **ANY)
-    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, shared_prompt=False)
+    rollout = engine.sample(prompts, config, seed=0)
     assert [shape for shape in widths if shape[1] > 1] == [(2, 6), (1, 6)], "each prompt once"
     assert min(rows for _, rows, _ in compactions) < 4, "finished completions leave the batch"
-    trained = completion_log_probs(model, rollout, shared_prompt=False)
+    trained = engine.log_probs(rollout, None, {})
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
-    findings = {f.name: f for f in check_setup(model, tokenizer, [{"prompt": p} for p in prompts], config, [])}
-    assert findings["packing"].ok is None and "plain rows instead" in findings["packing"].found and findings["sampler"].ok
+    findings = {f.name: f for f in check_setup(engine, [{"prompt": p} for p in prompts], config, [])}
+    assert findings["sampler"].ok
 
 
-def test_a_long_queue_does_not_widen_the_cache(model, tokenizer, compactions):
+def test_a_long_queue_does_not_widen_the_cache(shared, compactions):
     """Sixty prompts, four at once: rows have room for a completion, whatever number of them has been there before."""
-    model.generation_config.eos_token_id = EARLY
+    shared.model.generation_config.eos_token_id = EARLY
     prompts = ["what is 12 plus 34 plus 56?" for _ in range(60)]
-    config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 16})
-    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, num_completions=1, batch_size=4)
+    config = GRPOConfig(num_completions_per_prompt=2, generation_batch_size=4, **ANY | {"generation_max_length": 16})
+    rollout = shared.sample(prompts, config, seed=0, num_completions=1)
     assert len(compactions) > 15 and max(capacity for _, _, capacity in compactions) == 15
     assert max(rows for _, rows, _ in compactions) == 4
     assert len(set(rollout.completions)) > 10 and rollout.completion_mask.any(dim=1).all()
 
 
-def test_prompts_are_forwarded_end_to_end_without_padding(model, tokenizer, monkeypatch):
+def test_prompts_are_forwarded_end_to_end_without_padding(shared, monkeypatch):
     sizes = []
     real = cache.forward_packed
     monkeypatch.setattr(cache, "forward_packed", lambda model, ids, *args: (
         sizes.append(tuple(ids.shape)), real(model, ids, *args))[1])
     config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
-    sample_completions_for_prompts(model, tokenizer, ["a long prompt among short ones", "x", "y"], config, seed=0)
+    shared.sample(["a long prompt among short ones", "x", "y"], config, seed=0)
     assert sizes == [(1, 31 + 2 + 2)]
 
 
-def test_what_is_done_leaves_the_cache_before_new_prompts_come(model, tokenizer, monkeypatch):
+def test_what_is_done_leaves_the_cache_before_new_prompts_come(shared, monkeypatch):
     held = []
     real = cache.PrefixCache.add_prompts
 
@@ -168,13 +170,13 @@ def test_what_is_done_leaves_the_cache_before_new_prompts_come(model, tokenizer,
         return real(self, *args)
 
     monkeypatch.setattr(cache.PrefixCache, "add_prompts", noted)
-    config = GRPOConfig(num_completions_per_prompt=2, **ANY | {"generation_max_length": 1})
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0, batch_size=2)
+    config = GRPOConfig(num_completions_per_prompt=2, generation_batch_size=2, **ANY | {"generation_max_length": 1})
+    rollout = shared.sample(PROMPTS, config, seed=0)
     assert rollout.completion_mask.shape == (8, 1) and held == [0, 0, 0, 0]
 
 
-def test_logits_that_are_not_finite_are_named(model, tokenizer, settings):
+def test_logits_that_are_not_finite_are_named(shared, settings):
     with torch.no_grad():
-        model.get_output_embeddings().weight[7] = torch.nan
+        shared.model.get_output_embeddings().weight[7] = torch.nan
     with pytest.raises(AssertionError, match="not finite"):
-        sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
+        shared.sample(PROMPTS, settings, seed=0)

@@ -14,22 +14,24 @@ from conftest import exhaustive, start_run
 from analysis.chat import ChatModel
 from analysis.infer_flags import parse_arguments
 from config import GRPOConfig, ModelConfig
-from engine import devices
+from engine import devices, ranks
 from engine.precision import resolve_precision
-from engine.devices import best_device, lockstep_batches, picklable, rank_slice
+from engine.devices import best_device
+from engine.ranks import ManyRanks, picklable
 from rewards import RewardError
 
 
 def test_shares_and_rounds_cover_everything_once(monkeypatch):
+    these = ManyRanks(torch.device("cpu"))
     for size in 1, 2, 3, 5:
-        monkeypatch.setattr(devices, "num_processes", lambda size=size: size)
+        monkeypatch.setattr(ranks, "num_processes", lambda size=size: size)
         for n in range(12):
             things, shares, counted = list(range(n)), [], []
             lengths = set()
             for rank in range(size):
-                monkeypatch.setattr(devices, "process_rank", lambda rank=rank: rank)
-                shares += rank_slice(things)
-                mine = list(lockstep_batches(things))
+                monkeypatch.setattr(ranks, "process_rank", lambda rank=rank: rank)
+                shares += these.slice(things)
+                mine = list(these.steps(things))
                 lengths.add(len(mine))
                 counted += [thing for thing, counts in mine if counts]
             assert shares == things and sorted(counted) == things and len(lengths) == 1
@@ -107,7 +109,7 @@ def test_the_cpu_can_be_asked_for_in_training_and_in_use(accelerator, tmp_path):
     accelerator("mps")
     assert start_run(tmp_path, "--device", "cpu").device == torch.device("cpu")
     args = parse_arguments(["--question", "1+1=?", "--device", "cpu"])
-    assert ChatModel.load(ModelConfig(device=args.device), GRPOConfig(), seed=0).model.device == torch.device("cpu")
+    assert ChatModel.load(ModelConfig(device=args.device), GRPOConfig(), seed=0).engine.device == torch.device("cpu")
 
 
 # ---- run_tpu_training.sh and PJRT_DEVICE ----------------------------------------------------------------------------

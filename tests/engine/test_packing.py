@@ -8,7 +8,7 @@ from conftest import PROMPTS, made_up_rollout
 
 from engine import prefix_attention
 from engine.packing import (
-    CPU, SHORTEST_ON_XLA, left_pad, micro_batches, pack_rows, pad_rows, padded_indices, positions_of,
+    CPU, SHORTEST_ON_XLA, left_pad, micro_batches, pack_groups, pad_rows, padded_indices, plain_rows, positions_of,
 )
 from sample import sample_completions_for_prompts
 
@@ -16,7 +16,7 @@ from sample import sample_completions_for_prompts
 def test_who_sees_whom():
     """Written out for two prompts of two tokens, with completions of one token, behind each other in one pass."""
     rollout = made_up_rollout([2, 2], [1, 1, 1, 1])
-    batch = pack_rows(rollout, torch.arange(4), True)
+    batch = pack_groups(rollout, torch.arange(4))
     assert batch.positions.tolist() == [[0, 1, 2, 2, 0, 1, 2, 2]]
     sees = visible_tokens(batch.layout, 8, None)
     assert sees.int().tolist() == [
@@ -36,7 +36,7 @@ def test_who_sees_whom():
 
 def test_a_pass_of_siblings_and_a_lone_completion_written_out():
     rollout = made_up_rollout([2, 3], [4, 3, 1, 4])
-    batch = pack_rows(rollout, torch.tensor([1, 3, 0]), True)
+    batch = pack_groups(rollout, torch.tensor([1, 3, 0]))
     prompts = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
     rows = [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     assert batch.ids[0].tolist() == prompts[0] + rows[1] + rows[0] + prompts[1] + rows[3]
@@ -70,23 +70,23 @@ def visible_tokens(layout, size: int, window):
 
 def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
     rollout = made_up_rollout([4, 4], [10, 10, 9, 2])
-    layout = pack_rows(rollout, torch.arange(4), True).layout
+    layout = pack_groups(rollout, torch.arange(4)).layout
     assert sorted(tuple(block.queries.shape) for block in layout.own) == [(1, 2), (2, 4), (3, 10)]
     assert Counter(block.keys.shape[1] for block in layout.prefix) == {4: 2}
-    lone = pack_rows(rollout, torch.tensor([0, 2]), True).layout
+    lone = pack_groups(rollout, torch.tensor([0, 2])).layout
     assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]
 
 
 def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, settings):
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     rows = torch.tensor([0, 1, 2, 5, 6, 9, 13, 15])
-    for shared_prompt in True, False:
+    for shared, pack in (True, pack_groups), (False, plain_rows):
         for budget in 1, 60, 150, 10**6:
-            batches = micro_batches(rollout, rows, budget, shared_prompt)
+            batches = micro_batches(rollout, rows, budget, shared=shared)
             assert sorted(torch.cat(batches).tolist()) == rows.tolist()
             for batch in batches:
-                pack = pack_rows(rollout, batch, shared_prompt)
-                assert pack.ids.numel() <= budget or len(batch) == 1, f"{budget=} {pack.ids.shape=}"
+                ids = pack(rollout, batch).ids
+                assert ids.numel() <= budget or len(batch) == 1, f"{budget=} {ids.shape=}"
             assert budget < 10**6 or len(batches) == 1
 
 
@@ -111,7 +111,7 @@ def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each()
 def test_plain_rows_written_out():
     """Two prompts, one completion each; the second row is shorter, so its padding is masked and has position 0."""
     rollout = made_up_rollout([2, 1], [3, 2])
-    batch = pack_rows(rollout, torch.tensor([0, 1]), False)
+    batch = plain_rows(rollout, torch.tensor([0, 1]))
     prompts, completions = rollout.prompt_ids, rollout.completion_ids
     assert batch.ids[0].tolist() == [*prompts[0].tolist(), *completions[0].tolist()]
     assert batch.ids[1].tolist() == [int(prompts[1, 1]), *completions[1, :2].tolist(), 0, 0]
@@ -124,20 +124,20 @@ def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     """Rows of 10 + 5 tokens: two fit 30 tokens, siblings share a prompt, and one token less than needed splits them."""
     rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
     rows = torch.arange(4)
-    assert [len(b) for b in micro_batches(rollout, rows, 30, shared_prompt=False)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 29, shared_prompt=False)] == [1, 1, 1, 1]
-    assert [len(b) for b in micro_batches(rollout, rows, 40)] == [4]
-    assert [len(b) for b in micro_batches(rollout, rows, 39)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 20)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 19)] == [1, 1, 1, 1]
-    assert len(micro_batches(rollout, rows, 1000, at_least=3)) >= 3
+    assert [len(b) for b in micro_batches(rollout, rows, 30, shared=False)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 29, shared=False)] == [1, 1, 1, 1]
+    assert [len(b) for b in micro_batches(rollout, rows, 40, shared=True)] == [4]
+    assert [len(b) for b in micro_batches(rollout, rows, 39, shared=True)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 20, shared=True)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 19, shared=True)] == [1, 1, 1, 1]
+    assert len(micro_batches(rollout, rows, 1000, shared=True, at_least=3)) >= 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_the_longest_distance_of_a_block_is_the_largest_of_its_pairs(device):
     """A window of this length hides a key, one more hides none. Ragged groups and a prompt with one completion."""
     rollout = made_up_rollout([2, 9, 4], [3, 6, 5, 5, 7, 1])
-    layout = pack_rows(rollout, torch.tensor([0, 1, 2, 3, 4]), True, torch.device(device)).layout
+    layout = pack_groups(rollout, torch.tensor([0, 1, 2, 3, 4]), torch.device(device)).layout
     for block in layout.own + layout.prefix:
         longest, valid = block.longest_distance, (block.query_positions >= 0)[:, :, None]
         every, fewer, all_again = (

@@ -1,18 +1,15 @@
 """Prefix attention against attention written out densely: values, gradients, kernels, layouts, memory, architectures."""
 
-
 import pytest
 import torch
 from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_rollout
 
-import logprobs
 from config import GRPOConfig
-from engine import attention_kernels, prefix_attention
+from engine import attention_kernels, make_engine, prefix_attention
 from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
-from engine.packing import make_layout
+from engine.packing import make_layout, pack_groups, plain_rows
 from logprobs import completion_log_probs
 from engine.recomputation import recompute_activations
-from sample import sample_completions_for_prompts
 
 # Two groups and a lone row: prompts of 5, 20 and 9 tokens, completions of 12, 3, 1, and 30, 7, and 8 behind the last prompt.
 SEGMENTS = [(0, 5), (5, 12), (17, 3), (20, 1), (21, 20), (41, 30), (71, 7), (78, 17)]
@@ -198,10 +195,10 @@ def test_a_pass_keeps_neither_a_mask_nor_a_prompts_keys_for_each_completion():
     del output
 
 
-def log_probs_and_gradient(model, rollout, **options):
+def log_probs_and_gradient(model, rollout, pack=pack_groups):
     model.zero_grad()
     slopes = torch.randn(rollout.completion_mask.shape, generator=torch.Generator().manual_seed(1))
-    logp = completion_log_probs(model, rollout, **options).logp
+    logp = completion_log_probs(model, rollout, pack=pack).logp
     (logp * slopes).sum().backward()
     return logp.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -215,7 +212,7 @@ def test_shared_prompts_have_the_values_and_gradients_of_plain_rows(name):
     torch.manual_seed(0)
     model = SHARED[name]().eval()
     rollout = made_up_rollout([5, 20, 1], [12, 3, 7, 1, 30, 30, 2, 5, 9, 8, 7, 6])
-    plain, plain_gradient = log_probs_and_gradient(model, rollout, shared_prompt=False)
+    plain, plain_gradient = log_probs_and_gradient(model, rollout, plain_rows)
     shared, gradient = log_probs_and_gradient(model, rollout)
     torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-5)
     assert (gradient - plain_gradient).norm() / plain_gradient.norm() < 1e-5
@@ -223,7 +220,7 @@ def test_shared_prompts_have_the_values_and_gradients_of_plain_rows(name):
     recompute_activations(model)
     _, recomputed = log_probs_and_gradient(model, rollout)
     torch.testing.assert_close(recomputed, gradient, rtol=0, atol=0)
-    _, plain_recomputed = log_probs_and_gradient(model, rollout, shared_prompt=False)
+    _, plain_recomputed = log_probs_and_gradient(model, rollout, plain_rows)
     torch.testing.assert_close(plain_recomputed, plain_gradient, rtol=0, atol=0)
 
 
@@ -238,8 +235,8 @@ def test_sampler_and_trainer_agree_on_current_architectures(name, tokenizer):
         num_completions_per_prompt=3, generation_max_length=20, generation_temperature=1.0, generation_top_k=0,
         generation_top_p=1.0,
     )
-    rollout = sample_completions_for_prompts(model, tokenizer, prompts, config, seed=0, shared_prompt=shared)
-    trained = completion_log_probs(model, rollout, shared_prompt=False).logp
+    rollout = make_engine("shared" if shared else "plain", model, tokenizer).sample(prompts, config, seed=0)
+    trained = completion_log_probs(model, rollout).logp
     assert (rollout.sampling_logp - trained).abs().max() < 1e-4
 
 
@@ -248,48 +245,46 @@ def test_in_16_bits_sampler_and_trainer_round_alike(architecture, tokenizer, pre
     """With kernels of their own they would differ by 0.01 nat on average."""
     from model import with_precision
 
-    _, model = architecture
-    with_precision(model, precision)
+    engine = make_engine("shared", with_precision(architecture[1], precision), tokenizer)
     config = GRPOConfig(generation_max_length=12, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=0)
-    trained = completion_log_probs(model, rollout).logp
+    rollout = engine.sample(PROMPTS, config, seed=0)
+    trained = engine.log_probs(rollout, None, {}).logp
     assert (rollout.sampling_logp - trained).abs()[rollout.completion_mask].mean() < 4e-3              # 0.0014 on AVX2 alone
 
 
-def test_a_layer_that_is_not_given_the_layout_is_named(model, tokenizer):
+def test_a_layer_that_is_not_given_the_layout_is_named(shared):
     rollout = made_up_rollout([5], [4, 4])
-    layer = model.base_model.layers[0].self_attn
+    layer = shared.model.base_model.layers[0].self_attn
     right = layer.forward
     layer.forward = lambda *args, token_layout, **kwargs: right(*args, **kwargs)
     with pytest.raises(AssertionError, match="Gemma3Attention was not given the layout"):
-        completion_log_probs(model, rollout)
+        shared.log_probs(rollout, None, {})
 
 
-def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(model):
+def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(shared):
     """On prompts shorter than the window no number would tell."""
-    model.config.sliding_window = 4096                    # the layers have kept 5
+    shared.model.config.sliding_window = 4096             # the layers have kept 5
     with pytest.raises(AssertionError, match="attention layers by window"):
-        completion_log_probs(model, made_up_rollout([5], [4, 4]))
+        shared.log_probs(made_up_rollout([5], [4, 4]), None, {})
 
 
 def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(model, monkeypatch):
     """The parity tests above can fail: they do when a rule is wrong."""
     rollout = made_up_rollout([5, 20], [12, 3, 30, 7])
-    _, plain = log_probs_and_gradient(model, rollout, shared_prompt=False)
-    right_rule, right_pack = prefix_attention.attends_to, logprobs.pack_rows
+    _, plain = log_probs_and_gradient(model, rollout, plain_rows)
+    right_rule = prefix_attention.attends_to
 
     def no_window(queries, keys, window):
         return right_rule(queries, keys, None)
 
     def no_walls(*args):
         """All completions of a prompt as one segment."""
-        batch = right_pack(*args)
+        batch = pack_groups(*args)
         prompts, groups = [(0, 5), (20, 20)], [(5, 15), (40, 37)]
         batch.layout = make_layout(batch.positions[0].numpy(), prompts, groups, dict(zip(groups, prompts)))
         return batch
 
-    for place, name, wrong in (prefix_attention, "attends_to", no_window), (logprobs, "pack_rows", no_walls):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, wrong)
-            _, gradient = log_probs_and_gradient(model, rollout)
-            assert (gradient - plain).norm() / plain.norm() > 1e-3, name
+    for rule, pack in (no_window, pack_groups), (right_rule, no_walls):
+        monkeypatch.setattr(prefix_attention, "attends_to", rule)
+        _, gradient = log_probs_and_gradient(model, rollout, pack)
+        assert (gradient - plain).norm() / plain.norm() > 1e-3, pack

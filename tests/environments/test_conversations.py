@@ -16,18 +16,20 @@ import sample
 import train
 from analysis.replay import rollout_of
 from data import encode_completion, encode_demonstration, encode_prompt
+from engine import make_engine
 from engine.chat_template import encode_reply, render
 from engine.packing import completion_lengths, micro_batches
 from engine.errors import RunError
-from environments.conversations import MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations
+from environments.conversations import (
+    MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
+)
 from environments.loading import load_environment
 from experience import Experience, Groups, shape_rewards
 from grpo import policy_loss
-from logprobs import completion_log_probs
 from model import byte_tokenizer
 from rewards import compute_rewards_for_completions, correctness, environment
 from runs.records import completion_records, read_jsonl
-from sample import demonstrations_as_rollout, sample_completions_for_prompts
+from sample import demonstrations_as_rollout
 
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
 
@@ -41,24 +43,24 @@ def reply_to_everything(conversation, **columns):
     return {"role": role, "content": f"{len(conversation)} {text[::-1][:5]}!"}, 0.25 * len(conversation)
 
 
-def sample_conversations(model, tokenizer, config, prompts=None, respond=reply_to_everything, **options):
+def sample_conversations(model, tokenizer, config, prompts=None, respond=reply_to_everything, engine="shared"):
     """A rollout of conversations. A third of the vocabulary ends a turn, so that turns are short."""
     model.generation_config.eos_token_id = list(range(1, 90))
-    prompts = PROMPTS + CHATS if prompts is None else prompts
-    answers = [respond] * len(prompts)
-    return sample_completions_for_prompts(model, tokenizer, prompts, config, seed=3, responders=answers, **options)
+    examples = [{"prompt": prompt} for prompt in (PROMPTS + CHATS if prompts is None else prompts)]
+    return sample_with_environment(make_engine(engine, model, tokenizer), respond, examples, config, seed=3)
 
 
 def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokenizer, settings):
     _, model = architecture
+    shared = make_engine("shared", model, tokenizer)
     for config in settings, replace(settings, generation_temperature=0.8, generation_top_k=50, generation_top_p=0.9):
-        for shared_prompt in True, False:
-            rollout = sample_conversations(model, tokenizer, config, shared_prompt=shared_prompt)
+        for engine in "shared", "plain":
+            rollout = sample_conversations(model, tokenizer, config, engine=engine)
             holes = torch.arange(rollout.completion_mask.shape[1]) < completion_lengths(rollout.completion_mask)[:, None]
             holes &= ~rollout.completion_mask
             assert describe_conversations(rollout)["turns"] > 1.5 and holes.sum() > 50, "there is something to get wrong"
             assert not rollout.sampling_logp[holes].any()
-            trained = completion_log_probs(model, rollout, **config.policy)
+            trained = shared.log_probs(rollout, None, config.policy)
             assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
             assert not trained.logp[holes].any() and not trained.entropy[holes].any()
 
@@ -80,20 +82,21 @@ def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture
     rollout = sample_conversations(model, tokenizer, settings)
     everything = torch.arange(len(rollout.completions))
 
-    def gradient(batches, shared_prompt):
+    def gradient(batches, name):
         model.zero_grad()
+        engine = make_engine(name, model, tokenizer)
         advantages = torch.randn(len(everything), generator=torch.Generator().manual_seed(0))
         for rows in batches:
-            new = completion_log_probs(model, rollout, rows, **settings.policy, shared_prompt=shared_prompt)
+            new = engine.log_probs(rollout, rows, settings.policy)
             mask = rollout.completion_mask[rows]
             num_tokens = int(rollout.completion_mask.sum())
             loss, _ = policy_loss(new.logp, rollout.sampling_logp[rows], advantages[rows], mask, num_tokens=num_tokens)
             loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    plain = gradient([everything], False)
-    for batches in [everything], micro_batches(rollout, everything, 200):
-        assert (gradient(batches, True) - plain).norm() < 1e-5 * plain.norm()
+    plain = gradient([everything], "plain")
+    for batches in [everything], micro_batches(rollout, everything, 200, shared=True):
+        assert (gradient(batches, "shared") - plain).norm() < 1e-5 * plain.norm()
 
 
 def same(one, other):
@@ -107,12 +110,12 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
     for p, prompt in enumerate(PROMPTS[:3]):
         alone = sample_conversations(model, tokenizer, settings, [prompt])
         assert alone.completions == together.completions[4 * p : 4 * p + 4]
-    assert same(sample_conversations(model, tokenizer, settings, batch_size=4), together)
+    assert same(sample_conversations(model, tokenizer, replace(settings, generation_batch_size=4)), together)
     monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
-    for shared_prompt in True, False:
-        seldom = sample_conversations(model, tokenizer, settings, shared_prompt=shared_prompt)
+    for engine in "shared", "plain":
+        seldom = sample_conversations(model, tokenizer, settings, engine=engine)
         assert same(seldom, together)
-        trained = completion_log_probs(model, seldom, **settings.policy)
+        trained = make_engine("shared", model, tokenizer).log_probs(seldom, None, settings.policy)
         assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
 
 

@@ -17,6 +17,7 @@ from conftest import QUICK, length_reward, run_folder
 from forked import Program
 
 import train
+from engine.ranks import OneRank
 from runs.checkpoint import find_damage, latest_checkpoint
 from runs.exit import StopOnSignal, exit_on_run_errors
 from runs.records import read_jsonl
@@ -59,7 +60,7 @@ def test_an_ignored_signal_stays_ignored():
     """As under nohup, whose runs a closed terminal does not end."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopOnSignal() as stop:
+        with StopOnSignal(OneRank()) as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested()
             signal.raise_signal(signal.SIGTERM)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import train
 from conftest import QUICK
+from engine.ranks import OneRank
 from runs.command_line import parse_config
 from runs.console import RunConsole
 from runs.flag_notes import template_notes
@@ -65,7 +66,7 @@ def test_every_metric_is_in_the_glossary(finished):
 
 def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatch):
     """Files are truncated or replaced in one call: whenever SIGKILL comes, what was there is there, or what should be."""
-    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--report_to", "none"]))
+    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--report_to", "none"]), OneRank())
     folder.open(last_step=0)
     for step in 1, 2, 3:
         folder.log(step, "grpo", {"kl": 0.5})
@@ -76,7 +77,7 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
         json.loads((tmp_path / "run/config.json").read_text())
 
     monkeypatch.setattr(os, "fsync", in_the_middle)
-    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]))
+    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]), OneRank())
     folder.open(last_step=2)
     assert seen == [[1, 2, 3]] * 2 and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
@@ -119,7 +120,7 @@ def test_the_start_says_which_rewards_count_what_precedes_prompts_and_that_epoch
 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
-    folder = RunFolder(parse_config(["--use_grpo", "--output_dir", str(finished), "--resume", "--report_to", "none"]))
+    folder = RunFolder(parse_config(["--use_grpo", "--output_dir", str(finished), "--resume", "--report_to", "none"]), OneRank())
     folder.console.print_summary(folder.path)
     printed = capsys.readouterr().out.splitlines()
     evaluations = [line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "eval"]

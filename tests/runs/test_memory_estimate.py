@@ -18,13 +18,14 @@ from transformers import (
 
 import train
 from config import Config, ModelConfig
+from engine import make_engine
 from engine.adapters import add_adapter, trainable_parameters
 from engine.cache import PrefixCache
 from engine.logits import compute_logits, restrict_logits
 from engine.precision import with_precision
+from engine.prefix_attention import use_prefix_attention
 from engine.recomputation import recompute_activations
 from engine.sampling_state import sample_inverse_cdf
-from logprobs import completion_log_probs
 from runs import fitting_flags, memory_estimate
 from runs.activations import pass_bytes, sampling_bytes
 from runs.fitting_flags import candidates, with_flags
@@ -143,7 +144,8 @@ def test_a_pass_takes_what_the_formula_says_or_up_to_a_third_less(name, precisio
     for parameter in parameters:                          # as in the second pass of a step
         parameter.grad = torch.zeros_like(parameter)
     with BytesAlive([*model.parameters(), *model.buffers(), *(p.grad for p in parameters)]) as alive:
-        completion_log_probs(model, rollout, **MOST_LOGITS, shared_prompt=shared).logp.sum().backward()
+        engine = make_engine("shared" if shared else "plain", model, None)
+        engine.log_probs(rollout, None, MOST_LOGITS).logp.sum().backward()
     tokens = prompts * (longest + group * limit) if shared else prompts * group * (longest + limit)
     estimate = pass_bytes(shapes, tokens, recompute, 0 if shared else longest + limit)
     assert 1 <= estimate / alive.peak <= 1.35, f"{estimate=} {alive.peak=}"
@@ -160,7 +162,7 @@ def test_sampling_takes_what_the_formula_says_or_up_to_a_third_less(name, precis
         logits = restrict_logits(compute_logits(model, hidden), **MOST_LOGITS)
         sample_inverse_cdf(logits, torch.zeros(len(logits)))
 
-    with BytesAlive([*model.parameters(), *model.buffers()]) as alive, sampling_mode(model, True):
+    with BytesAlive([*model.parameters(), *model.buffers()]) as alive, sampling_mode(model), use_prefix_attention(model):
         cache = PrefixCache(model)
         hidden = cache.add_prompts([*range(prompts)], torch.randint(5, 999, (prompts, longest)).tolist())
         draw(hidden.repeat_interleave(group, dim=0))

@@ -34,7 +34,7 @@ def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
     rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
     rewards = shape_rewards(config, rollout, scores)
     groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards)
-    experience = compute_experience(groups, compute_group_advantages(rewards), config, base.model, **base.forwarding)
+    experience = compute_experience(groups, compute_group_advantages(rewards), config, base.engine, base.ranks)
     assert [(r["reward"], r["tied"]) for r in completion_records(experience)] == [
         (1.0, False), (1.0, False), (3.0, True), (4.0, True)], "one penalised for its length; two clipped to 2"
 
@@ -121,7 +121,7 @@ def test_a_step_that_was_being_written_is_left_out_and_no_other(tmp_path, capsys
 def test_groups_that_are_tied_and_all_right_are_counted(base):
     scores = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
     groups = Groups([{"prompt": "a"}] * 3, made_up_rollout([3] * 3, [3] * 6), scores, {"correctness": scores}, scores)
-    experience = compute_experience(groups, compute_group_advantages(scores), GRPOConfig(), base.model, **base.forwarding)
+    experience = compute_experience(groups, compute_group_advantages(scores), GRPOConfig(), base.engine, base.ranks)
     metrics = summarize_groups(groups, experience)
     assert (metrics["tied_groups"], metrics["tied_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     unknown = summarize_groups(dataclasses.replace(groups, per_function={"length": scores}), experience)

@@ -9,10 +9,9 @@ import torch
 from conftest import QUICK, run_folder, start_run
 from forked import Ranks
 
-import logprobs
 import train
 from config import Config, ModelConfig
-from engine import packing
+from engine import shared
 from model import load_policy, save_policy
 
 
@@ -60,15 +59,14 @@ def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp
 
 def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch, capsys):
     """The first token of a completion is predicted from the wrong place, in packs alone."""
-    real = packing.pack_rows
+    real = shared.pack_groups
 
-    def wrong_predictor(rollout, rows, shared_prompt, device):
-        batch = real(rollout, rows, shared_prompt, device)
-        if shared_prompt:
-            batch.predictor[:, 0] = 0
+    def wrong_predictor(*args):
+        batch = real(*args)
+        batch.predictor[:, 0] = 0
         return batch
 
-    monkeypatch.setattr(logprobs, "pack_rows", wrong_predictor)
+    monkeypatch.setattr(shared, "pack_groups", wrong_predictor)
     flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--max_steps", "1"]
     with pytest.raises(SystemExit) as stop:
         train.main(flags)
@@ -86,7 +84,7 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
     def not_here(*args):
         raise RuntimeError("FlashAttention only supports newer GPUs")
 
-    monkeypatch.setattr(logprobs, "pack_rows", lambda rollout, rows, shared, device: not_here() if shared else real(rollout, rows, shared, device))
+    monkeypatch.setattr(shared, "pack_groups", not_here)
     train.main([*flags, "--check"])
     assert "note   packing      off: FlashAttention only supports newer GPUs; plain rows instead" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
@@ -119,10 +117,10 @@ def test_a_call_of_vllm_that_raises_on_one_rank_fails_on_all(tmp_path):
         "import sys\nfrom types import SimpleNamespace\n"
         f"sys.path[:0] = [{str(Path(train.__file__).parent)!r}]\n"
         "from engine.devices import all_gather_object, best_device, process_rank\nfrom engine.errors import RunError\n"
-        "from engine.vllm_engine import VLLMEngine\nbest_device('cpu')\nengine = VLLMEngine.__new__(VLLMEngine)\n"
-        "engine.sleeps, engine.send_weights = True, lambda model: None\n"
+        "from engine.ranks import make_ranks\nfrom engine.vllm_engine import VLLM\nengine = VLLM.__new__(VLLM)\n"
+        "engine.ranks, engine.sleeps, engine.send_weights = make_ranks(best_device('cpu')), True, lambda: None\n"
         "engine.llm = SimpleNamespace(sleep=lambda level: level // process_rank())\n"
-        "try:\n    with engine.awake(None):\n        pass\nexcept RunError as error:\n    print(all_gather_object(str(error)[:24]))\n"
+        "try:\n    with engine.sampling():\n        pass\nexcept RunError as error:\n    print(all_gather_object(str(error)[:24]))\n"
     )
     done = Ranks(2, str(code)).wait(60)
     printed = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]          # of torch 2.9

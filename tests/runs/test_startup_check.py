@@ -7,25 +7,27 @@ import torch
 
 from runs import startup_check
 import logprobs
-from engine import cache, logits
-from runs.startup_check import check_setup, check_template
+from engine import cache, logits, make_engine, plain, shared
+from engine.ranks import OneRank
+from runs.startup_check import check_setup, check_template, choose_engine
+from runs.setup import set_up
 from conftest import start_run
 from tokenizers import processors
-from config import GRPOConfig
+from config import Config, GRPOConfig
 from rewards import correctness
 
 EXAMPLES = [{"prompt": "47+85=?", "answer": "132"}, {"prompt": "a longer one", "answer": "2"}]
 
 
 def findings_of(model, tokenizer, settings, functions=()):
-    return {f.name: f for f in check_setup(model, tokenizer, EXAMPLES, settings, list(functions))}
+    return {f.name: f for f in check_setup(make_engine("shared", model, tokenizer), EXAMPLES, settings, list(functions))}
 
 
 def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, settings, monkeypatch):
     def without_temperature(*args, temperature=1.0, **options):
         return logprobs.completion_log_probs(*args, **options)
 
-    monkeypatch.setattr(startup_check, "completion_log_probs", without_temperature)
+    monkeypatch.setattr(plain, "completion_log_probs", without_temperature)
     found = findings_of(model, tokenizer, settings)["sampler"]
     assert found.ok is False and "nat" in found.found and "--generation_top_p" in found.fix
 
@@ -38,17 +40,16 @@ def test_a_head_without_the_soft_cap_is_found(model, tokenizer, settings, monkey
 
 
 def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokenizer, settings, monkeypatch):
-    real = logprobs.pack_rows
+    real, rows = shared.pack_groups, make_engine("plain", model, tokenizer)
 
-    def completions_do_not_see_their_prompt(rollout, rows, shared_prompt, *device):
-        batch = real(rollout, rows, shared_prompt, *device)
-        if shared_prompt:
-            batch.layout.prefix.clear()
+    def completions_do_not_see_their_prompt(*args):
+        batch = real(*args)
+        batch.layout.prefix.clear()
         return batch
 
-    monkeypatch.setattr(logprobs, "pack_rows", completions_do_not_see_their_prompt)
-    found = findings_of(model, tokenizer, settings)["packing"]
-    assert found.ok is None and "plain rows instead" in found.found
+    monkeypatch.setattr(shared, "pack_groups", completions_do_not_see_their_prompt)
+    engine, found = choose_engine(rows, OneRank(), [example["prompt"] for example in EXAMPLES], settings)
+    assert engine is rows and found.ok is None and "plain rows instead" in found.found
 
 
 @pytest.mark.parametrize("numbers,agree", [("none", False), ("tf32", True)])
@@ -63,8 +64,8 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
 def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
     monkeypatch.setattr(cache, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape))
     same = [{"prompt": "47+85=?"}] * 2                    # of equal length
-    plain, shared = (check_setup(model, tokenizer, same, settings, [], shared_prompt=shared) for shared in (False, True))
-    assert [f.ok for findings in (plain, shared) for f in findings if f.name == "sampler"] == [False, True]
+    both = (check_setup(make_engine(name, model, tokenizer), same, settings, []) for name in ("plain", "shared"))
+    assert [f.ok for findings in both for f in findings if f.name == "sampler"] == [False, True]
 
 
 def test_two_bos_tokens_are_found(model, tokenizer, settings, monkeypatch):
@@ -75,9 +76,11 @@ def test_two_bos_tokens_are_found(model, tokenizer, settings, monkeypatch):
     assert findings_of(model, tokenizer, settings)["BOS"].ok, "a template may begin every message with it"
 
 
-def test_the_sampler_that_is_checked_is_that_of_the_run(model, tokenizer, settings):
-    names = {f.name for f in check_setup(model, tokenizer, EXAMPLES, settings, [], engine=object())}
-    assert "sampler" in findings_of(model, tokenizer, settings) and "sampler" not in names, "vLLM: check_engine"
+def test_the_sampler_that_is_checked_is_that_of_the_run(tmp_path, capsys):
+    for engine, checked in (None, "sampler"), (plain.Engine, "engine"):
+        set_up(Config.of(output_dir=str(tmp_path / "run"), report_to="none"), engine=engine)
+        agreed = capsys.readouterr().out.partition("start-up check: ")[2]
+        assert [name for name in ("sampler", "engine") if f"{name} ok" in agreed] == [checked], agreed
 
 
 def test_rewards_of_gold_empty_and_wrong_completions(model, tokenizer, settings):
@@ -126,8 +129,8 @@ def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
 @pytest.mark.parametrize("flags", ["--engine plain", "--shared_prompt never"])
 def test_engine_plain_forwards_plain_rows_and_says_so(tmp_path, capsys, flags):
     run = start_run(tmp_path, *flags.split())
-    assert run.shared_prompt is False and "off: --engine plain" in capsys.readouterr().out
-    assert start_run(tmp_path / "auto").shared_prompt is True
+    assert run.engine.shares_prompts is False and "off: --engine plain" in capsys.readouterr().out
+    assert start_run(tmp_path / "auto").engine.shares_prompts is True
 
 
 def test_a_tokenizer_that_appends_eos_to_prompts_is_seen_by_the_check(model, tokenizer, settings):
@@ -135,7 +138,7 @@ def test_a_tokenizer_that_appends_eos_to_prompts_is_seen_by_the_check(model, tok
     appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)]
     )
-    findings = {f.name: f for f in check_setup(model, appending, [{"prompt": "1+1=?"}] * 2, settings, [])}
+    findings = {f.name: f for f in check_setup(make_engine("shared", model, appending), [{"prompt": "1+1=?"}] * 2, settings, [])}
     assert findings["open prompt"].ok is False and findings["sampler"].ok
 
 

@@ -9,6 +9,7 @@ from conftest import QUICK, exhaustive
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from engine.ranks import OneRank
 from runs.command_line import parse_config
 from runs.folder import RunFolder
 from runs.records import read_jsonl
@@ -71,7 +72,7 @@ def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch
 
 def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="--report_to=wandb: is not installed; pip install wandb"):
-        RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]))
+        RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]), OneRank())
 
 
 def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from config import Config
 from engine.errors import RunError
+from engine.ranks import OneRank
 from runs.command_line import parse_config
 from runs.folder import RunFolder
 from sources.run_owner import OWNER, is_own, owner_of
@@ -26,12 +27,12 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
         run_folder("--output_dir", tmp_path).open(0)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="another process writes to it"):
-        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)))              # before it reads a checkpoint
-    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True))      # which writes nothing
+        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())    # before it reads a checkpoint
+    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True), OneRank())  # which writes nothing
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)))         # a notebook's run that failed, and the next one
-    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path))).lock.is_locked
+    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())      # a notebook's run that failed, and the next one
+    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank()).lock.is_locked
 
 
 def test_a_run_locks_its_folder_until_it_ends(tmp_path):
@@ -43,7 +44,7 @@ def test_a_run_locks_its_folder_until_it_ends(tmp_path):
 
 
 def run_folder(*flags):
-    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]))
+    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]), OneRank())
 
 
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):
@@ -98,7 +99,7 @@ def test_code_of_a_foreign_run_is_named_again(tmp_path):
 def test_a_foreign_run_without_code_is_resumed_and_becomes_that_of_its_user(tmp_path):
     run = saved(tmp_path / "run", reward_functions=["correctness", "python:f"], reward_weights=[1.0, 1.0])
     copy = run.rename(tmp_path / "copy")
-    folder = RunFolder(Config.of(resume=True, output_dir=str(copy)))
+    folder = RunFolder(Config.of(resume=True, output_dir=str(copy)), OneRank())
     assert not is_own(copy), "until its settings are written anew"
     folder.open(0)
     assert is_own(copy)
