@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import sample
+from engine import sampler
 from runs.command_line import parse_config
 from engine.devices import peak_memory_gb
 from runs.setup import set_up
@@ -21,7 +21,7 @@ from train import learn
 from workloads import WORKLOADS, lengths_of
 
 
-class SampledToLength(sample.SamplingState):
+class SampledToLength(sampler.SamplingState):
     """Nothing but the stop token at a row's last position, never the stop token before it."""
 
     workload, seed, rollouts = None, 0, 0
@@ -49,7 +49,7 @@ def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:
     shutil.rmtree(folder / "run", ignore_errors=True)
     if workload.mean_length:
         SampledToLength.workload, SampledToLength.seed = workload, seed
-        sample.SamplingState = SampledToLength
+        sampler.SamplingState = SampledToLength
     run = set_up(parse_config([
         "--use_grpo", "--model_path", str(folder / "model"), "--dataset", str(folder / "prompts.jsonl"),
         "--output_dir", str(folder / "run"),

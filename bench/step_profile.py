@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import sample
+from engine import sampler
 from runs.command_line import parse_config
 from runs.setup import set_up
 from train import grpo_training_step
@@ -82,8 +82,8 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = set_up(parse_config([*argv, "--output_dir", folder, "--report_to", "none"]))
         run.begin_phase(run.phases[-1])
-        sample.SamplingState.step = labelled(sample.SamplingState.step, "draw")
-        sample.compute_logits = labelled(sample.compute_logits, "head")
+        sampler.SamplingState.step = labelled(sampler.SamplingState.step, "draw")
+        sampler.compute_logits = labelled(sampler.compute_logits, "head")
         run.folder.open(0)
         grpo_training_step(run, next(run.batches))
         print(f"{torch.get_num_threads()} threads, {peak():.0f} gigaflops in products of 2048 x 2048")

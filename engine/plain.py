@@ -39,6 +39,8 @@ class Engine:
         earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
     ) -> Rollout:
         """Sample a group for each prompt of this rank: see sample_completions_for_prompts."""
+        if self.device.type == "xla":
+            raise ValueError("XLA: this model needs plain rows, and their cache grows with every token")
         return sample_completions_for_prompts(
             self.model, self.tokenizer, prompts, config, seed=seed, num_completions=num_completions,
             earlier=earlier, reply=reply, on_tokens=on_tokens,

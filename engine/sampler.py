@@ -112,7 +112,7 @@ class SamplingState:
         self.count[self.dummy_row :] = 1                  # padding always forwards the same token
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
-        self.policy, self.pad_id = policy, pad_id         # policy: temperature, top_k, top_p
+        self.policy = policy                              # temperature, top_k, top_p
         self.reply = reply                                # (row, ids) -> ids of an environment, [] at the end
         self.on_tokens, self.reported = on_tokens, 0      # callback for tokens of the first completion
 

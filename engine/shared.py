@@ -41,6 +41,7 @@ class Shared(Engine):
         value_head=None,
     ) -> LogProbs:
         """As Engine.log_probs; on the CPU if the model is on XLA."""
+        policy = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | policy
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
         model, device = model or self.model, self.device
         batch = pack_groups(rollout, rows, device)

@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def accuracy(model, tokenizer, examples: list[dict], seed: int) -> float:
     return float(points.mean())
 
 
-def shuffled(examples: list[dict], seed: int) -> Iterator[dict]:
+def shuffled(examples: list[dict], seed: int):
     """Yield examples without end, in a new order every epoch."""
     for epoch in itertools.count():
         order = list(range(len(examples)))

@@ -23,10 +23,9 @@ from sources.batches import ShuffledBatches
 from experience import Groups, experience_of_groups
 from model import ValueHead, byte_tokenizer, frozen_copy
 from runs.command_line import parse_config
-from engine.packing import left_pad
 from runs.records import read_jsonl
 from runs.setup import set_up
-from sample import Rollout
+from sample import Rollout, left_pad
 
 for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL):
     if signal.getsignal(number) == signal.SIG_IGN:        # as in a background job or under nohup: runs would inherit it
@@ -241,6 +240,11 @@ def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
     return experience_of_groups(run, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards))
+
+
+def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=None, **policy):
+    """As completion_log_probs, by the shared engine."""
+    return make_engine("shared", model, None).log_probs(rollout, rows, policy, reference=reference, value_head=value_head)
 
 
 def made_up_rollout(prompt_lengths, lengths, vocab_size=200):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import (
     ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, WITH_TOWERS, build_qwen3_5_vision, exhaustive, length_reward, made_up_rollout,
-    run_folder, with_noise,
+    run_folder, shared_log_probs, with_noise,
 )
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import ParamWrapper
@@ -15,7 +15,6 @@ import infer
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import merged_copy
-from engine.packing import pack_groups
 from logprobs import completion_log_probs
 from model import load_policy, save_policy
 from engine.precision import with_precision
@@ -79,7 +78,7 @@ def test_experts_drop_no_token_and_do_not_depend_on_the_batch(name, lora_rank, s
     if lora_rank:
         with_noise(model)
     rollout = made_up_rollout([3, 17, 40], [5, 9, 30, 1, 12, 8])
-    packed = completion_log_probs(model, rollout, pack=pack_groups).logp
+    packed = shared_log_probs(model, rollout).logp
     padded = completion_log_probs(model, rollout).logp
     assert (packed - padded).abs().max() < 1e-4
     for row in range(6):

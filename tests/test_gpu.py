@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, comparable, length_reward, made_up_rollout, run_folder, weights_of
+from conftest import ARCHITECTURES, comparable, length_reward, made_up_rollout, run_folder, shared_log_probs, weights_of
 from torch.nn.utils import parameters_to_vector
 
 import train
 from engine.devices import best_device
-from engine.packing import pack_groups, plain_rows
 from logprobs import completion_log_probs
 from engine.precision import with_precision
 from runs.records import read_jsonl
@@ -53,13 +52,13 @@ def exact():
     torch.backends.cuda.matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize("pack", [pack_groups, plain_rows])
-def test_log_probabilities_and_gradients_are_those_of_the_cpu(architecture, exact, pack):
+@pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])
+def test_log_probabilities_and_gradients_are_those_of_the_cpu(architecture, exact, log_probs):
     _, model = architecture
     rollout = made_up_rollout([3, 20, 7], [5, 1, 9, 4, 12, 3])
     results = []
     for one in model, copy.deepcopy(model).to(DEVICE):
-        new = completion_log_probs(one, rollout, pack=pack)
+        new = log_probs(one, rollout)
         (new.logp.sum() + new.entropy.sum()).backward()
         results.append((new.logp.detach().cpu(), parameters_to_vector([p.grad for p in one.parameters()]).cpu()))
     (logp, gradient), (again, its_gradient) = results
@@ -76,9 +75,9 @@ def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
     model = with_precision(ARCHITECTURES[name]().eval().to(DEVICE), precision)
     rollout = made_up_rollout([150, 37], [40, 70, 33, 1])
     results = []
-    for pack in pack_groups, plain_rows:
+    for log_probs in shared_log_probs, completion_log_probs:
         model.zero_grad()
-        new = completion_log_probs(model, rollout, pack=pack)
+        new = log_probs(model, rollout)
         new.logp.mean().backward()
         results.append((new.logp.detach(), parameters_to_vector([p.grad for p in model.parameters()])))
     (packed, gradient), (plain, its_gradient) = results
@@ -122,7 +121,7 @@ sharded = copy.deepcopy(model)
 engine.sharding.shard(sharded, layers_of(sharded), {"replicate": 1, "fsdp": 1, "tp": 1})
 norms = []
 for one in model, sharded:
-    completion_log_probs(one, rollout, pack=pack_groups).logp.sum().backward()
+    conftest.shared_log_probs(one, rollout).logp.sum().backward()
     norms.append(engine.sharding.clip_gradient(list(one.parameters()), 1.0))
 total = torch.ones(3, device=device)
 sum_in_place(total)

@@ -14,10 +14,10 @@ from project_files import PACKAGES, files_of_the_project, modules_of_the_program
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [                      # modules and packages, the lowest layer first
-    ("grpo", "engine"),
+    ("grpo", "logprobs", "engine"),
     ("config", "sources", "reward_functions", "environments"),
-    ("model", "data", "rewards", "logprobs", "sample"),
-    ("engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
+    ("model", "data", "rewards", "sample"),
+    ("engine.sampler", "engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
     ("experience",),
     ("runs", "analysis"),
     ("train", "infer"),

@@ -4,17 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import PROMPTS, shared_log_probs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
-from engine import chunked_head, make_engine
+from engine import chunked_head, make_engine, shared as shared_engine
 from config import GRPOConfig
-from engine.logits import restrict_logits
-from engine.packing import micro_batches, pack_groups, plain_rows
+from engine.packing import micro_batches
 from engine.recomputation import recompute_activations
 from grpo import policy_loss
-from logprobs import completion_log_probs
+from logprobs import completion_log_probs, restrict_logits
 from model import frozen_copy
 from sample import sample_completions_for_prompts
 
@@ -45,20 +44,20 @@ def test_equal_to_the_models_own_logits_with_entropy(architecture, tokenizer, se
 
 def test_the_shared_engine_forwards_prompts_once_and_the_head_nothing_but_completions(shared, settings, monkeypatch):
     rollout = shared.sample(PROMPTS, settings, seed=0)
-    heads, passes, apply, forward = [], [], chunked_head.HeadLogProbs.apply, logprobs.forward_packed
-    monkeypatch.setattr(logprobs, "HeadLogProbs", SimpleNamespace(apply=lambda *args: heads.append(len(args[0])) or apply(*args)))
-    monkeypatch.setattr(logprobs, "forward_packed", lambda model, ids, *rest: passes.append(ids.numel()) or forward(model, ids, *rest))
+    heads, passes, apply, forward = [], [], chunked_head.HeadLogProbs.apply, shared_engine.forward_packed
+    monkeypatch.setattr(shared_engine, "HeadLogProbs", SimpleNamespace(apply=lambda *args: heads.append(len(args[0])) or apply(*args)))
+    monkeypatch.setattr(shared_engine, "forward_packed", lambda model, ids, *rest: passes.append(ids.numel()) or forward(model, ids, *rest))
     shared.log_probs(rollout, None, {})
     assert heads == [rollout.completion_mask.sum()] and passes == [rollout.prompt_mask.sum() + rollout.completion_mask.sum()]
 
 
-def gradient(model, rollout, batches, pack=pack_groups):
+def gradient(model, rollout, batches, log_probs=shared_log_probs):
     """All gradients, in one vector, of a loss that is cut into batches."""
     model.zero_grad()
     torch.manual_seed(5)
     advantages = torch.randn(len(rollout.completions))
     for rows in batches:
-        new = completion_log_probs(model, rollout, rows, temperature=0.8, top_k=50, top_p=0.9, pack=pack)
+        new = log_probs(model, rollout, rows, temperature=0.8, top_k=50, top_p=0.9)
         loss, _ = policy_loss(
             new.logp, rollout.sampling_logp[rows], advantages[rows], rollout.completion_mask[rows],
             num_tokens=int(rollout.completion_mask.sum()),
@@ -71,16 +70,17 @@ def test_packing_and_any_split_give_the_same_gradient(architecture, tokenizer, s
     _, model = architecture
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     everything = torch.arange(len(rollout.completions))
-    plain = gradient(model, rollout, [everything], plain_rows)
+    plain = gradient(model, rollout, [everything], completion_log_probs)
     splits = {
         "packed": [everything],
         "rows out of order": [torch.randperm(len(everything))],
         "groups torn apart": [torch.tensor([3, 0, 9]), torch.tensor([1, 2, 4, 5, 6, 7, 8]), everything[10:]],
-        "small budget": micro_batches(rollout, everything, 100, shared=True),
+        "small budget": micro_batches(rollout, everything, 100),
     }
     for name, batches in splits.items():
-        difference = (gradient(model, rollout, batches) - plain).norm() / plain.norm()
-        assert difference < 1e-5, f"{name}: {difference}"
+        for log_probs in shared_log_probs, completion_log_probs:
+            difference = (gradient(model, rollout, batches, log_probs) - plain).norm() / plain.norm()
+            assert difference < 1e-5, f"{name}: {difference}"
 
 
 @pytest.mark.slow
@@ -102,12 +102,14 @@ def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer,
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], config, seed=0)
     monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 1)
     monkeypatch.setattr(chunked_head, "TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 1)
     assert rollout.completion_mask.sum() > 500, "several chunks"
     with torch.no_grad():
-        ours = completion_log_probs(model, rollout, pack=pack_groups)
+        both = shared_log_probs(model, rollout).logp, completion_log_probs(model, rollout).logp
         for row, mask in enumerate(rollout.completion_mask):
             logp, _ = dense_log_probs(model, rollout, row, 1.0)
-            torch.testing.assert_close(ours.logp[row, mask], logp, atol=2e-5, rtol=1e-5)
+            for ours in both:
+                torch.testing.assert_close(ours[row, mask], logp, atol=2e-5, rtol=1e-5)
 
 
 def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, settings):
@@ -124,13 +126,14 @@ def test_recomputed_activations_give_the_same_gradient(architecture, tokenizer, 
     assert not any(module.training for module in model.modules()), "no dropout"
 
 
+@pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])
 @pytest.mark.parametrize("policy", [dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7)])
-def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, policy):
+def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, policy, log_probs):
     reference = frozen_copy(model)
     with torch.no_grad():
         reference.get_output_embeddings().weight.mul_(1.5)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    ours = completion_log_probs(model, rollout, **policy, reference=reference, pack=pack_groups)
+    ours = log_probs(model, rollout, **policy, reference=reference)
     ours.kl.sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
     total = 0.0

@@ -7,15 +7,13 @@ import pytest
 import torch
 from conftest import PROMPTS
 
-import sample
 from config import GRPOConfig
 from data import encode_prompt
-from engine import cache, make_engine
-from engine.packing import left_pad, pad_rows
+from engine import cache, make_engine, sampler
 from engine.plain import Engine
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
-from sample import Rollout, join_rollouts, select_groups, stop_token_ids
+from sample import Rollout, join_rollouts, left_pad, pad_rows, select_groups, stop_token_ids
 
 
 def test_sampler_and_trainer_agree_on_every_log_probability(architecture, tokenizer, settings):
@@ -76,15 +74,14 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(sha
     for i, prompt in enumerate(PROMPTS[:3]):
         alone = shared.sample([prompt], config, seed=7)
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
-    monkeypatch.setattr(cache.PlainCache, "add_prompts", None)       # prompts are shared
-    monkeypatch.setattr(sample, "INITIAL_CAPACITY", 5)
+    monkeypatch.setattr(sampler, "INITIAL_CAPACITY", 5)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
     at_once, queued = (shared.sample(
         PROMPTS * 2, replace(config, generation_batch_size=size), seed=7, num_completions=1) for size in (8, 3))
     assert queued.completions == at_once.completions      # some begin while others are long
     torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
-        monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", steps)
+        monkeypatch.setitem(sampler.STEPS_BETWEEN_CHECKS, "cpu", steps)
         seldom = shared.sample(PROMPTS[:3], config, seed=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
@@ -104,13 +101,9 @@ def test_temperature_zero_takes_the_likeliest_token(shared, model, tokenizer):
     assert not rollout.sampling_logp.any() and rollout.completion_mask.sum() > 64
 
 
-@pytest.mark.parametrize("kind,ends,expected", [
-    (cache.PrefixCache, [1, 1, 3, 2, 5], "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"),
-    (cache.PlainCache, [1, 1, 4, 3, 3], "new 012, decode 6, decode 5, decode 4, new 345, decode 6, decode 3"),
-])
-def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch, kind, ends, expected):
-    """Groups of two completions, three at once. ends: how many rows end in each call of decode."""
-    trace, ends = [], iter(ends)
+def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch):
+    """Groups of two completions, three at once."""
+    trace, ends = [], iter([1, 1, 3, 2, 5])               # rows that end in each call of decode
 
     def prefill(model, prompts, new, state, cache, group_size):
         trace.append(f"new {''.join(map(str, new))}")
@@ -120,10 +113,10 @@ def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch, kind, e
         trace.append(f"decode {len(active)}")
         return active[next(ends) :]
 
-    for place, name, stand_in in (sample, "prefill", prefill), (sample, "decode", decode), (kind, "__init__", lambda *_: None):
-        monkeypatch.setattr(place, name, stand_in)
-    sample.sample_from_queue(None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3, cache_type=kind)
-    assert ", ".join(trace) == expected
+    for name, stand_in in ("prefill", prefill), ("decode", decode), ("PrefixCache", lambda _: None):
+        monkeypatch.setattr(sampler, name, stand_in)
+    sampler.sample_from_queue(None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3)
+    assert ", ".join(trace) == "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"
 
 
 @pytest.mark.parametrize("with_turns", [False, True])

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, exhaustive, length_reward, run_folder
+from conftest import (
+    ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, exhaustive, length_reward, run_folder, shared_log_probs,
+)
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -15,9 +17,7 @@ from data import encode_prompt
 from engine import make_engine
 from engine.adapters import merged_copy, trainable_parameters
 from engine.model_files import auto_class
-from engine.packing import pack_groups
 from engine.text_model import text_model
-from logprobs import completion_log_probs
 from model import frozen_copy, load_policy, save_policy, update_reference
 from runs.records import read_jsonl
 from runs.run import Run
@@ -172,4 +172,4 @@ def test_a_model_without_towers_is_trained_whole():
     model, _ = load_policy(ModelConfig())
     assert all(parameter.requires_grad for parameter in model.parameters()) and text_model(model) is model.model
     rollout = random_rollout(model, load_policy(ModelConfig())[1], [[5, 6]])
-    assert completion_log_probs(model, rollout, pack=pack_groups).logp.isfinite().all()
+    assert shared_log_probs(model, rollout).logp.isfinite().all()

@@ -30,7 +30,8 @@ from config import GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, bucket
 from model import ValueHead, move
-from engine.packing import completion_lengths, micro_batches, pack_groups
+from engine.packing import micro_batches, pack_groups
+from logprobs import completion_lengths
 from engine.ranks import make_ranks
 from environments.conversations import sample_with_environment
 from runs.records import read_jsonl
@@ -73,7 +74,7 @@ def test_padded_packs_hold_the_same_and_stay_within_the_budget(shared, settings)
     rollout = shared.sample(PROMPTS, settings, seed=0)
     everything = torch.arange(len(rollout.completions))
     for budget in 64, 128, 512, 4096:
-        for rows in micro_batches(rollout, everything, budget, shared=True, device=DEVICE):
+        for rows in micro_batches(rollout, everything, budget, device=DEVICE):
             packs, plain = (pack_groups(rollout, rows, device) for device in (DEVICE, CPU))
             k, n = packs.ids.shape
             assert (k & (k - 1), n & (n - 1)) == (0, 0) and (k * n <= budget or len(rows) == 1)

@@ -11,7 +11,7 @@ from analysis import chat
 from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt
-from engine import sampling_state
+from engine import sampler
 from engine.chat_template import encode_reply
 from model import load_policy, save_policy
 
@@ -36,7 +36,7 @@ def scripted(monkeypatch, tokenizer, *turns):
         calls.append((copy.deepcopy([example["prompt"] for example in examples]), kwargs["seed"]))
         return real(engine, environment, examples, *args, **kwargs)
 
-    monkeypatch.setattr(sampling_state, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
+    monkeypatch.setattr(sampler, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
     monkeypatch.setattr(chat, "sample_with_environment", sample)
     monkeypatch.setattr(chat, "choose_engine", lambda plain, *_: (plain, None))  # so that tokens come in one order
     return calls

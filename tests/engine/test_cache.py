@@ -6,10 +6,9 @@ import pytest
 import torch
 from conftest import CURRENT_ARCHITECTURES, PROMPTS
 
-import sample
 from runs.startup_check import check_setup, choose_engine
 from config import GRPOConfig
-from engine import cache, make_engine
+from engine import cache, make_engine, sampler
 from engine.prefix_attention import use_prefix_attention
 from engine.precision import with_precision
 from engine.ranks import OneRank
@@ -23,13 +22,14 @@ ANY = dict(generation_max_length=40, generation_temperature=1.0, generation_top_
 def compactions(monkeypatch):
     """(completions, rows, capacity) of every call of compact."""
     calls = []
-    for kind in cache.PrefixCache, cache.PlainCache:
-        def noted(self, row_ids, prompt_of, dummy, capacity, real=kind.compact):
-            result = real(self, row_ids, prompt_of, dummy, capacity)
-            calls.append((len(row_ids), len(result), capacity))
-            return result
+    real = cache.PrefixCache.compact
 
-        monkeypatch.setattr(kind, "compact", noted)
+    def noted(self, row_ids, prompt_of, dummy, capacity):
+        result = real(self, row_ids, prompt_of, dummy, capacity)
+        calls.append((len(row_ids), len(result), capacity))
+        return result
+
+    monkeypatch.setattr(cache.PrefixCache, "compact", noted)
     return calls
 
 
@@ -37,7 +37,7 @@ def test_growing_compacting_and_refilling_change_no_log_probability(architecture
     """Ten prompts, twelve completions at once, room for two steps at first: the cache is compacted all the time."""
     _, model = architecture
     model.generation_config.eos_token_id = EARLY
-    monkeypatch.setattr(sample, "INITIAL_CAPACITY", 2)
+    monkeypatch.setattr(sampler, "INITIAL_CAPACITY", 2)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 3)
     prompts = PROMPTS * 2 + ["x", "another one"]
     engine, config = make_engine("shared", model, tokenizer), GRPOConfig(num_completions_per_prompt=3, **ANY)
@@ -118,7 +118,7 @@ def test_layers_that_share_keys_have_one_cache_between_them(tokenizer, monkeypat
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
-def test_a_model_with_state_forwards_prompts_once_and_is_trained_in_rows(name, tokenizer, monkeypatch, compactions):
+def test_a_model_with_state_forwards_prompts_once_and_is_trained_in_rows(name, tokenizer):
     torch.manual_seed(0)
     model = CURRENT_ARCHITECTURES[name]().eval()
     model.generation_config.eos_token_id = EARLY
@@ -126,14 +126,12 @@ def test_a_model_with_state_forwards_prompts_once_and_is_trained_in_rows(name, t
     config = GRPOConfig(num_completions_per_prompt=4, generation_batch_size=8, **ANY)
     engine, packing = choose_engine(plain, OneRank(), prompts, config)
     assert engine is plain and packing.ok is None and "plain rows instead" in packing.found
-    compactions.clear()
-    widths = []
-    real = cache.PlainCache.forward_hidden
-    monkeypatch.setattr(cache.PlainCache, "forward_hidden", lambda self, ids, *args: (
-        widths.append(tuple(ids.shape)), real(self, ids, *args))[1])
+    shapes = []
+    hook = model.base_model.register_forward_pre_hook(lambda _, args, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True)
     rollout = engine.sample(prompts, config, seed=0)
-    assert [shape for shape in widths if shape[1] > 1] == [(2, 6), (1, 6)], "each prompt once"
-    assert min(rows for _, rows, _ in compactions) < 4, "finished completions leave the batch"
+    hook.remove()
+    assert [shape for shape in shapes if shape[1] > 1] == [(2, 6), (1, 6)], "each prompt once"
+    assert min(rows for rows, columns in shapes if columns == 1) < 3, "finished completions leave the batch"
     trained = engine.log_probs(rollout, None, {})
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
     findings = {f.name: f for f in check_setup(engine, [{"prompt": p} for p in prompts], config, [])}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import chunked_head
-from engine.logits import restrict_logits
+from logprobs import restrict_logits
 
 
 @pytest.mark.parametrize("policy", [

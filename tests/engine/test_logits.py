@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.logits import restrict_logits
+from logprobs import restrict_logits
 
 
 def kept_by_hand(logits, temperature, top_k, top_p):

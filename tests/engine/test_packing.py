@@ -6,11 +6,10 @@ import pytest
 import torch
 from conftest import PROMPTS, made_up_rollout
 
+import logprobs
 from engine import prefix_attention
-from engine.packing import (
-    CPU, SHORTEST_ON_XLA, left_pad, micro_batches, pack_groups, pad_rows, padded_indices, plain_rows, positions_of,
-)
-from sample import sample_completions_for_prompts
+from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches, pack_groups, padded_indices
+from sample import left_pad, pad_rows, positions_of, sample_completions_for_prompts
 
 
 def test_who_sees_whom():
@@ -40,7 +39,7 @@ def test_a_pass_of_siblings_and_a_lone_completion_written_out():
     prompts = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
     rows = [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]
     assert batch.ids[0].tolist() == prompts[0] + rows[1] + rows[0] + prompts[1] + rows[3]
-    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6] and batch.mask.all()
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6]
     # The first token is predicted by the end of the prompt, at 1 or 11, every other one by the token before it.
     assert [row[mask].tolist() for row, mask in zip(batch.predictor, rollout.completion_mask[[1, 3, 0]])] == [
         [1, 2, 3], [11, 12, 13, 14], [1, 5, 6, 7]]
@@ -80,13 +79,17 @@ def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
 def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, settings):
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     rows = torch.tensor([0, 1, 2, 5, 6, 9, 13, 15])
-    for shared, pack in (True, pack_groups), (False, plain_rows):
+
+    def padded(batch):
+        _, lengths = logprobs.prompts_and_lengths(rollout, batch)
+        return max(lengths) * len(batch)
+
+    for split, size in (micro_batches, lambda batch: pack_groups(rollout, batch).ids.numel()), (logprobs.micro_batches, padded):
         for budget in 1, 60, 150, 10**6:
-            batches = micro_batches(rollout, rows, budget, shared=shared)
+            batches = split(rollout, rows, budget)
             assert sorted(torch.cat(batches).tolist()) == rows.tolist()
             for batch in batches:
-                ids = pack(rollout, batch).ids
-                assert ids.numel() <= budget or len(batch) == 1, f"{budget=} {ids.shape=}"
+                assert size(batch) <= budget or len(batch) == 1, f"{budget=} {size(batch)=}"
             assert budget < 10**6 or len(batches) == 1
 
 
@@ -108,29 +111,18 @@ def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each()
     assert index[0].tolist() == [3] + [4] * (SHORTEST_ON_XLA - 1)
 
 
-def test_plain_rows_written_out():
-    """Two prompts, one completion each; the second row is shorter, so its padding is masked and has position 0."""
-    rollout = made_up_rollout([2, 1], [3, 2])
-    batch = plain_rows(rollout, torch.tensor([0, 1]))
-    prompts, completions = rollout.prompt_ids, rollout.completion_ids
-    assert batch.ids[0].tolist() == [*prompts[0].tolist(), *completions[0].tolist()]
-    assert batch.ids[1].tolist() == [int(prompts[1, 1]), *completions[1, :2].tolist(), 0, 0]
-    assert batch.mask.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
-    assert batch.predictor[rollout.completion_mask].tolist() == [1, 2, 3, 5, 6] and batch.layout is None
-
-
 def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     """Rows of 10 + 5 tokens: two fit 30 tokens, siblings share a prompt, and one token less than needed splits them."""
     rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
     rows = torch.arange(4)
-    assert [len(b) for b in micro_batches(rollout, rows, 30, shared=False)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 29, shared=False)] == [1, 1, 1, 1]
-    assert [len(b) for b in micro_batches(rollout, rows, 40, shared=True)] == [4]
-    assert [len(b) for b in micro_batches(rollout, rows, 39, shared=True)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 20, shared=True)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 19, shared=True)] == [1, 1, 1, 1]
-    assert len(micro_batches(rollout, rows, 1000, shared=True, at_least=3)) >= 3
+    assert [len(b) for b in logprobs.micro_batches(rollout, rows, 30)] == [2, 2]
+    assert [len(b) for b in logprobs.micro_batches(rollout, rows, 29)] == [1, 1, 1, 1]
+    assert len(logprobs.micro_batches(rollout, rows, 1000, parts=3)) >= 3
+    assert [len(b) for b in micro_batches(rollout, rows, 40)] == [4]
+    assert [len(b) for b in micro_batches(rollout, rows, 39)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 20)] == [2, 2]
+    assert [len(b) for b in micro_batches(rollout, rows, 19)] == [1, 1, 1, 1]
+    assert len(micro_batches(rollout, rows, 1000, at_least=3)) >= 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_rollout
+from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_rollout, shared_log_probs
 
 from config import GRPOConfig
-from engine import attention_kernels, make_engine, prefix_attention
+from engine import attention_kernels, make_engine, prefix_attention, shared as shared_engine
 from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
-from engine.packing import make_layout, pack_groups, plain_rows
+from engine.packing import make_layout, pack_groups
 from logprobs import completion_log_probs
 from engine.recomputation import recompute_activations
 
@@ -195,10 +195,10 @@ def test_a_pass_keeps_neither_a_mask_nor_a_prompts_keys_for_each_completion():
     del output
 
 
-def log_probs_and_gradient(model, rollout, pack=pack_groups):
+def log_probs_and_gradient(model, rollout, log_probs=shared_log_probs):
     model.zero_grad()
     slopes = torch.randn(rollout.completion_mask.shape, generator=torch.Generator().manual_seed(1))
-    logp = completion_log_probs(model, rollout, pack=pack).logp
+    logp = log_probs(model, rollout).logp
     (logp * slopes).sum().backward()
     return logp.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -212,7 +212,7 @@ def test_shared_prompts_have_the_values_and_gradients_of_plain_rows(name):
     torch.manual_seed(0)
     model = SHARED[name]().eval()
     rollout = made_up_rollout([5, 20, 1], [12, 3, 7, 1, 30, 30, 2, 5, 9, 8, 7, 6])
-    plain, plain_gradient = log_probs_and_gradient(model, rollout, plain_rows)
+    plain, plain_gradient = log_probs_and_gradient(model, rollout, completion_log_probs)
     shared, gradient = log_probs_and_gradient(model, rollout)
     torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-5)
     assert (gradient - plain_gradient).norm() / plain_gradient.norm() < 1e-5
@@ -220,7 +220,7 @@ def test_shared_prompts_have_the_values_and_gradients_of_plain_rows(name):
     recompute_activations(model)
     _, recomputed = log_probs_and_gradient(model, rollout)
     torch.testing.assert_close(recomputed, gradient, rtol=0, atol=0)
-    _, plain_recomputed = log_probs_and_gradient(model, rollout, plain_rows)
+    _, plain_recomputed = log_probs_and_gradient(model, rollout, completion_log_probs)
     torch.testing.assert_close(plain_recomputed, plain_gradient, rtol=0, atol=0)
 
 
@@ -271,7 +271,7 @@ def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(shared):
 def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(model, monkeypatch):
     """The parity tests above can fail: they do when a rule is wrong."""
     rollout = made_up_rollout([5, 20], [12, 3, 30, 7])
-    _, plain = log_probs_and_gradient(model, rollout, plain_rows)
+    _, plain = log_probs_and_gradient(model, rollout, completion_log_probs)
     right_rule = prefix_attention.attends_to
 
     def no_window(queries, keys, window):
@@ -286,5 +286,6 @@ def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(mode
 
     for rule, pack in (no_window, pack_groups), (right_rule, no_walls):
         monkeypatch.setattr(prefix_attention, "attends_to", rule)
-        _, gradient = log_probs_and_gradient(model, rollout, pack)
+        monkeypatch.setattr(shared_engine, "pack_groups", pack)
+        _, gradient = log_probs_and_gradient(model, rollout)
         assert (gradient - plain).norm() / plain.norm() > 1e-3, pack

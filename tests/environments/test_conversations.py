@@ -18,7 +18,8 @@ from analysis.replay import rollout_of
 from data import encode_completion, encode_demonstration, encode_prompt
 from engine import make_engine
 from engine.chat_template import encode_reply, render
-from engine.packing import completion_lengths, micro_batches
+from engine.packing import micro_batches
+from logprobs import completion_lengths
 from engine.errors import RunError
 from environments.conversations import (
     MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
@@ -95,7 +96,7 @@ def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     plain = gradient([everything], "plain")
-    for batches in [everything], micro_batches(rollout, everything, 200, shared=True):
+    for batches in [everything], micro_batches(rollout, everything, 200):
         assert (gradient(batches, "shared") - plain).norm() < 1e-5 * plain.norm()
 
 

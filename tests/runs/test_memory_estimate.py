@@ -21,11 +21,11 @@ from config import Config, ModelConfig
 from engine import make_engine
 from engine.adapters import add_adapter, trainable_parameters
 from engine.cache import PrefixCache
-from engine.logits import compute_logits, restrict_logits
 from engine.precision import with_precision
 from engine.prefix_attention import use_prefix_attention
 from engine.recomputation import recompute_activations
-from engine.sampling_state import sample_inverse_cdf
+from engine.sampler import sample_inverse_cdf
+from logprobs import compute_logits, restrict_logits
 from runs import fitting_flags, memory_estimate
 from runs.activations import pass_bytes, sampling_bytes
 from runs.fitting_flags import candidates, with_flags

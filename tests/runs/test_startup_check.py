@@ -7,7 +7,8 @@ import torch
 
 from runs import startup_check
 import logprobs
-from engine import cache, logits, make_engine, plain, shared
+import sample
+from engine import make_engine, plain, shared
 from engine.ranks import OneRank
 from runs.startup_check import check_setup, check_template, choose_engine
 from runs.setup import set_up
@@ -35,7 +36,7 @@ def test_a_sampler_that_forgets_the_temperature_is_found(model, tokenizer, setti
 def test_a_head_without_the_soft_cap_is_found(model, tokenizer, settings, monkeypatch):
     model.config.final_logit_softcapping = 5.0
     assert findings_of(model, tokenizer, settings)["head"].ok
-    monkeypatch.setattr(logits, "scale_and_softcap", lambda model, raw: raw)
+    monkeypatch.setattr(logprobs, "scale_and_softcap", lambda model, raw: raw)
     assert findings_of(model, tokenizer, settings)["head"].ok is False
 
 
@@ -62,7 +63,7 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
 
 
 def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
-    monkeypatch.setattr(cache, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape))
+    monkeypatch.setattr(sample, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape))
     same = [{"prompt": "47+85=?"}] * 2                    # of equal length
     both = (check_setup(make_engine(name, model, tokenizer), same, settings, []) for name in ("plain", "shared"))
     assert [f.ok for findings in both for f in findings if f.name == "sampler"] == [False, True]

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
-from engine.logits import restrict_logits
-from engine.sampling_state import SamplingState, find_interval, sample_inverse_cdf, uniform_streams
+from engine.sampler import SamplingState, find_interval, sample_inverse_cdf
+from logprobs import restrict_logits
+from sample import uniform_streams
 
 
 def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
@@ -50,9 +50,9 @@ def test_the_interval_of_a_point(lengths, ends, goal, index, distance):
 
 def test_a_completion_of_full_length_gets_no_more_tokens():
     policy = dict(temperature=1.0, top_k=0, top_p=1.0)
-    state = SamplingState(np.full((2, 3), 0.5, dtype=np.float32), [9], 0, policy, torch.device("cpu"))
+    state = SamplingState(torch.full((2, 3), 0.5), [9], 0, policy, torch.device("cpu"))
     for _ in range(5):
         state.step(torch.tensor([0, 1]), torch.zeros(2, 5))
-    ids, mask, logp, stopped = state.results()
-    assert ids.tolist() == [[2, 2, 2]] * 2 and mask.all() and not stopped.any()
+    ids, drawn, mask, logp, stopped = state.results()
+    assert torch.equal(drawn, mask) and ids.tolist() == [[2, 2, 2]] * 2 and mask.all() and not stopped.any()
     torch.testing.assert_close(logp, torch.full((2, 3), 0.2).log())

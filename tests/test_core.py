@@ -1,0 +1,130 @@
+"""The core stands alone: its files are copied into an empty folder and used there, with what they import and nothing else."""
+
+import ast
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import PROMPTS, made_up_rollout
+
+ROOT = Path(__file__).parents[1]
+CORE = ["grpo", "logprobs", "sample", "rewards", "data", "model", "experience", "config"]
+# Rooms that core files still need: the messages of chat templates, readers of data, LoRA and files of models, settings files.
+CARRIED = ["engine", "reward_functions", "sources"]
+
+
+def imports_of(name: str) -> set[str]:
+    """The modules at the top of the project and the libraries that a core file imports, wherever in it."""
+    tree = ast.parse((ROOT / f"{name}.py").read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {module.partition(".")[0] for module in named | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}}
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_sampler_and_log_probabilities_import_the_core_alone():
+    libraries = {*sys.stdlib_module_names, "torch", "numpy", "transformers"}
+    assert imports_of("logprobs") <= libraries and imports_of("grpo") <= libraries
+    assert imports_of("sample") - libraries == {"data", "logprobs"}
+
+
+@pytest.mark.parametrize("settings", [dict(temperature=1.0), dict(temperature=0.7, top_k=20), dict(temperature=1.3, top_p=0.8)], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_log_probabilities_alone_are_those_of_transformers_row_by_row(kind, settings, tmp_path):
+    """A copy of logprobs.py in an empty folder; GPT-2 has learned positions, so it notices wrong ones."""
+    torch.manual_seed(0)
+    model = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(
+            vocab_size=263, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=263, n_positions=64, n_embd=32, n_layer=2, n_head=4)),
+    }[kind]().eval()
+    model.save_pretrained(tmp_path / "model")
+    rollout = made_up_rollout([9, 3], [7, 4, 1, 6])
+    torch.save(vars(rollout), tmp_path / "rollout.pt")
+    shutil.copy(ROOT / "logprobs.py", tmp_path)
+    run(tmp_path, "-c", f"""
+from types import SimpleNamespace
+import torch
+from transformers import AutoModelForCausalLM
+from logprobs import completion_log_probs
+model = AutoModelForCausalLM.from_pretrained("model").eval()
+rollout = SimpleNamespace(**torch.load("rollout.pt"))
+found = completion_log_probs(model, rollout, **{settings!r})
+found.logp.sum().backward()
+torch.save([found.logp.detach(), found.entropy.detach(), model.get_input_embeddings().weight.grad], "found.pt")
+""")
+    logp, entropy, gradient = torch.load(tmp_path / "found.pt")
+    total = 0.0
+    for row in range(4):
+        prompt = rollout.prompt_ids[row // 2][rollout.prompt_mask[row // 2]]
+        ids = rollout.completion_ids[row][rollout.completion_mask[row]]
+        logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / settings["temperature"]
+        ranked, order = logits.softmax(-1).sort(descending=True)
+        outside = ranked.cumsum(-1) - ranked >= settings.get("top_p", 2.0)
+        outside[:, settings.get("top_k", 263) :] = True
+        outside = torch.zeros_like(outside).scatter(1, order, outside).scatter(1, ids[:, None], False)       # the chosen one stays
+        log_p = logits.masked_fill(outside, -1e9).log_softmax(-1)
+        here = log_p.gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(logp[row, : len(ids)], here, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropy[row, : len(ids)], -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=1e-5)
+        assert not logp[row, len(ids) :].any()
+        total = total + here.sum()
+    (by_hand,) = torch.autograd.grad(total, [model.get_input_embeddings().weight])
+    torch.testing.assert_close(gradient, by_hand, atol=1e-5, rtol=1e-4)
+
+
+def test_the_sampler_alone_gives_what_it_gives_here(tmp_path, model, tokenizer, settings):
+    from model import save_policy
+    from sample import sample_completions_for_prompts
+
+    save_policy(model, tokenizer, tmp_path / "model")
+    for name in ["sample", "logprobs", "data"]:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    for name in CARRIED:                                  # of data.py
+        shutil.copytree(ROOT / name, tmp_path / name)
+    done = run(tmp_path, "-c", f"""
+from types import SimpleNamespace
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from sample import sample_completions_for_prompts
+config = SimpleNamespace(
+    num_completions_per_prompt=2, generation_max_length=6, generation_temperature=0.8, generation_top_k=0, generation_top_p=1.0,
+    generation_batch_size=2)
+rollout = sample_completions_for_prompts(
+    AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model"), {PROMPTS!r}, config, seed=1)
+print(rollout.completion_ids.tolist())
+""")
+    from dataclasses import replace
+    config = replace(
+        settings, num_completions_per_prompt=2, generation_max_length=6, generation_temperature=0.8, generation_top_k=0,
+        generation_top_p=1.0, generation_batch_size=0)
+    assert done.stdout.strip() == str(sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=1).completion_ids.tolist())
+
+
+@pytest.mark.slow
+def test_the_loop_over_the_core_alone_trains_as_train_py_does_bit_for_bit(tmp_path):
+    flags = ["--cold_start_steps", "2", "--max_steps", "3", "--seed", "1", "--output_dir"]
+    for name in CORE:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    for name in CARRIED:
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples/minimal.py", tmp_path / "examples")
+    assert len((tmp_path / "examples/minimal.py").read_text().splitlines()) <= 120
+    run(tmp_path, "examples/minimal.py", *flags, "alone")
+    run(ROOT, "train.py", "--use_grpo", "--engine", "plain", "--report_to", "none", *flags, str(tmp_path / "whole"))
+    alone, whole = (
+        hashlib.sha256((tmp_path / name / "final/model.safetensors").read_bytes()).hexdigest() for name in ("alone", "whole"))
+    assert alone == whole
