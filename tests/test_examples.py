@@ -66,7 +66,7 @@ def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, 
 
 def test_there_is_a_script_and_a_file_for_each_situation_and_a_page_that_lists_them():
     for kind in ".py", ".json":
-        found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example", "gsm8k"}
+        found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example", "gsm8k", "minimal"}
         assert {name for name in found if not name.startswith("smollm2")} == set(SITUATIONS)
     readme = (EXAMPLES.parent / "README.md").read_text()
     assert all(f"(examples/{name}.py)" in readme and f"(examples/{name}.json)" in readme for name in SITUATIONS)

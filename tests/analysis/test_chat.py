@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import infer
+import sample
 from analysis import chat
 from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt
-from engine import sampler
 from engine.chat_template import encode_reply
 from model import load_policy, save_policy
 
@@ -32,12 +32,12 @@ def scripted(monkeypatch, tokenizer, *turns):
         tokens += [0] * turn if isinstance(turn, int) else tokenizer.encode(turn, add_special_tokens=False) + stop
     real = chat.sample_with_environment
 
-    def sample(engine, environment, examples, *args, **kwargs):
+    def sample_scripted(engine, environment, examples, *args, **kwargs):
         calls.append((copy.deepcopy([example["prompt"] for example in examples]), kwargs["seed"]))
         return real(engine, environment, examples, *args, **kwargs)
 
-    monkeypatch.setattr(sampler, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
-    monkeypatch.setattr(chat, "sample_with_environment", sample)
+    monkeypatch.setattr(sample, "draw", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
+    monkeypatch.setattr(chat, "sample_with_environment", sample_scripted)
     monkeypatch.setattr(chat, "choose_engine", lambda plain, *_: (plain, None))  # so that tokens come in one order
     return calls
 

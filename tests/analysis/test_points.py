@@ -211,7 +211,7 @@ def test_a_conversation_without_answers_is_evaluated_by_its_environment(folder, 
     turns = {1: "Hello, let me see.", 2: "30 days, receipt, 3 days, Saturday, 18, 20 cents a day, twice, 4 weeks, free, ticket 6 euros, box"}
     real = conversations.Conversation.environment_step
     monkeypatch.setattr(conversations.Conversation, "environment_step", lambda self, text: real(self, turns[self.num_turns + 1]))
-    monkeypatch.setattr("sample.stop_token_ids", lambda *_: list(range(263)))         # every token ends a turn
+    monkeypatch.setattr("engine.sampler.stop_token_ids", lambda *_: list(range(263)))         # every token ends a turn
     written = result_of(
         tmp_path, "--model_path", folder, "--evaluate", str(root / "examples/customers.jsonl"), "--max_turns", "4",
         "--environment", f"{root}/examples/customer_service.py:respond", "--reward_functions", "environment",

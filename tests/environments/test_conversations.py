@@ -12,11 +12,10 @@ from conftest import PROMPTS
 from test_chat_template import PUBLISHED
 
 import infer
-import sample
 import train
 from analysis.replay import rollout_of
 from data import encode_completion, encode_demonstration, encode_prompt
-from engine import make_engine
+from engine import make_engine, sampler
 from engine.chat_template import encode_reply, render
 from engine.packing import micro_batches
 from logprobs import completion_lengths
@@ -112,7 +111,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
         alone = sample_conversations(model, tokenizer, settings, [prompt])
         assert alone.completions == together.completions[4 * p : 4 * p + 4]
     assert same(sample_conversations(model, tokenizer, replace(settings, generation_batch_size=4)), together)
-    monkeypatch.setitem(sample.STEPS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
+    monkeypatch.setitem(sampler.STEPS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
     for engine in "shared", "plain":
         seldom = sample_conversations(model, tokenizer, settings, engine=engine)
         assert same(seldom, together)

@@ -12,7 +12,7 @@ from engine import make_engine, plain, shared
 from engine.ranks import OneRank
 from runs.startup_check import check_setup, check_template, choose_engine
 from runs.setup import set_up
-from conftest import start_run
+from conftest import ARCHITECTURES, start_run
 from tokenizers import processors
 from config import Config, GRPOConfig
 from rewards import correctness
@@ -62,7 +62,8 @@ def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def test_positions_that_are_ignored_are_found(model, tokenizer, settings, monkeypatch):
+def test_positions_that_are_ignored_are_found(tokenizer, settings, monkeypatch):
+    model = ARCHITECTURES["gpt2"]().eval()                # learned positions: rotary ones notice no shift
     monkeypatch.setattr(sample, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape))
     same = [{"prompt": "47+85=?"}] * 2                    # of equal length
     both = (check_setup(make_engine(name, model, tokenizer), same, settings, []) for name in ("plain", "shared"))
