@@ -1,13 +1,17 @@
 """
 Log-probabilities of completions under a model: the policy that sampled them, a later one, or the reference.
 
-Temperature, top-k and top-p are part of the policy: restrict_logits gives its distribution to the sampler and
-to the trainer. The vocabulary is large, so the head runs on a few tokens at a time, and again in the backward
-pass: no (tokens, V) tensor outlives a chunk.
+Temperature, top-k and top-p are part of the policy: restrict_logits makes its distribution for the sampler
+and for the trainer, so that they give a token the same probability, to rounding.
 
-Each completion is a row with a prompt of its own. engine/shared.py forwards a prompt once for its siblings.
-Shapes: B = P*G rows of T completion tokens, b rows of a pass, N completion tokens in them, H hidden size, V
-vocabulary.
+    prompt      completion          a row of a pass: no padding between prompt and completion, all at its end
+    p p p p     c c c c . .
+          ^     ^ ^ ^               the last token of the prompt predicts the first c, each c the next one
+
+The plain way: each completion is a row with a prompt of its own. The shared engine (engine/shared.py)
+forwards a prompt once for all its completions.
+Shapes: B = P*G rows of T completion tokens, b rows of a pass of L tokens, N tokens of the policy in them, n
+of those at once, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = 2**22          # tokens * V of a chunk of the head: 16 megabytes in float32
+LOGITS_AT_ONCE = 2**22          # n * V of a chunk of the head, 16 megabytes in float32; but n is at least 64
 
 
 @dataclass
@@ -40,80 +44,93 @@ def completion_log_probs(
 
     rollout     prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G
     rows        indices of some of the B rows, in any order; None: all of them
-    reference   another model of the same vocabulary, for the exact KL at every token, over the tokens that
-                the policy keeps, with both distributions normalised over those; forwarded without gradient
+    reference   another model of the same vocabulary, for the exact KL at every position. It is a sum over the
+                vocabulary that the policy keeps, with both distributions normalised over that; no gradient
     value_head  a module from hidden states (N, H) to points (N,)
-    call        runs a function as one forward pass of a model, for models that are sharded
+    call        runs a function as one forward pass of a model; sharded models need that
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
-    device, mask = next(model.parameters()).device, rollout.completion_mask[rows]              # (b, T)
+    device = next(model.parameters()).device
+    mask = rollout.completion_mask[rows]                                                       # (b, T)
     prompts, lengths = prompts_and_lengths(rollout, rows)
     sequences = [
-        torch.cat([prompt, rollout.completion_ids[row, : n - len(prompt)]])
-        for prompt, row, n in zip(prompts, rows, lengths, strict=True)
+        torch.cat([prompt, rollout.completion_ids[row, : length - len(prompt)]])
+        for prompt, row, length in zip(prompts, rows, lengths, strict=True)
     ]
     ids = pad_sequence(sequences, batch_first=True).to(device)                                 # (b, L)
     seen = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
     positions = torch.arange(ids.shape[1], device=device) * seen
     inputs = dict(input_ids=ids, attention_mask=seen, position_ids=positions, use_cache=False)
-    # A token is predicted by the one before it, the first one by the last token of the prompt.
-    row, token = mask.nonzero(as_tuple=True)                                                   # (N,) each
-    before = torch.tensor([len(prompt) - 1 for prompt in prompts])[row] + token
-    chosen, row, before = (x.to(device) for x in (rollout.completion_ids[rows][mask], row, before))
+    at, token = mask.nonzero(as_tuple=True)                                                    # (N,) each
+    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[at] + token
+    chosen, at, predictor = (x.to(device) for x in (rollout.completion_ids[rows][mask], at, predictor))
 
-    def hidden_states(model) -> Tensor:
-        return model.base_model(**inputs).last_hidden_state[row, before]                       # (N, H)
-
-    of_reference = None
-    if reference is not None:
-        with torch.no_grad():
-            of_reference = call(reference, partial(hidden_states, reference))
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
-    def forward() -> list[Tensor | None]:
-        hidden, vocabulary = hidden_states(model), len(model.get_output_embeddings().weight)
-        columns = [hidden, chosen] if of_reference is None else [hidden, chosen, of_reference]
-        head = partial(head_log_probs, model, policy, reference)
-        chunks = [
-            checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(*(c.split(max(64, LOGITS_AT_ONCE // vocabulary)) for c in columns), strict=True)
-        ]
-        results = [torch.cat(column) for column in zip(*chunks, strict=True)] + [None] * (reference is None)
-        return [*results, None if value_head is None else value_head(hidden).to(results[0].dtype)]
+    def hidden_states(model) -> Tensor:
+        return model.base_model(**inputs).last_hidden_state[at, predictor]                     # (N, H)
 
-    results = call(model, forward)
+    other = None                                          # hidden states of the reference
+    if reference is not None:
+        with torch.no_grad():
+            other = call(reference, partial(hidden_states, reference))
+
+    def of_policy() -> list[Tensor | None]:
+        hidden, head = hidden_states(model), partial(head_log_probs, model, policy, reference)
+        size = max(64, LOGITS_AT_ONCE // len(model.get_output_embeddings().weight))
+        logp, entropy, kl = in_chunks(head, size, hidden, chosen, other)
+        values = None if value_head is None else value_head(hidden).to(logp.dtype)
+        return [logp, entropy, None if reference is None else kl, values]
+
+    mask, results = mask.to(device), call(model, of_policy)                                    # (N,) each
     zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
-    mask = mask.to(device)
     return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
 
 
+def in_chunks(
+    head: Callable, size: int, hidden: Tensor, chosen: Tensor, other: Tensor | None
+) -> list[Tensor]:
+    """Return head(hidden, chosen, other), `size` tokens at a time, and again in the backward pass.
+
+    So no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
+    """
+    others = [None] * -(-len(hidden) // size) if other is None else other.split(size)
+    if torch.is_grad_enabled():
+        head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
+    chunks = zip(hidden.split(size), chosen.split(size), others, strict=True)
+    results = [head(*chunk) for chunk in chunks]
+    return [torch.cat(column) for column in zip(*results, strict=True)]
+
+
 def head_log_probs(
-    model, policy: dict, reference, hidden: Tensor, chosen: Tensor, of_reference: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Compute logp, entropy and with a reference the exact KL, (n,) nats each, of tokens chosen (n,).
+    model, policy: dict, reference, hidden: Tensor, chosen: Tensor, other: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute logp, entropy and exact KL (0 without a reference), (n,) nats each, of tokens chosen (n,).
 
         H = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
 
-    hidden, of_reference  (n, H) under the model and the reference
+    hidden, other  (n, H) under the model and the reference
     """
     logits = restrict_logits(compute_logits(model, hidden), **policy, chosen=chosen)           # (n, V)
     log_p = logits.log_softmax(dim=-1)
-    p, finite = log_p.exp(), log_p.clamp(min=torch.finfo(log_p.dtype).min)       # -inf times 0 would be NaN
-    results = log_p.gather(-1, chosen[:, None])[:, 0], -(p * finite).sum(dim=-1)
-    if of_reference is None:
-        return results
-    log_q = compute_logits(reference, of_reference).to(logits.dtype) / policy["temperature"]
-    log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)
-    return *results, (p * (finite - log_q.clamp(min=torch.finfo(log_q.dtype).min))).sum(dim=-1)
+    lowest = torch.finfo(log_p.dtype).min                 # in place of -inf: that times 0 would be NaN
+    p, finite = log_p.exp(), log_p.clamp(min=lowest)
+    logp, entropy = log_p.gather(-1, chosen[:, None])[:, 0], -(p * finite).sum(dim=-1)
+    if other is None:
+        return logp, entropy, torch.zeros_like(logp)
+    with torch.no_grad():
+        log_q = compute_logits(reference, other).to(logits.dtype) / policy["temperature"]
+        log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1).clamp(min=lowest)
+    return logp, entropy, (p * (finite - log_q)).sum(dim=-1)
 
 
 def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
-    """Split rows into batches of at most max_tokens tokens, padding included.
+    """Split rows into batches of at most max_tokens tokens, padding included; a longer row is alone.
 
-    Rows are sorted by length, the longest first, so that similar ones share a batch. A longer row has one of
-    its own. Any split gives the same gradient, since losses take their denominators from the whole step.
+    Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
+    gradient to rounding, since losses take their denominators from the whole step.
 
-    parts  the least number of batches, if there are as many rows
+    parts  at least so many batches, if there are so many rows
     """
     _, lengths = prompts_and_lengths(rollout, rows)
     batches: list[list[int]] = []
@@ -127,7 +144,7 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> lis
 
 
 def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]:
-    """Return the prompt (n,) of each row without padding, and the tokens of prompt and completion."""
+    """Return each row's prompt without padding, and its number of tokens, prompt and completion."""
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     prompts = [rollout.prompt_ids[p][rollout.prompt_mask[p]] for p in (rows // group_size).tolist()]
     ends = completion_lengths(rollout.completion_mask[rows]).tolist()
@@ -135,7 +152,7 @@ def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]
 
 
 def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """Count tokens (B,) up to and including the last one that the policy chose; later ones affect no loss."""
+    """Count tokens (B,) up to and with the last one that the policy drew, an environment's among them."""
     steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
     return (completion_mask * steps).amax(dim=1)
 
@@ -194,8 +211,8 @@ def restrict_logits(
         k = min(top_k, logits.shape[-1]) if top_k > 0 else logits.shape[-1]
         ranked = logits.topk(k, dim=-1).values                                   # (N, k), descending
         probs = ranked.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs             # probability of all likelier tokens
-        kept = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)           # (N, 1)
+        likelier = probs.cumsum(dim=-1) - probs           # probability of all likelier tokens
+        kept = (likelier < top_p).sum(dim=-1, keepdim=True).clamp(min=1)           # (N, 1)
         outside = logits < ranked.gather(-1, kept - 1)    # (N, V); ties are kept together
         if chosen is not None:
             outside.scatter_(-1, chosen[:, None], False)

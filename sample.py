@@ -1,14 +1,15 @@
 """
 Sampling: prompts in, groups of completions out, with the log-probability of each sampled token.
 
-Prompts are padded on the left, forwarded together, and what they leave in transformers' cache is copied for
-each completion. Then a loop draws a token for each, stops, appends, and drops what has ended. The shared
-engine (engine/shared.py) does the same with one copy of each prompt.
+Prompts are padded on the left, so that all end in one column, and forwarded together, once. What that leaves
+in transformers' cache is copied for each completion. Then a loop draws a token for each completion, until it
+ends with a stop token or at the length limit. The shared engine (engine/shared.py) does the same without
+copies of the prompts.
 
-Each completion has a stream of random numbers of its own, from seed, prompt and its number in the group: it
-is the same alone, in a batch, and from a queue.
+Each completion has random numbers of its own, from the seed, its prompt, how often that came before, and its
+number in the group. So it is the same alone and in a batch, up to the rounding of the model.
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
-adjacent, T completion tokens, b rows that go on, V vocabulary.
+adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocabulary.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, restrict_logits
 
-DROP_BELOW = 0.75               # share of the rows that go on: dropping the others copies the cache
+DROP_BELOW = 0.75               # ended rows are dropped when so few go on; it copies the cache
 
 
 @dataclass
@@ -35,12 +36,12 @@ class Rollout:
 
     prompt_ids: Tensor          # (P, Tp) left-padded
     prompt_mask: Tensor         # (P, Tp) bool
-    completion_ids: Tensor      # (B, T) right-padded
-    completion_mask: Tensor     # (B, T) bool, True on sampled tokens, False on those of an environment
+    completion_ids: Tensor      # (B, T) right-padded; an environment's tokens are among them
+    completion_mask: Tensor     # (B, T) bool, True on the tokens that the policy drew
     sampling_logp: Tensor       # (B, T) nats, under the distribution that was sampled from; 0 elsewhere
-    finished: Tensor            # (B,) bool, False if the length limit came before a stop token or answer
-    completions: list           # B texts without stop token, or lists of the messages after the prompt
-    turn_points: Tensor | None = None   # (B, T) of an environment, at the last token of a turn; NaN: error
+    finished: Tensor            # (B,) bool, False if the length limit came first
+    completions: list           # B texts without stop token; with an environment, lists of messages
+    turn_points: Tensor | None = None   # (B, T) an environment's, at a turn's last token, else 0; NaN: error
 
 
 def sample_completions_for_prompts(
@@ -52,12 +53,11 @@ def sample_completions_for_prompts(
     prompts    strings, lists of chat messages, or lists of token ids
     config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
-               generation_batch_size (completions at once, the others wait; 0: all)
-    seed       the same seed, prompt and number in the group give the same completion in every batch
+               generation_batch_size (whole groups of about so many completions at once; 0: all)
     num_completions  G, if not the config's
-    earlier    result of occurrences() for these prompts, if they are part of a larger batch
-    reply      called with a row and its ids after the prompt when a turn has ended; returns the ids that an
-               environment adds, [] at the end. None: a completion is one turn
+    earlier    result of occurrences(), if these prompts are part of a larger batch
+    reply      called with the number of a row and its ids after the prompt, when a turn has ended; returns
+               the ids that an environment adds, [] at the end. None: a completion is one turn
     on_tokens  called with each new token (1,) of the first completion
     """
     group_size = num_completions or config.num_completions_per_prompt
@@ -69,61 +69,72 @@ def sample_completions_for_prompts(
     with sampling_mode(model):
         for first in range(0, len(prompts), prompts_at_once):
             batch, start = prompt_ids[first : first + prompts_at_once], first * group_size
-            answer = reply and (lambda row, ids, start=start: reply(start + row, ids))
-            parts.append(sample_batch(
-                model, tokenizer, batch, uniforms[start : start + len(batch) * group_size], policy, answer,
-                None if start else on_tokens,
-            ))
+            numbers = uniforms[start : start + len(batch) * group_size]
+            parts.append(sample_batch(model, tokenizer, batch, numbers, policy, start, reply, on_tokens))
     return make_rollout(tokenizer, prompt_ids, *map(torch.cat, zip(*parts, strict=True)))
 
 
 def sample_batch(
-    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, policy: dict, reply: Callable | None,
-    on_tokens: Callable | None,
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, policy: dict, first_row: int,
+    reply: Callable | None, on_tokens: Callable | None,
 ) -> tuple[Tensor, ...]:
-    """Sample the completions of some prompts together: uniforms (B, T), a random number for each token.
+    """Sample the completions of some prompts together. Here B and T are those of uniforms.
 
-    returns  on the CPU: ids (B, T), mask of drawn tokens, mask of all tokens, logp; stopped (B,)
+    uniforms   (B, T) a random number for each token
+    first_row  number of the first completion among those of all batches, for reply and on_tokens
+    returns    what make_rollout takes, on the CPU
     """
     device, (num_rows, limit) = next(model.parameters()).device, uniforms.shape
-    stops = torch.tensor(stop_token_ids(model, tokenizer), device=device)
+    stops, uniforms = torch.tensor(stop_token_ids(model, tokenizer), device=device), uniforms.to(device)
     ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
-    drawn = torch.zeros(ids.shape, dtype=torch.bool, device=device)
-    written, logp, stopped = drawn.clone(), torch.zeros(ids.shape, device=device), drawn[:, 0].clone()
-    # All prompts end in one column. Positions count real tokens alone.
-    step, seen = (x.to(device) for x in left_pad(prompts, 0))                    # (P, Tp)
+    drawn = torch.zeros(num_rows, limit, dtype=torch.bool, device=device)        # tokens of the policy
+    written = torch.zeros_like(drawn)                     # tokens of an environment, ahead of their turn
+    logp = torch.zeros(num_rows, limit, device=device)
+    stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    # One pass over the prompts. Positions count real tokens alone: padding does not move a prompt.
+    prompt_ids, seen = (x.to(device) for x in left_pad(prompts, 0))              # (P, Tp)
     position, cache = positions_of(seen), DynamicCache(config=model.config.get_text_config())
-    rows, uniforms = torch.arange(num_rows, device=device), uniforms.to(device)  # (b,), (B, T)
-    source = rows // (num_rows // len(prompts))           # the row of a pass that each continues: a prompt
+    logits = next_logits(model, prompt_ids, seen, position, cache)               # (P, V)
+    # What they have left in the cache is copied for each completion.
+    rows = torch.arange(num_rows, device=device)          # the completions that are forwarded, (b,)
+    prompt_of = rows // (num_rows // len(prompts))
+    cache.reorder_cache(prompt_of)
+    logits, seen, position = logits[prompt_of], seen[prompt_of], position[prompt_of]
     for t in range(limit):
-        hidden = model.base_model(
-            input_ids=step, position_ids=position, attention_mask=seen, past_key_values=cache, use_cache=True
-        ).last_hidden_state[:, -1]
-        logits = restrict_logits(compute_logits(model, hidden), **policy)[source]                # (b, V)
-        token, token_logp = draw(logits, uniforms[rows, t])
+        token, token_logp = draw(restrict_logits(logits, **policy), uniforms[rows, t])           # (b,)
         own = ~written[rows, t] & ~stopped[rows]          # neither an environment's nor after the end
         ids[rows, t] = torch.where(own, token, ids[rows, t])
-        logp[rows, t], drawn[rows, t] = torch.where(own, token_logp, 0.0), own
+        logp[rows, t], drawn[rows, t] = torch.where(own, token_logp.float(), 0.0), own
         ended = rows[own & torch.isin(token, stops)]
         stopped[ended] = True
-        for row in ended.tolist() if reply else []:
-            added = torch.tensor(reply(row, ids[row, : t + 1].tolist())[: limit - t - 1], dtype=torch.long)
-            ids[row, t + 1 : t + 1 + len(added)] = added.to(device)
+        for row in ended.tolist() if reply else []:       # the environment writes the tokens that follow
+            added = reply(first_row + row, ids[row, : t + 1].tolist())[: limit - t - 1]
+            ids[row, t + 1 : t + 1 + len(added)] = torch.tensor(added, dtype=torch.long, device=device)
             written[row, t + 1 : t + 1 + len(added)] = True
-            stopped[row] = len(added) == 0
-        if on_tokens and (own | written[rows, t])[0] and rows[0] == 0:
+            stopped[row] = not added
+        if on_tokens and first_row == 0 and (drawn | written)[0, t]:
             on_tokens(ids[0, t : t + 1].cpu())
         going = (~stopped[rows]).nonzero()[:, 0]
-        if not len(going):
+        if not len(going) or t + 1 == limit:
             break
-        if len(source) > len(seen) or len(going) <= DROP_BELOW * len(rows):
-            rows, source = rows[going], source[going]     # first G copies of each prompt, later fewer rows
-            cache.reorder_cache(source)
-            seen, position = seen[source], position[source]
-        source = torch.arange(len(rows), device=device)
-        step, position = ids[rows, t, None], position[:, -1:] + 1
-        seen = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1)
+        if len(going) <= DROP_BELOW * len(rows):          # until then ended rows are forwarded for nothing
+            cache.reorder_cache(going)
+            rows, seen, position = rows[going], seen[going], position[going]
+        seen, position = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1), position[:, -1:] + 1
+        logits = next_logits(model, ids[rows, t, None], seen, position, cache)
     return tuple(x.cpu() for x in (ids, drawn, drawn | written, logp, stopped))
+
+
+def next_logits(model, ids: Tensor, seen: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
+    """Forward tokens (b, n) behind those in the cache, and return the logits (b, V) of the next one.
+
+    seen  (b, m) False on padding, of all tokens so far;  position  (b, n)
+    """
+    hidden = model.base_model(
+        input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
+    ).last_hidden_state[:, -1]                                                   # (b, H)
+    return compute_logits(model, hidden)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +143,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     The token is the first one for which the probabilities up to it add up to more than the random number.
     """
     log_p = logits.log_softmax(dim=-1)
+    # The sum over a large vocabulary is rounded; mps has no float64.
     p = log_p.exp().to(torch.float32 if logits.device.type == "mps" else torch.float64)
     ends = p.cumsum(dim=-1)
     token = torch.searchsorted(ends, uniforms[:, None] * ends[:, -1:], right=True).clamp(max=p.shape[1] - 1)
@@ -153,7 +165,8 @@ def sampling_mode(model):
     training = model.training
     try:
         model.eval()
-        # Autocast frees its copies of the weights when the outermost context ends: here, after all tokens.
+        # A model in 16 bits switches autocast on in each pass. Its copies of the weights are kept until the
+        # outermost context ends: this one, after all tokens.
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
@@ -206,7 +219,8 @@ def make_rollout(
 ) -> Rollout:
     """Return sampled completions as a Rollout, without the columns after the longest one.
 
-    drawn, mask  (B, T) bool, True on tokens of the policy, and on those and an environment's
+    drawn, mask  (B, T) bool: the tokens of the policy; these and an environment's
+    stopped      (B,) bool: the last token is a stop token
     """
     longest = int(mask.any(dim=0).sum())
     ids, drawn, mask, logp = (x[:, :longest] for x in (ids, drawn, mask, logp))

@@ -1,10 +1,11 @@
 """
-GRPO on the core alone: the demonstration of train.py, a million parameters that learn to add.
+GRPO over the core files alone: a model of a million parameters learns to add. The same as `python train.py --use_grpo`.
 
     python examples/minimal.py --output_dir outputs/minimal
 
-Sums are demonstrated until a third of the held-out ones is right; then rewards alone teach the rest. With the
-same flags `python train.py --use_grpo --engine plain` takes the same steps: equal weights, bit for bit.
+First it is shown sums with their answers, until a third of the held-out ones are right; then rewards alone teach it. The weights are
+those of `train.py --use_grpo --engine plain` with the same flags, bit for bit. P prompts, G completions of each, B = P*G rows with the
+completions of a prompt adjacent, b rows of a forward pass, T completion tokens.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import itertools
 import math
 import random
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,14 +28,15 @@ from sample import Rollout, demonstrations_as_rollout, sample_completions_for_pr
 
 CONFIG = GRPOConfig(
     num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-PROMPTS, TOKENS = 64, 2048                                # of a step, and of a forward pass
+PROMPTS, TOKENS = 64, 2048                                # prompts of a step; tokens of a forward pass, with padding
 REWARDS = {correctness: 1.0, reasoning_coherence: 0.2, explanation_quality: 0.1}
 
 
 def accumulate_gradients(model, rollout: Rollout, advantages: torch.Tensor, loss_type: str) -> None:
-    """Add up the gradient of -min(ratio * A, clip(ratio) * A); for demonstrations (reinforce) of -logp * A.
+    """Add up the gradient of the mean over all tokens of -min(ratio * A, clip(ratio) * A), with ratio = exp(logp - old_logp).
 
-    advantages  (B, 1). A row of advantage 0 has no gradient, but counts in the mean over all tokens
+    The ratio is 1 before an update, so this is the gradient of -A * logp; "reinforce", for demonstrations, is that at once.
+    advantages  A (B, 1). Rows with A = 0 have no gradient and are not forwarded, but their tokens count in the mean
     """
     mask, old_logp = rollout.completion_mask, rollout.sampling_logp              # (B, T)
     for rows in micro_batches(rollout, advantages[:, 0].nonzero()[:, 0], TOKENS):
@@ -52,21 +53,20 @@ def supervised_step(model, tokenizer, examples: list[dict], seed: int) -> None:
 
 
 def grpo_step(model, tokenizer, examples: list[dict], seed: int) -> None:
-    """Sample a group for each prompt, score it, make completions above their group's mean more likely."""
+    """Sample a group for each prompt, score it, make completions above their group's mean likelier, the others less likely."""
     prompts = [example["prompt"] for example in examples]
     rollout = sample_completions_for_prompts(model, tokenizer, prompts, CONFIG, seed=seed)
-    rewards, _ = compute_rewards_for_completions(list(REWARDS), list(REWARDS.values()), rollout, examples)
+    rewards, _ = compute_rewards_for_completions(list(REWARDS), list(REWARDS.values()), rollout, examples)      # (P, G)
     advantages = compute_group_advantages(rewards)                               # (P, G)
     assert advantages.sum(dim=1).abs().max() < 1e-3, "advantages of a group must sum to 0"
     accumulate_gradients(model, rollout, advantages.float().view(-1, 1), "dapo")
 
 
 def accuracy(model, tokenizer, examples: list[dict], seed: int) -> float:
-    """Return the share of right answers, one for each problem."""
+    """Return the share of right answers, of one sampled for each problem. Its seed is used by no step."""
     prompts = [example["prompt"] for example in examples]
     rollout = sample_completions_for_prompts(model, tokenizer, prompts, CONFIG, seed=seed << 32, num_completions=1)
-    points, _ = compute_rewards_for_completions([correctness], [1.0], rollout, examples)
-    return float(points.mean())
+    return float(compute_rewards_for_completions([correctness], [1.0], rollout, examples)[0].mean())
 
 
 def shuffled(examples: list[dict], seed: int):
@@ -86,21 +86,21 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--cold_start_steps", type=int, default=300, help="at most, of demonstrations")
-    parser.add_argument("--max_steps", type=int, default=225, help="at most, of each phase")
+    parser.add_argument("--cold_start_steps", type=int, default=300, help="supervised steps, at most")
+    parser.add_argument("--max_steps", type=int, default=300, help="steps of each phase, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/minimal"))
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)
-    model, tokenizer = load_policy(ModelConfig())
+    model, tokenizer = load_policy(ModelConfig())         # in evaluation mode: no dropout
     examples = load_examples("arithmetic", seed=flags.seed)
     held_out = load_examples("arithmetic", "test", limit=256, seed=flags.seed)
-    cold_start = supervised_step, min(flags.cold_start_steps, flags.max_steps), 1e-3, 5
-    phases = [cold_start, (grpo_step, min(225, flags.max_steps), 4e-4, 15)][flags.cold_start_steps == 0 :]
-    seeds = itertools.count((flags.seed << 32) + 1)
+    plan = [(supervised_step, flags.cold_start_steps, 1e-3, 5), (grpo_step, math.ceil(1.6 * len(examples) / PROMPTS), 4e-4, 15)]
+    phases = [(take_step, min(most, flags.max_steps), *others) for take_step, most, *others in plan if most]
+    seeds = itertools.count((flags.seed << 32) + 1)       # of the sampling of each step
     for phase, (take_step, steps, learning_rate, every) in enumerate(phases):
         optimizer = torch.optim.AdamW(model.parameters(), learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step, steps=steps: learning_rate_factor(step, steps))
         data = shuffled(examples, flags.seed + phase)
         for step in range(1, steps + 1):
             take_step(model, tokenizer, [next(data) for _ in range(PROMPTS)], next(seeds))
