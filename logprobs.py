@@ -79,7 +79,8 @@ def completion_log_probs(
         hidden, head = hidden_states(model), partial(head_log_probs, model, policy, reference)
         size = max(64, LOGITS_AT_ONCE // len(model.get_output_embeddings().weight))
         logp, entropy, kl = in_chunks(head, size, hidden, chosen, other)
-        values = None if value_head is None else value_head(hidden).to(logp.dtype)
+        # A copy, as FSDP warns of views.
+        values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()
         return [logp, entropy, None if reference is None else kl, values]
 
     mask, results = mask.to(device), call(model, of_policy)                                    # (N,) each
@@ -94,7 +95,7 @@ def in_chunks(
 
     So no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
     """
-    others = [None] * -(-len(hidden) // size) if other is None else other.split(size)
+    others = [None] * len(hidden.split(size)) if other is None else other.split(size)
     if torch.is_grad_enabled():
         head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
     chunks = zip(hidden.split(size), chosen.split(size), others, strict=True)
@@ -152,7 +153,7 @@ def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]
 
 
 def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """Count tokens (B,) up to and with the last one that the policy drew, an environment's among them."""
+    """Count tokens (B,) up to and with the last one that the policy drew, and an environment's before it."""
     steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
     return (completion_mask * steps).amax(dim=1)
 

@@ -58,7 +58,7 @@ def sample_completions_for_prompts(
     earlier    result of occurrences(), if these prompts are part of a larger batch
     reply      called with the number of a row and its ids after the prompt, when a turn has ended; returns
                the ids that an environment adds, [] at the end. None: a completion is one turn
-    on_tokens  called with each new token (1,) of the first completion
+    on_tokens  called with new tokens (n,) of the first completion
     """
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -122,7 +122,8 @@ def sample_batch(
             cache.reorder_cache(going)
             rows, seen, position = rows[going], seen[going], position[going]
         seen, position = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1), position[:, -1:] + 1
-        logits = next_logits(model, ids[rows, t, None], seen, position, cache)
+        last = ids[rows, t, None].masked_fill(stopped[rows, None], 0)            # pad may be no known id
+        logits = next_logits(model, last, seen, position, cache)
     return tuple(x.cpu() for x in (ids, drawn, drawn | written, logp, stopped))
 
 
@@ -143,10 +144,11 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     The token is the first one for which the probabilities up to it add up to more than the random number.
     """
     log_p = logits.log_softmax(dim=-1)
-    # The sum over a large vocabulary is rounded; mps has no float64.
-    p = log_p.exp().to(torch.float32 if logits.device.type == "mps" else torch.float64)
-    ends = p.cumsum(dim=-1)
-    token = torch.searchsorted(ends, uniforms[:, None] * ends[:, -1:], right=True).clamp(max=p.shape[1] - 1)
+    # A sum over a large vocabulary needs float64, which mps does not have.
+    p = log_p.exp().to("cpu" if logits.device.type == "mps" else logits.device)
+    ends = p.cumsum(dim=-1, dtype=torch.float64)
+    goal = uniforms[:, None].to(p.device) * ends[:, -1:]
+    token = torch.searchsorted(ends, goal, right=True).clamp(max=p.shape[1] - 1).to(logits.device)
     return token[:, 0], log_p.gather(-1, token)[:, 0]
 
 

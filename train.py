@@ -222,6 +222,7 @@ def optimizer_step(run: Run, loss: float) -> float:
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     if run.reference is not None:
         follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
+    run.ranks.end_program()
     return norm
 
 

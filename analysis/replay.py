@@ -24,7 +24,7 @@ import torch
 from config import Config, GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, num_processes
-from engine.ranks import OneRank
+from engine.ranks import make_ranks
 from engine.sharding import clip_gradient
 from experience import (
     Experience, Groups, demonstrations_as_experience, experience_of_groups, shape_rewards,
@@ -88,7 +88,8 @@ def load_run(config: Config, weights: Path) -> Run:
     name = "shared" if state.get("shared_prompt", True) else "plain"
     max_tokens = config.training.max_tokens_per_forward
     engine = make_engine(name, move(policy, device), tokenizer, max_tokens=max_tokens)
-    ranks = OneRank()
+    engine.same_arithmetic = grpo.engine != "vllm"        # which sampled
+    ranks = make_ranks(device)
     run = Run(
         config, RunFolder(config, ranks), device, tokenizer, [], None, [], [], [], ranks, engine,
         Progress(**state.get("progress", {})), state,

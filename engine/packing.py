@@ -155,13 +155,13 @@ def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
 
 
 def micro_batches(
-    rollout, rows: Tensor, max_tokens: int, *, at_least: int = 1, device: torch.device = CPU
+    rollout, rows: Tensor, max_tokens: int, *, parts: int = 1, device: torch.device = CPU
 ) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, as logprobs.micro_batches.
 
     Siblings share a batch, and a copy of their prompt, if they fit. Groups are sorted by their tokens.
 
-    at_least  number of batches, if there are as many rows: for several processes that need one each
+    parts  number of batches, if there are as many rows: for several processes that need one each
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
@@ -185,7 +185,7 @@ def micro_batches(
             total = 0
         batches[-1] += members
         total += tokens
-    if len(batches) < min(at_least, len(rows)):
+    if len(batches) < min(parts, len(rows)):
         smaller = min(max_tokens, groups[0][0] * len(groups)) // 2
-        return micro_batches(rollout, rows, smaller, at_least=at_least, device=device)
+        return micro_batches(rollout, rows, smaller, parts=parts, device=device)
     return [torch.tensor(batch) for batch in batches]

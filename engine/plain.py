@@ -40,7 +40,10 @@ class Engine:
     ) -> Rollout:
         """Sample a group for each prompt of this rank: see sample_completions_for_prompts."""
         if self.device.type == "xla":
-            raise ValueError("XLA: this model needs plain rows, and their cache grows with every token")
+            raise ValueError(
+                "--engine=plain: not on XLA, which would compile its cache for every token; leave it out, "
+                "or take a model without layers that carry state"
+            )
         return sample_completions_for_prompts(
             self.model, self.tokenizer, prompts, config, seed=seed, num_completions=num_completions,
             earlier=earlier, reply=reply, on_tokens=on_tokens,

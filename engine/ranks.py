@@ -35,6 +35,9 @@ class OneRank:
         """
         return ((batch, 1) for batch in batches)
 
+    def end_program(self) -> None:
+        """End a program on XLA: the operations so far are compiled as one, and begin."""
+
     def sum(self, count):
         """Sum a number, or a tensor on the CPU, over all ranks."""
         return count
@@ -81,11 +84,14 @@ class ManyRanks:
         return [result for _, had_work, result in outcomes[:: devices.tensor_parallel] if had_work]
 
     def steps(self, batches: list) -> Iterator[tuple[object, int]]:
-        cut_graph(self.device)
+        self.end_program()
         for start in range(0, len(batches), self.size):
             index = start + self.rank
             yield batches[min(index, len(batches) - 1)], int(index < len(batches))
-            cut_graph(self.device)
+            self.end_program()
+
+    def end_program(self) -> None:
+        cut_graph(self.device)
 
     def sum(self, count):
         if num_processes() == 1:

@@ -34,7 +34,7 @@ class Shared(Engine):
 
     def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
         """As Engine.micro_batches; siblings share a batch if they fit."""
-        return micro_batches(rollout, rows, self.max_tokens, at_least=parts, device=self.device)
+        return micro_batches(rollout, rows, self.max_tokens, parts=parts, device=self.device)
 
     def log_probs(
         self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,

@@ -56,6 +56,8 @@ def sample_with_environment(
         prompts, config, num_completions=num_completions,
         reply=lambda row, ids: conversations[row].end_turn(ids), **options,
     )
+    if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(conversations)):
+        raise RunError(f"engine {type(engine).__name__} does not call reply: an environment needs that.")
     points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
     rows = zip(conversations, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
     for row, conversation in enumerate(conversations):

@@ -171,7 +171,7 @@ class Run:
         choices = {name: value for part in self.config.as_dict().values() for name, value in part.items()}
         for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
             del choices[name]                             # paths, of which each machine may have its own
-        choices |= {"engine": type(self.engine).__name__, "examples": len(self.train_set)}
+        choices |= {"engine in use": type(self.engine).__name__, "examples": len(self.train_set)}
         sums: dict[str, float] = {}
         for name in "model", "reference", "value_head":
             module = getattr(self, name)

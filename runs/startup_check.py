@@ -149,7 +149,7 @@ def check_head(plain: Engine, rollout: Rollout) -> Finding:
 def check_sampler(plain: Engine, rollout: Rollout, config) -> Finding:
     """Compare the log-probabilities that tokens were sampled with and those that training computes.
 
-    Sampling pads prompts on the left, training pads rows on the right.
+    The plain engine pads prompts on the left to sample, and rows on the right to train.
     """
     trained = plain.log_probs(rollout, None, config.policy).logp
     options = "--attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"

@@ -164,7 +164,7 @@ def test_tied_weights_stay_tied_on_the_way_there_and_back(model):
 def test_a_model_whose_cache_would_grow_is_refused_in_one_line(tokenizer, convolutional):
     plain, prompts = make_engine("plain", move(convolutional, DEVICE), tokenizer), ["1+1=?", "2+2=?"]
     engine, _ = choose_engine(plain, make_ranks(DEVICE), prompts, GRPOConfig())
-    with pytest.raises(ValueError, match="XLA: this model needs plain rows"):
+    with pytest.raises(ValueError, match="--engine=plain: not on XLA"):
         check_setup(engine, [{"prompt": prompt} for prompt in prompts], GRPOConfig(), [])
 
 
