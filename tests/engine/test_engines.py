@@ -1,5 +1,6 @@
 """The seams: engines that sample and score, among them a caller's own, and the work of one rank or many."""
 
+import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,12 @@ import torch
 
 from config import Config
 from engine import make_engine
+from engine.errors import RunError
 from engine.plain import Engine
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from engine.shared import Shared
+from environments.conversations import sample_with_environment
+from environments.games import guess_letter
 from runs.setup import set_up
 from sample import sample_completions_for_prompts
 from tests.conftest import PROMPTS
@@ -101,3 +105,20 @@ def test_one_rank_does_what_many_do_alone():
         ranks.agree({"seed": "1"})
         with pytest.raises(ZeroDivisionError):
             ranks.gather(lambda items: items[0] / 0, [1])
+
+
+def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):
+    model.generation_config.eos_token_id = list(range(1, 200))
+    with pytest.raises(RunError, match="engine Generate does not call reply: an environment needs that"):
+        sample_with_environment(of_the_page()(model, tokenizer), guess_letter, [{"prompt": "p", "answer": "x"}], settings, seed=0)
+
+
+def test_rows_that_have_ended_do_not_forward_a_pad_token_that_the_model_does_not_know(model, tokenizer, settings):
+    model.generation_config.eos_token_id = list(range(1, 30))
+    config = replace(settings, num_completions_per_prompt=8, generation_max_length=20)
+    expected = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seed=0)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<another pad>"})
+    assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
+    found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seed=0)
+    assert found.completions == expected.completions and found.finished.any()
