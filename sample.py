@@ -8,6 +8,13 @@ copies of the prompts.
 
 Each completion has random numbers of its own, from the seed, its prompt, how often that came before, and its
 number in the group. So it is the same alone and in a batch, up to the rounding of the model.
+With an environment the policy takes turns, each up to a stop token, and `reply` adds an environment's tokens
+behind them. They are forwarded one by one, like the others:
+
+    ids      p p p | c c s e e e c c s        c drawn, s a stop token drawn, e written by the environment
+    drawn            1 1 1 0 0 0 1 1 1        completion_mask
+    written          0 0 0 1 1 1 0 0 0
+
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
 adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocabulary.
 """
@@ -41,7 +48,7 @@ class Rollout:
     sampling_logp: Tensor       # (B, T) nats, under the distribution that was sampled from; 0 elsewhere
     finished: Tensor            # (B,) bool, False if the length limit came first
     completions: list           # B texts without stop token; with an environment, lists of messages
-    turn_points: Tensor | None = None   # (B, T) an environment's, at a turn's last token, else 0; NaN: error
+    turn_points: Tensor | None = None   # (B, T) rewards of turns, at their last tokens; NaN: it raised
 
 
 def sample_completions_for_prompts(
@@ -96,7 +103,7 @@ def sample_batch(
     prompt_ids, seen = (x.to(device) for x in left_pad(prompts, 0))              # (P, Tp)
     position, cache = positions_of(seen), DynamicCache(config=model.config.get_text_config())
     logits = next_logits(model, prompt_ids, seen, position, cache)               # (P, V)
-    # What they have left in the cache is copied for each completion.
+    # What they have left in the cache is copied for each completion (reorder_cache selects rows).
     rows = torch.arange(num_rows, device=device)          # the completions that are forwarded, (b,)
     prompt_of = rows // (num_rows // len(prompts))
     cache.reorder_cache(prompt_of)
@@ -163,12 +170,12 @@ def sampling_policy(config) -> dict:
 
 @contextmanager
 def sampling_mode(model):
-    """Turn gradients, recomputation and dropout off; restore the model afterwards."""
+    """Turn gradients and dropout off; restore the model afterwards."""
     training = model.training
     try:
         model.eval()
-        # A model in 16 bits switches autocast on in each pass. Its copies of the weights are kept until the
-        # outermost context ends: this one, after all tokens.
+        # A model in 16 bits has float32 weights and switches autocast on in each pass (engine/precision.py).
+        # Its copies of the weights live as long as the outermost context: this one, for all tokens.
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
