@@ -6,13 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import PROMPTS, made_up_rollout
+from model import save_policy
+from sample import sample_completions_for_prompts
+from conftest import PROMPTS, made_up_rollout
 
 ROOT = Path(__file__).parents[1]
 CORE = ["grpo", "logprobs", "sample", "rewards", "data", "model", "experience", "config"]
@@ -41,9 +44,11 @@ def test_sampler_and_log_probabilities_import_the_core_alone():
     assert imports_of("sample") - libraries == {"data", "logprobs"}
 
 
-@pytest.mark.parametrize("settings", [dict(temperature=1.0), dict(temperature=0.7, top_k=20), dict(temperature=1.3, top_p=0.8)], ids=str)
+POLICIES = dict(temperature=1.0), dict(temperature=0.7, top_k=20), dict(temperature=1.3, top_p=0.8)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_log_probabilities_alone_are_those_of_transformers_row_by_row(kind, settings, tmp_path):
+def test_log_probabilities_alone_are_those_of_transformers_row_by_row(kind, tmp_path):
     """A copy of logprobs.py in an empty folder; GPT-2 has learned positions, so it notices wrong ones."""
     torch.manual_seed(0)
     model = {
@@ -62,19 +67,28 @@ from transformers import AutoModelForCausalLM
 from logprobs import completion_log_probs
 model = AutoModelForCausalLM.from_pretrained("model").eval()
 rollout = SimpleNamespace(**torch.load("rollout.pt"))
-found = completion_log_probs(model, rollout, **{settings!r})
-found.logp.sum().backward()
-torch.save([found.logp.detach(), found.entropy.detach(), model.get_input_embeddings().weight.grad], "found.pt")
+results = []
+for policy in {POLICIES!r}:
+    model.zero_grad()
+    found = completion_log_probs(model, rollout, **policy)
+    found.logp.sum().backward()
+    results.append([found.logp.detach(), found.entropy.detach(), model.get_input_embeddings().weight.grad])
+torch.save(results, "found.pt")
 """)
-    logp, entropy, gradient = torch.load(tmp_path / "found.pt")
+    for policy, found in zip(POLICIES, torch.load(tmp_path / "found.pt")):
+        compare_by_hand(model, rollout, policy, *found)
+
+
+def compare_by_hand(model, rollout, policy, logp, entropy, gradient):
+    """Each completion alone, without padding, through the model's own logits."""
     total = 0.0
     for row in range(4):
         prompt = rollout.prompt_ids[row // 2][rollout.prompt_mask[row // 2]]
         ids = rollout.completion_ids[row][rollout.completion_mask[row]]
-        logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / settings["temperature"]
+        logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / policy["temperature"]
         ranked, order = logits.softmax(-1).sort(descending=True)
-        outside = ranked.cumsum(-1) - ranked >= settings.get("top_p", 2.0)
-        outside[:, settings.get("top_k", 263) :] = True
+        outside = ranked.cumsum(-1) - ranked >= policy.get("top_p", 2.0)
+        outside[:, policy.get("top_k", 263) :] = True
         outside = torch.zeros_like(outside).scatter(1, order, outside).scatter(1, ids[:, None], False)       # the chosen one stays
         log_p = logits.masked_fill(outside, -1e9).log_softmax(-1)
         here = log_p.gather(1, ids[:, None])[:, 0]
@@ -87,9 +101,6 @@ torch.save([found.logp.detach(), found.entropy.detach(), model.get_input_embeddi
 
 
 def test_the_sampler_alone_gives_what_it_gives_here(tmp_path, model, tokenizer, settings):
-    from model import save_policy
-    from sample import sample_completions_for_prompts
-
     save_policy(model, tokenizer, tmp_path / "model")
     for name in ["sample", "logprobs", "data"]:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
@@ -106,7 +117,6 @@ rollout = sample_completions_for_prompts(
     AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model"), {PROMPTS!r}, config, seed=1)
 print(rollout.completion_ids.tolist())
 """)
-    from dataclasses import replace
     config = replace(
         settings, num_completions_per_prompt=2, generation_max_length=6, generation_temperature=0.8, generation_top_k=0,
         generation_top_p=1.0, generation_batch_size=0)

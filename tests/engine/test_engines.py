@@ -18,7 +18,7 @@ from environments.conversations import sample_with_environment
 from environments.games import guess_letter
 from runs.setup import set_up
 from sample import sample_completions_for_prompts
-from tests.conftest import PROMPTS
+from conftest import PROMPTS
 from train import train
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
