@@ -185,6 +185,8 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
         shapes.add(tuple(completion_lengths(experience.mask).tolist()))
     assert len(shapes) == 9, "every step had completions of other lengths"
     assert counts[-1] == counts[4], f"programs after each step: {counts}"
+    run.save_checkpoint()
+    assert compilations() == counts[-1], "the update is over: fetching weights computes nothing"
 
 
 def test_drawing_a_token_does_not_wait_for_the_device(model, tokenizer):
