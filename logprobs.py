@@ -80,8 +80,7 @@ def completion_log_probs(
         hidden, head = hidden_states(model), partial(head_log_probs, model, policy, reference)
         size = max(64, LOGITS_AT_ONCE // len(model.get_output_embeddings().weight))
         logp, entropy, kl = in_chunks(head, size, hidden, chosen, other)
-        # A copy, as FSDP warns of views.
-        values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()
+        values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
         return [logp, entropy, None if reference is None else kl, values]
 
     mask, results = mask.to(device), call(model, of_policy)                                    # (N,) each
@@ -96,12 +95,14 @@ def in_chunks(
 
     So no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
     """
-    others = [None] * len(hidden.split(size)) if other is None else other.split(size)
     if torch.is_grad_enabled():
         head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(hidden.split(size), chosen.split(size), others, strict=True)
-    results = [head(*chunk) for chunk in chunks]
-    return [torch.cat(column) for column in zip(*results, strict=True)]
+    # Before the chunks, so that nothing small is left between what they free (dev/LOG.md).
+    results = hidden.new_empty(len(hidden), 3, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    others = [None] * len(hidden.split(size)) if other is None else other.split(size)
+    for number, chunk in enumerate(zip(hidden.split(size), chosen.split(size), others, strict=True)):
+        results[number * size : (number + 1) * size] = torch.stack(head(*chunk), dim=1)
+    return [column.clone() for column in results.unbind(dim=1)]          # FSDP warns of views
 
 
 def head_log_probs(
