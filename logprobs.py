@@ -17,6 +17,7 @@ of those at once, H hidden size, V vocabulary.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -59,39 +60,39 @@ def completion_log_probs(
         for prompt, row, length in zip(prompts, rows, lengths, strict=True)
     ]
     ids = pad_sequence(sequences, batch_first=True).to(device)                                 # (b, L)
-    seen = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
-    positions = torch.arange(ids.shape[1], device=device) * seen
-    inputs = dict(input_ids=ids, attention_mask=seen, position_ids=positions, use_cache=False)
-    at, token = mask.nonzero(as_tuple=True)                                                    # (N,) each
-    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[at] + token
-    chosen, at, predictor = (x.to(device) for x in (rollout.completion_ids[rows][mask], at, predictor))
-
+    attention_mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
+    positions = torch.arange(ids.shape[1], device=device) * attention_mask
+    inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
+    pass_row, token = mask.nonzero(as_tuple=True)                                              # (N,) each
+    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + token
+    chosen = rollout.completion_ids[rows][mask].to(device)
+    pass_row, predictor = pass_row.to(device), predictor.to(device)
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
     def hidden_states(model) -> Tensor:
-        return model.base_model(**inputs).last_hidden_state[at, predictor]                     # (N, H)
+        return model.base_model(**inputs).last_hidden_state[pass_row, predictor]               # (N, H)
 
-    other = None                                          # hidden states of the reference
+    reference_hidden = None
     if reference is not None:
         with torch.no_grad():
-            other = call(reference, partial(hidden_states, reference))
+            reference_hidden = call(reference, partial(hidden_states, reference))
 
-    def of_policy() -> list[Tensor | None]:
+    def forward_head() -> list[Tensor | None]:
         hidden, head = hidden_states(model), partial(head_log_probs, model, policy, reference)
         size = max(64, LOGITS_AT_ONCE // len(model.get_output_embeddings().weight))
-        logp, entropy, kl = in_chunks(head, size, hidden, chosen, other)
+        logp, entropy, kl = in_chunks(head, size, hidden, chosen, reference_hidden)
         values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
         return [logp, entropy, None if reference is None else kl, values]
 
-    mask, results = mask.to(device), call(model, of_policy)                                    # (N,) each
+    mask, results = mask.to(device), call(model, forward_head)                                # (N,) each
     zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
     return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
 
 
 def in_chunks(
-    head: Callable, size: int, hidden: Tensor, chosen: Tensor, other: Tensor | None
+    head: Callable, size: int, hidden: Tensor, chosen: Tensor, reference_hidden: Tensor | None
 ) -> list[Tensor]:
-    """Return head(hidden, chosen, other), `size` tokens at a time, and again in the backward pass.
+    """Return head(hidden, chosen, reference_hidden), `size` tokens at a time, and again in the backward pass.
 
     So no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
     """
@@ -99,30 +100,31 @@ def in_chunks(
         head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
     # Before the chunks, so that nothing small is left between what they free (dev/LOG.md).
     results = hidden.new_empty(len(hidden), 3, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    others = [None] * len(hidden.split(size)) if other is None else other.split(size)
-    for number, chunk in enumerate(zip(hidden.split(size), chosen.split(size), others, strict=True)):
+    columns = hidden, chosen, reference_hidden
+    chunks = zip(*(repeat(None) if c is None else c.split(size) for c in columns), strict=False)
+    for number, chunk in enumerate(chunks):
         results[number * size : (number + 1) * size] = torch.stack(head(*chunk), dim=1)
     return [column.clone() for column in results.unbind(dim=1)]          # FSDP warns of views
 
 
 def head_log_probs(
-    model, policy: dict, reference, hidden: Tensor, chosen: Tensor, other: Tensor | None
+    model, policy: dict, reference, hidden: Tensor, chosen: Tensor, reference_hidden: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logp, entropy and exact KL (0 without a reference), (n,) nats each, of tokens chosen (n,).
 
         H = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
 
-    hidden, other  (n, H) under the model and the reference
+    hidden, reference_hidden  (n, H), final hidden states of the model and the reference
     """
     logits = restrict_logits(compute_logits(model, hidden), **policy, chosen=chosen)           # (n, V)
     log_p = logits.log_softmax(dim=-1)
     lowest = torch.finfo(log_p.dtype).min                 # in place of -inf: that times 0 would be NaN
     p, finite = log_p.exp(), log_p.clamp(min=lowest)
     logp, entropy = log_p.gather(-1, chosen[:, None])[:, 0], -(p * finite).sum(dim=-1)
-    if other is None:
+    if reference_hidden is None:
         return logp, entropy, torch.zeros_like(logp)
     with torch.no_grad():
-        log_q = compute_logits(reference, other).to(logits.dtype) / policy["temperature"]
+        log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / policy["temperature"]
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1).clamp(min=lowest)
     return logp, entropy, (p * (finite - log_q)).sum(dim=-1)
 
@@ -133,7 +135,7 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> lis
     Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
     gradient to rounding, since losses take their denominators from the whole step.
 
-    parts  at least so many batches, if there are so many rows
+    parts  least number of batches; fewer if there are fewer rows
     """
     _, lengths = prompts_and_lengths(rollout, rows)
     batches: list[list[int]] = []

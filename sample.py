@@ -11,9 +11,9 @@ number in the group. So it is the same alone and in a batch, up to the rounding 
 With an environment the policy takes turns, each up to a stop token, and `reply` adds an environment's tokens
 behind them. They are forwarded one by one, like the others:
 
-    ids      p p p | c c s e e e c c s        c drawn, s a stop token drawn, e written by the environment
+    ids      p p p | c c s e e e c c s        c drawn, s a stop token drawn, e the environment's
     drawn            1 1 1 0 0 0 1 1 1        completion_mask
-    written          0 0 0 1 1 1 0 0 0
+    forced           0 0 0 1 1 1 0 0 0
 
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
 adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocabulary.
@@ -60,7 +60,7 @@ def sample_completions_for_prompts(
     prompts    strings, lists of chat messages, or lists of token ids
     config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
-               generation_batch_size (whole groups of about so many completions at once; 0: all)
+               generation_batch_size (completions at once, in whole groups; 0: all)
     num_completions  G, if not the config's
     earlier    result of occurrences(), if these prompts are part of a larger batch
     reply      called with the number of a row and its ids after the prompt, when a turn has ended; returns
@@ -95,57 +95,61 @@ def sample_batch(
     stops, uniforms = torch.tensor(stop_token_ids(model, tokenizer), device=device), uniforms.to(device)
     ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
     drawn = torch.zeros(num_rows, limit, dtype=torch.bool, device=device)        # tokens of the policy
-    written = torch.zeros_like(drawn)                     # tokens of an environment, ahead of their turn
+    forced = torch.zeros_like(drawn)                      # tokens of an environment, ahead of their turn
     logp = torch.zeros(num_rows, limit, device=device)
     stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     # One pass over the prompts. Positions count real tokens alone: padding does not move a prompt.
-    prompt_ids, seen = (x.to(device) for x in left_pad(prompts, 0))              # (P, Tp)
-    position, cache = positions_of(seen), DynamicCache(config=model.config.get_text_config())
-    logits = next_logits(model, prompt_ids, seen, position, cache)               # (P, V)
+    prompt_ids, attention_mask = (x.to(device) for x in left_pad(prompts, 0))    # (P, Tp)
+    position_ids, cache = positions_of(attention_mask), DynamicCache(config=model.config.get_text_config())
+    logits = next_logits(model, prompt_ids, attention_mask, position_ids, cache)     # (P, V)
     # What they have left in the cache is copied for each completion (reorder_cache selects rows).
     rows = torch.arange(num_rows, device=device)          # the completions that are forwarded, (b,)
     prompt_of = rows // (num_rows // len(prompts))
     cache.reorder_cache(prompt_of)
-    logits, seen, position = logits[prompt_of], seen[prompt_of], position[prompt_of]
+    logits, attention_mask, position_ids = (x[prompt_of] for x in (logits, attention_mask, position_ids))
     for t in range(limit):
-        token, token_logp = draw(restrict_logits(logits, **policy), uniforms[rows, t])           # (b,)
-        own = ~written[rows, t] & ~stopped[rows]          # neither an environment's nor after the end
-        ids[rows, t] = torch.where(own, token, ids[rows, t])
-        logp[rows, t], drawn[rows, t] = torch.where(own, token_logp.float(), 0.0), own
-        ended = rows[own & torch.isin(token, stops)]
+        token, token_logp = sample_inverse_cdf(restrict_logits(logits, **policy), uniforms[rows, t])
+        from_policy = ~forced[rows, t] & ~stopped[rows]  # neither an environment's nor after the end
+        ids[rows, t] = torch.where(from_policy, token, ids[rows, t])
+        logp[rows, t], drawn[rows, t] = torch.where(from_policy, token_logp.float(), 0.0), from_policy
+        ended = rows[from_policy & torch.isin(token, stops)]
         stopped[ended] = True
         for row in ended.tolist() if reply else []:       # the environment writes the tokens that follow
             added = reply(first_row + row, ids[row, : t + 1].tolist())[: limit - t - 1]
             ids[row, t + 1 : t + 1 + len(added)] = torch.tensor(added, dtype=torch.long, device=device)
-            written[row, t + 1 : t + 1 + len(added)] = True
+            forced[row, t + 1 : t + 1 + len(added)] = True
             stopped[row] = not added
-        if on_tokens and first_row == 0 and (drawn | written)[0, t]:
+        if on_tokens and first_row == 0 and (drawn | forced)[0, t]:
             on_tokens(ids[0, t : t + 1].cpu())
-        going = (~stopped[rows]).nonzero()[:, 0]
-        if not len(going) or t + 1 == limit:
+        active = (~stopped[rows]).nonzero()[:, 0]
+        if not len(active) or t + 1 == limit:
             break
-        if len(going) <= DROP_BELOW * len(rows):          # until then ended rows are forwarded for nothing
-            cache.reorder_cache(going)
-            rows, seen, position = rows[going], seen[going], position[going]
-        seen, position = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1), position[:, -1:] + 1
+        if len(active) <= DROP_BELOW * len(rows):         # until then ended rows are forwarded for nothing
+            cache.reorder_cache(active)
+            rows, attention_mask, position_ids = (x[active] for x in (rows, attention_mask, position_ids))
+        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=1)
+        position_ids = position_ids[:, -1:] + 1
         last = ids[rows, t, None].masked_fill(stopped[rows, None], 0)            # pad may be no known id
-        logits = next_logits(model, last, seen, position, cache)
-    return tuple(x.cpu() for x in (ids, drawn, drawn | written, logp, stopped))
+        logits = next_logits(model, last, attention_mask, position_ids, cache)
+    return tuple(x.cpu() for x in (ids, drawn, drawn | forced, logp, stopped))
 
 
-def next_logits(model, ids: Tensor, seen: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
+def next_logits(
+    model, ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
+) -> Tensor:
     """Forward tokens (b, n) behind those in the cache, and return the logits (b, V) of the next one.
 
-    seen  (b, m) False on padding, of all tokens so far;  position  (b, n)
+    attention_mask  (b, m) False on padding, of all tokens so far;  position_ids  (b, n)
     """
     hidden = model.base_model(
-        input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
+        input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache,
+        use_cache=True,
     ).last_hidden_state[:, -1]                                                   # (b, H)
     return compute_logits(model, hidden)
 
 
-def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw by inverse transform sampling: logits (b, V), uniforms (b,) in [0, 1) -> tokens, logp (b,).
 
     The token is the first one for which the probabilities up to it add up to more than the random number.

@@ -1,4 +1,4 @@
-"""What runs a model: engines that sample and score, sharing prompts or in vLLM; devices, ranks, sharding."""
+"""Engines, which sample and score: plain, shared prompts, vLLM. Their attention, devices, ranks, sharding."""
 
 
 def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048, **of_vllm):

@@ -52,7 +52,7 @@ class Engine:
     def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
         """Split rows into batches of at most max_tokens tokens, the same on all ranks.
 
-        parts  the least number of batches, if there are as many rows
+        parts  least number of batches; fewer if there are fewer rows
         """
         return micro_batches(rollout, rows, self.max_tokens, parts)
 

@@ -36,7 +36,7 @@ def scripted(monkeypatch, tokenizer, *turns):
         calls.append((copy.deepcopy([example["prompt"] for example in examples]), kwargs["seed"]))
         return real(engine, environment, examples, *args, **kwargs)
 
-    monkeypatch.setattr(sample, "draw", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
+    monkeypatch.setattr(sample, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
     monkeypatch.setattr(chat, "sample_with_environment", sample_scripted)
     monkeypatch.setattr(chat, "choose_engine", lambda plain, *_: (plain, None))  # so that tokens come in one order
     return calls
