@@ -5,12 +5,14 @@ The configuration: every flag with its type, default, help text and bounds.
     Config(grpo=GRPOConfig(loss_type="gspo"), training=TrainingConfig(use_grpo=True, output_dir="run"))
 
 Later sources override earlier ones: defaults, profile (or the run that is resumed), settings.json, flags. In
-Python the fields that are passed are the flags. Wrong values and incompatible flags are rejected with a
-ValueError of one line; flags without effect are listed at the start of a run.
+Python the fields that are passed are the flags, and train() fills in the others (sources/settings.py). Wrong
+values and incompatible flags are rejected with a ValueError of one line; flags without effect are listed at
+the start of a run.
 """
 
 import ast
 import dataclasses
+import difflib
 import json
 import math
 import operator
@@ -18,9 +20,6 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
-
-from sources.foreign_names import explain_unknown, without_removed
-from sources.settings import PROFILES, fill_in
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
 START_FLAGS = "resume", "check", "explain", "estimate", "memory_gb", "replay"          # not in config.json
@@ -77,14 +76,14 @@ def reject_wrong_type(name: str, value, kind) -> None:
 class Section:
     """A section of the configuration. A mistake is one line: the flag, its value and what to do.
 
-    A profile replaces the fields that are not passed. dataclasses.replace passes all of them.
+    given   names of the fields that are passed: a profile does not replace them. dataclasses.replace passes all
     """
 
     def __new__(cls, *values, **named):
         """Remember in `given` which fields are passed."""
         names = [f.name for f in dataclasses.fields(cls)]
-        if unknown := [name for name in named if name not in names]:
-            raise TypeError(f"{cls.__name__}: {explain_fields(unknown)}")
+        for name in named.keys() - names:
+            raise TypeError(f"{cls.__name__}: {explain_unknown(name)}")
         section = super().__new__(cls)
         object.__setattr__(section, "given", {*names[: len(values)], *named})
         return section
@@ -484,10 +483,7 @@ class TrainingConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        self.reject(
-            ("profile", self.profile not in ("", *PROFILES), f"choose one of {', '.join(PROFILES)}"),
-            ("resume", self.resume and not self.output_dir, "needs --output_dir, the run to continue"),
-        )
+        self.reject(("resume", self.resume and not self.output_dir, "needs --output_dir, the run to continue"))
 
 
 @dataclass(frozen=True)
@@ -500,18 +496,11 @@ class Config(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self):
-        """Fill in what was not passed, by fill_in, and raise ValueError for incompatible sections."""
-        sections = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Raise ValueError for flags that are valid alone and not together."""
         for f in dataclasses.fields(self):
-            if not isinstance(sections[f.name], f.type):
-                raise TypeError(f"Config: {f.name}={sections[f.name]!r:.60} must be a {f.type.__name__}")
-        values = fill_in({name: getattr(part, name) for part in sections.values() for name in part.given})
-        if unknown := [name for name in values if name not in FLAGS]:            # in config.json of a run
-            raise ValueError(explain_unknown(unknown, FLAGS))
-        for name, section in sections.items():
-            of_section = {f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values}
-            object.__setattr__(self, name, filled := dataclasses.replace(section, **of_section))
-            object.__setattr__(filled, "given", section.given)
+            if not isinstance(getattr(self, f.name), f.type):
+                found = f"{f.name}={getattr(self, f.name)!r:.60}"
+                raise TypeError(f"Config: {found} must be a {f.type.__name__}")
         training, config = self.training, self.grpo
         config.reject_incompatible()
         updates = self.updates_per_rollout
@@ -527,13 +516,13 @@ class Config(Section):
     @classmethod
     def of(cls, /, **flags) -> "Config":
         """Return the configuration of flags by name: Config.of(use_grpo=True, loss_type="gspo")."""
-        flags = without_removed(flags)
-        if unknown := [name for name in flags if name not in FLAGS]:
-            raise ValueError(explain_unknown(unknown, FLAGS))
-        return cls(*(
-            section(**{f.name: flags[f.name] for f in dataclasses.fields(section) if f.name in flags})
-            for section in SECTIONS
-        ))
+        return cls(*sections_of(flags))
+
+    @property
+    def given_flags(self) -> dict[str, Any]:
+        """Return the flags that were passed, by name."""
+        sections = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        return {name: getattr(section, name) for section in sections for name in section.given}
 
     @property
     def rollout_size(self) -> int:
@@ -558,9 +547,21 @@ SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 
 
-def explain_fields(unknown: list[str]) -> str:
-    """Return a sentence about arguments that a section does not have: the section of each, or its flag."""
-    homes = {f.name: section.__name__ for section in SECTIONS for f in dataclasses.fields(section)}
-    known = "; ".join(f"{name} is a field of {homes[name]}" for name in unknown if name in homes)
-    foreign = [name for name in unknown if name not in homes]
-    return "; ".join(filter(None, [known, explain_unknown(foreign, FLAGS) if foreign else ""]))
+def sections_of(flags: dict[str, Any]) -> list[Section]:
+    """Return the four sections of flags by name. Raises ValueError, one line."""
+    for name in flags.keys() - FLAGS.keys():
+        raise ValueError(explain_unknown(name))
+    return [
+        section(**{f.name: flags[f.name] for f in dataclasses.fields(section) if f.name in flags})
+        for section in SECTIONS
+    ]
+
+
+def explain_unknown(name: str) -> str:
+    """Return a sentence about a name that is no field of a section: the section that has it, or a similar one."""
+    home = next((s for s in SECTIONS if name in s.__dataclass_fields__), None)
+    if home:
+        return f"{name} is a field of {home.__name__}"
+    near = difflib.get_close_matches(name, FLAGS, n=1)
+    hint = f"did you mean {near[0]}?" if near else "names of other systems are in docs/coming-from.md"
+    return f"{name}: unknown flag; {hint}"

@@ -23,7 +23,7 @@ from typing import get_args, get_origin
 from config import FLAGS, Config
 from sources.foreign_names import explain_unknown
 from sources.run_owner import refuse_foreign_code
-from sources.settings import read_settings
+from sources.settings import config_of, read_settings
 
 DESCRIPTION = """\
 Train a language model with GRPO or supervised fine-tuning.
@@ -231,6 +231,6 @@ def parse_config(argv: list[str]) -> Config:
     flags = vars(parser.parse_all(words, "a file of settings comes before all flags"))
     if is_file and Path(argv[0]).name == "config.json":   # of a run, which another user may have written
         refuse_foreign_code(Path(argv[0]).parent, settings, flags)
-    config = Config.of(**settings | flags)
+    config = config_of(settings | flags)
     config.grpo.validate_functions()
     return config

@@ -3,13 +3,14 @@ The memory of a run that is not started, and flags with which it fits: python tr
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from config import Config
 from engine.devices import available_gb, best_device, peak_memory_gb
 from engine.precision import resolve_precision
 from runs.memory_estimate import FULL, describe_step, memory_gb, resolve_memory_settings
 from runs.setup import parse_mesh
+from sources.settings import config_of
 
 
 def print_estimate(config: Config) -> None:
@@ -31,7 +32,7 @@ def print_estimate(config: Config) -> None:
         if any(shown <= flags.items() for shown in fitting):
             continue
         try:
-            changed = with_flags(config, flags)
+            changed = config_of(config.given_flags | flags)
             if changed.model.precision == "auto":
                 changed = replace(changed, model=replace(changed.model, precision=auto))
             mesh = parse_mesh(changed)
@@ -68,14 +69,8 @@ def candidates(config: Config, auto: str, device: str) -> Iterator[dict]:
     small = {"generation_batch_size": config.grpo.num_completions_per_prompt}
     offload = {"reference_offload": True} if config.grpo.kl_coef and device != "cpu" else {}
     several = [half | {"mesh": f"fsdp={2**n}"} for n in range(1, 8)]
-    given = {name for f in fields(config) for name in getattr(config, f.name).given}
+    given = config.given_flags.keys()
     for flags in {}, half, half | offload, half | {"adam_8bit": True}, half | {"lora_rank": 16}, *several:
         if not given & {"mesh", "lora_rank", "adam_8bit"} & set(flags):
             for more in flags, flags | small:
                 yield {name: value for name, value in more.items() if name not in given}
-
-
-def with_flags(config: Config, flags: dict) -> Config:
-    """Return the configuration with some flags changed, as if they had been given."""
-    given = {name: getattr(config, f.name) for f in fields(config) for name in getattr(config, f.name).given}
-    return Config.of(**{name: getattr(section, name) for name, section in given.items()} | flags)

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from sources.foreign_names import without_removed
+from config import FLAGS, Config, sections_of
+from sources.foreign_names import explain_unknown, without_removed
 from sources.run_owner import refuse_foreign_code
 
 
@@ -37,6 +38,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     return flat
 
 
+def config_of(flags: dict[str, Any]) -> Config:
+    """Return the configuration of flags and of what they imply, see fill_in. Raises ValueError, one line."""
+    flags = without_removed(flags)
+    if unknown := [name for name in flags if name not in FLAGS]:
+        raise ValueError(explain_unknown(unknown, FLAGS))
+    sections_of(flags)                                    # rejects wrong types, before fill_in
+    sections = sections_of(fill_in(flags))
+    for section in sections:
+        object.__setattr__(section, "given", section.given & flags.keys())
+    return Config(*sections)
+
+
 def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
     """Return flags with what they imply: the settings of a run that is resumed or replayed, or a profile."""
     run = Path(flags["output_dir"]) if flags.get("resume") and flags.get("output_dir") else None
@@ -63,6 +76,8 @@ def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any
     Those of the built-in model are adapted to another batch size than their own: numbers of steps so that
     they count as many examples, learning rates by the square root of the ratio, and never raised.
     """
+    if profile not in ("", *PROFILES):
+        raise ValueError(f"--profile={profile}: choose one of {', '.join(PROFILES)}")
     values = dict(PROFILES.get(profile, {}))
     if profile in BUILT_IN_MODEL and type(batch_size) is int and batch_size > 0:
         ratio = batch_size / values["batch_size"]

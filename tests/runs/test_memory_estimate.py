@@ -28,7 +28,7 @@ from engine.sampler import sample_inverse_cdf
 from logprobs import compute_logits, restrict_logits
 from runs import fitting_flags, memory_estimate
 from runs.activations import pass_bytes, sampling_bytes
-from runs.fitting_flags import candidates, with_flags
+from runs.fitting_flags import candidates
 from runs.memory_estimate import describe_step, memory_gb, model_shapes, resolve_memory_settings, step_tokens
 from sample import Rollout, sampling_mode
 
@@ -337,8 +337,8 @@ def test_mistakes_of_an_estimate_are_one_line(flags, error, tmp_path, monkeypatc
 def test_candidates_leave_out_what_was_given(configured):
     config = Config.of(use_grpo=True, model_path=configured, precision="float32", mesh="fsdp=2")
     assert all("precision" not in flags and "mesh" not in flags for flags in candidates(config, "bfloat16", "cuda"))
-    assert with_flags(config, {"lora_rank": 8}).model.lora_rank == 8
-    assert with_flags(config, {"lora_rank": 8}).training.given == {"use_grpo", "mesh"}
+    changed = config_of(config.given_flags | {"lora_rank": 8})
+    assert changed.model.lora_rank == 8 and changed.training.given == {"use_grpo", "mesh"}
 
 
 @pytest.mark.slow
