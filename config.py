@@ -76,7 +76,7 @@ def reject_wrong_type(name: str, value, kind) -> None:
 class Section:
     """A section of the configuration. A mistake is one line: the flag, its value and what to do.
 
-    given   names of the fields that are passed: a profile does not replace them. dataclasses.replace passes all
+    given   names of the fields that are passed, which no profile replaces. dataclasses.replace passes all
     """
 
     def __new__(cls, *values, **named):
@@ -382,14 +382,25 @@ class GRPOConfig(Section):
         return self.kl_estimator or ("ratio_k3" if self.kl_in == "loss" else "k1")
 
     @property
+    def kl_in_loss(self) -> bool:
+        """Return whether the KL penalty is a term of the loss."""
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def exact_kl(self) -> bool:
+        """Return whether that term is the exact KL, so that the reference is forwarded with the policy."""
+        return self.kl_in_loss and self.estimator == "exact"
+
+    @property
+    def loss_terms(self) -> list[str]:
+        """Return the names of the loss, its terms and statistics, as in metrics.jsonl."""
+        terms = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
+        return terms + ["kl"] * self.kl_in_loss + ["value_loss"] * self.use_value_head
+
+    @property
     def scale(self) -> str:
         """Return the divisor of advantages, by its name in compute_group_advantages."""
         return self.advantage_scale if self.normalize_advantages else "none"
-
-    @property
-    def advantage_options(self) -> dict:
-        """Return keyword arguments of compute_group_advantages."""
-        return dict(baseline=self.baseline, scale=self.scale)
 
     @property
     def policy(self) -> dict:
@@ -483,7 +494,8 @@ class TrainingConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        self.reject(("resume", self.resume and not self.output_dir, "needs --output_dir, the run to continue"))
+        missing = self.resume and not self.output_dir
+        self.reject(("resume", missing, "needs --output_dir, the run to continue"))
 
 
 @dataclass(frozen=True)
@@ -558,7 +570,7 @@ def sections_of(flags: dict[str, Any]) -> list[Section]:
 
 
 def explain_unknown(name: str) -> str:
-    """Return a sentence about a name that is no field of a section: the section that has it, or a similar one."""
+    """Return a sentence about a name that is no field of a section: where it is one, or a similar name."""
     home = next((s for s in SECTIONS if name in s.__dataclass_fields__), None)
     if home:
         return f"{name} is a field of {home.__name__}"

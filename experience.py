@@ -9,23 +9,19 @@ micro-batch, T completion tokens.
 Units: rewards and values in points, log-probabilities (logp) and KL in nats.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import compress
 
 import torch
 from torch import Tensor
 
-from engine.errors import RunError
-from engine.precision import is_exact
 from grpo import (
     compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
     overlong_penalty,
 )
 from logprobs import LogProbs, completion_lengths
-from model import moved_to
-from rewards import Reports, weighted_sum
-from sample import Rollout, join_rollouts, occurrences, select_groups
+from rewards import weighted_sum
+from sample import Rollout
 
 
 @dataclass
@@ -38,72 +34,12 @@ class Groups:
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
     rewards: Tensor                     # (P, G) points, see shape_rewards
     replaced: int = 0                   # number of tied groups that dynamic sampling replaced
-    reports: Reports = field(default_factory=Reports)     # of the reward functions, beside points
+    reports: object = None              # of the reward functions, beside points: see runs/groups.py
 
     @property
     def tied(self) -> Tensor:
         """Return (P,) bool: all rewards of the group are equal, so it has no gradient."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
-
-    def select(self, keep: Tensor) -> "Groups":
-        """Return the groups of the prompts where keep (P,) is True."""
-        rows = keep.repeat_interleave(self.scores.shape[1]).tolist()
-        return replace(
-            self, rollout=select_groups(self.rollout, keep), scores=self.scores[keep],
-            reports=replace(self.reports, extra=list(compress(self.reports.extra, rows))),
-            rewards=self.rewards[keep],
-            examples=[example for example, kept in zip(self.examples, keep.tolist(), strict=True) if kept],
-            per_function={name: points[keep] for name, points in self.per_function.items()},
-        )
-
-    @staticmethod
-    def join(parts: list["Groups"]) -> "Groups":
-        """Concatenate along P."""
-        return Groups(
-            [example for part in parts for example in part.examples],
-            join_rollouts([part.rollout for part in parts]), torch.cat([part.scores for part in parts]),
-            {name: torch.cat([part.per_function[name] for part in parts]) for name in parts[0].per_function},
-            torch.cat([part.rewards for part in parts]), sum(part.replaced for part in parts),
-            Reports().add(*(part.reports for part in parts)),
-        )
-
-
-def sample_on_all_ranks(
-    engine, ranks, sample_and_score: Callable, examples: list[dict], attempt: int
-) -> Groups:
-    """Call sample_and_score(examples, earlier, attempt) with each rank's slice of examples, join the groups.
-
-    earlier  of each prompt of the slice: how often it came before in the examples of all ranks
-    """
-    def sample_slice(*columns) -> Groups:                 # examples may be large, and all ranks have them
-        return replace(sample_and_score(*columns, attempt), examples=[])
-
-    with engine.sampling():
-        earlier = occurrences([example["prompt"] for example in examples])
-        parts = ranks.gather(sample_slice, examples, earlier)
-    return replace(Groups.join(parts), examples=examples)
-
-
-def replace_tied_groups(
-    sample_all: Callable, examples: list[dict], next_examples: Callable, attempts: int
-) -> tuple[Groups, list[Groups]]:
-    """Sample groups, and replace tied ones by groups of the next prompts (DAPO, arXiv:2503.14476 sec. 3.2).
-
-    sample_all     examples, number of the attempt -> Groups
-    next_examples  n -> the next n examples of the data
-    attempts       maximum number of replacements; groups that are still tied after the last one stay
-    returns        the groups, and a list of everything that was sampled
-    """
-    groups = sample_all(examples, 0)
-    sampled = [groups]
-    for attempt in range(1, attempts + 1):
-        tied = groups.tied
-        if not tied.any():
-            break
-        new = sample_all(next_examples(int(tied.sum())), attempt)
-        groups = Groups.join([groups.select(~tied), replace(new, replaced=int(tied.sum()))])
-        sampled.append(new)
-    return groups, sampled
 
 
 def shape_rewards(
@@ -159,8 +95,7 @@ class Experience:
 
         Rows of tied groups have none, unless a term of the loss does not depend on advantages.
         """
-        kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
-        always = bool(kl_in_loss or config.entropy_coef or config.use_value_head)
+        always = bool(config.kl_in_loss or config.entropy_coef or config.use_value_head)
         return self.mask[rows].any(dim=1) & (always | (self.advantages[rows] != 0).any(dim=1))
 
     def sampled_kl(self, logp: Tensor, config) -> Tensor:
@@ -198,7 +133,7 @@ def compute_experience(
     reference_logp = values = weights = returns = None
     policy_logp = rollout.sampling_logp
     if reference is not None and config.estimator != "exact":
-        with moved_to(reference, engine.device):
+        with engine.on_device(reference):
             found = log_probs_of_rollout(engine, ranks, rollout, config.policy, model=reference)
             reference_logp = found.logp
     if config.importance_cap or value_head is not None or not engine.same_arithmetic:
@@ -233,16 +168,6 @@ def compute_experience(
     )
 
 
-def experience_of_groups(run, groups: Groups) -> Experience:
-    """Compute group advantages and what else updates need, as grpo_training_step does. run: a Run."""
-    config, rewards, mean_reward = run.config.grpo, groups.rewards, run.progress.mean_reward
-    advantages = compute_group_advantages(rewards, **config.advantage_options, global_mean=mean_reward)
-    return compute_experience(
-        groups, advantages, config, run.engine, run.ranks, reference=run.reference,
-        value_head=run.value_head, kl_coef=run.progress.kl_coef,
-    )
-
-
 def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
     """Compare the trainer's log-probabilities (B, T) with those of sampling, over all sampled tokens.
 
@@ -255,27 +180,6 @@ def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
         "sampler_deviation": float((ratio - 1).abs().mean()), "engine_ratio": float(ratio.mean()),
         "engine_deviation": float(differences.abs().max()),
     }
-
-
-def ratio_tolerance(engine) -> float:
-    """Return the largest mean of |ratio - 1| on policy: more where the sampler rounds differently."""
-    return (0.01 if is_exact(engine.model) else 0.1) * (1 if engine.same_arithmetic else 3)
-
-
-def require_first_ratios_of_1(experience: Experience, deviation: float, engine) -> None:
-    """Raise RunError if tokens were sampled with other probabilities than the policy gives them.
-
-    deviation  mean of |ratio - 1| in the first update, NaN if it forwarded no row. Where the trainer computed
-               log-probabilities of its own, the mean from those to the sampler's is taken in its place
-    """
-    deviation = experience.metrics.get("sampler_deviation", deviation)
-    tolerance = ratio_tolerance(engine)
-    if deviation > tolerance:                             # False for NaN
-        raise RunError(
-            f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
-            f"{tolerance:g}): the sampler gives tokens other probabilities than the trainer; see "
-            "docs/troubleshooting.md."
-        )
 
 
 def demonstrations_as_experience(examples: list[dict], rollout: Rollout) -> Experience:

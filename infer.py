@@ -9,25 +9,27 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
 """
 
 import sys
+
+if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
+    from runs.command_line import check_flags  # refuses an old Python
+    from analysis.infer_flags import parse_arguments
+
+    check_flags("infer.py", parse_arguments)
+
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from runs.command_line import exit_on_mistake, section_of  # first: it refuses an old Python
-from analysis.infer_flags import parse_arguments, sampling_config
-from config import ModelConfig
-
-if __name__ == "__main__":
-    with exit_on_mistake("infer.py"):                     # --help and mistakes: before the slow imports below
-        parse_arguments(sys.argv[1:])
-
 from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_answers
+from analysis.infer_flags import parse_arguments, sampling_config
 from analysis.report import write_report
+from config import ModelConfig
 from data import with_instruction
 from engine.adapters import has_adapter, merged_copy
 from engine.devices import keep_freed_memory
 from environments.loading import load_environment
-from model import load_policy, save_policy
+from runs.command_line import exit_on_mistake, section_of
+from engine.policy import load_policy, save_policy
 
 
 def main(argv: list[str]) -> None:

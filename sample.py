@@ -245,29 +245,6 @@ def make_rollout(
     return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, drawn, logp, stopped, completions)
 
 
-def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
-    """Return the groups of the prompts where keep (P,) is True."""
-    rows = keep.repeat_interleave(len(rollout.completions) // len(rollout.prompt_ids))           # (B,)
-    by_row = rollout.completion_ids, rollout.completion_mask, rollout.sampling_logp, rollout.finished
-    texts = [text for text, kept in zip(rollout.completions, rows.tolist(), strict=True) if kept]
-    points = None if rollout.turn_points is None else rollout.turn_points[rows]
-    prompts = rollout.prompt_ids[keep], rollout.prompt_mask[keep]
-    return Rollout(*prompts, *(tensor[rows] for tensor in by_row), texts, points)
-
-
-def join_rollouts(rollouts: list[Rollout]) -> Rollout:
-    """Join rollouts of one group size into one, padded to the longest."""
-    def join(name, left=False):
-        return pad_rows([row for rollout in rollouts for row in getattr(rollout, name)], left=left)
-
-    return Rollout(
-        join("prompt_ids", left=True), join("prompt_mask", left=True), join("completion_ids"),
-        join("completion_mask"), join("sampling_logp"), torch.cat([rollout.finished for rollout in rollouts]),
-        [text for rollout in rollouts for text in rollout.completions],
-        None if rollouts[0].turn_points is None else join("turn_points"),
-    )
-
-
 def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout:
     """Return the demonstrations of examples as a rollout with one completion for each prompt."""
     stops = stop_token_ids(model, tokenizer)

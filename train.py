@@ -4,8 +4,8 @@ GRPO and supervised training of a language model.
     python train.py --use_grpo --num_completions_per_prompt 4      a small model, without downloads
     python train.py --help                                         every flag
 
-Reading order: grpo_training_step, with sample_groups above it and accumulate_gradients below it; then learn,
-the loop around the steps. Phases of a run: cold_start (supervised) and grpo with --use_grpo, else supervised.
+Reading order: grpo_training_step, with sampling above it and the loss below it; then learn, the loop around
+the steps. examples/minimal.py is the same without checkpoints, processes and flags.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens. Units:
 rewards in points, log-probabilities (logp) and KL in nats. Scores are weighted sums of reward functions;
@@ -14,49 +14,64 @@ their logp when they were sampled; an experience adds what updates need: advanta
 sampling), and logp of the reference, a copy of the policy that is frozen or follows it.
 """
 
-import math
 import sys
-from functools import partial
 
-from runs.command_line import exit_on_mistake, parse_config
+if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
+    from runs.command_line import check_flags, parse_config
 
-if __name__ == "__main__":
-    with exit_on_mistake("train.py"):                     # --help and mistakes: before the slow imports below
-        CONFIG = parse_config(sys.argv[1:])
+    check_flags("train.py", parse_config)
+
+import math
 
 import torch
+from torch import Tensor
 
 from analysis.explain import explain
 from analysis.replay import replay
-from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig  # noqa: F401
+from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
 from engine.errors import require
+from engine.policy import follow_policy
 from engine.sharding import clip_gradient
 from environments.conversations import sample_with_environment
 from experience import (
-    Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, replace_tied_groups,
-    require_first_ratios_of_1, sample_on_all_ranks, shape_rewards,
+    Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, shape_rewards,
 )
 from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs
-from model import follow_policy
 from rewards import Reports, compute_rewards_for_completions
 from runs.checkpoint import write_final
-from runs.exit import MOST_SKIPPED, Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
+from runs.command_line import parse_config
+from runs.exit import MOST_SKIPPED, Diverged, exit_on_run_errors, exit_on_setup_errors
 from runs.fitting_flags import print_estimate
+from runs.groups import replace_tied, sample_on_all_ranks
 from runs.metrics import summarize_groups, summarize_updates, timed
-from runs.phases import is_due
+from runs.phases import Phase, is_due
 from runs.run import Run
-from runs.setup import set_up, validate_grpo_setup  # noqa: F401
+from runs.setup import set_up, validate_grpo_setup
 from sample import demonstrations_as_rollout
+
+__all__ = [
+    "Config", "DataConfig", "GRPOConfig", "ModelConfig", "TrainingConfig", "grpo_training_step",
+    "supervised_training_step", "train", "validate_grpo_setup",
+]
 
 
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group of completions for each prompt. --dynamic_sampling replaces tied groups."""
+    groups = sample_and_score(run, examples)
+    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
+        if num_tied := int(groups.tied.sum()):
+            groups = replace_tied(groups, sample_and_score(run, run.batches.take(num_tied), attempt))
+    return groups
+
+
+def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups:
+    """Sample and score a group for each prompt: of its slice on each rank. All ranks get all groups."""
     config = run.config.grpo
 
-    def sample_and_score(examples: list[dict], earlier: list[int], attempt: int) -> Groups:
+    def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:
         rollout = sample_with_environment(
             run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
         reports = Reports()                               # filled by the call below
@@ -68,9 +83,8 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
         rewards = shape_rewards(config, rollout, scores, per_function)
         return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
 
-    sample_all = partial(sample_on_all_ranks, run.engine, run.ranks, sample_and_score)
-    groups, sampled = replace_tied_groups(sample_all, examples, run.batches.take, config.dynamic_sampling)
-    run.progress.add_rewards(torch.cat([each.rewards for each in sampled]))      # of replaced groups as well
+    groups = sample_on_all_ranks(run.engine, run.ranks, of_this_rank, examples)
+    run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
     return groups
 
 
@@ -78,7 +92,11 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Sample a group for each prompt, score it, make completions above their group's mean more likely.
 
-    The group's mean is the baseline, so no critic is needed. Returns metrics, and what was learned from.
+        A      (reward - mean(group)) / std(group)        the group is the baseline: no critic
+        ratio  exp(logp - old_logp)                       policy now / policy that sampled
+        loss   mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + kl_coef * KL
+
+    by default; the other choices are in grpo.py. Returns metrics, and what was learned from.
     """
     config, progress = run.config.grpo, run.progress
     P, G = len(examples), config.num_completions_per_prompt
@@ -88,32 +106,30 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
     require(len(groups.rollout.completion_ids) == P * G, f"{groups.rollout.completion_ids.shape=} {P=} {G=}")
 
-    # 2. Compare each completion with the others of its group: by default (reward - mean) / std.
+    # 2. Compare each completion with the others of its group. Equal rewards: zeros, nothing to learn.
     advantages = compute_group_advantages(                                       # (P, G)
-        groups.rewards, **config.advantage_options, global_mean=progress.mean_reward
-    )
+        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
     off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
     centered = config.baseline in CENTERED_BASELINES
     require(off_center <= 1e-3 * max(1.0, largest) or not centered, f"rows must sum to 0: {off_center=}")
 
-    # 3. Compute once what all updates need, in B rows p*G + g: old and reference logp, values, weights.
+    # 3. Compute once what all updates share, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
         groups, advantages, config, run.engine, run.ranks, reference=run.reference,
         value_head=run.value_head, kl_coef=progress.kl_coef,
     )
 
-    # 4. Update the policy once (all ratios are 1), or several times with --ppo_epochs and --minibatch_size.
+    # 4. Update the policy: once, or several times with --ppo_epochs and --minibatch_size.
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        unchanged = run.device.type != "xla" or not updates      # XLA: zeros as gradients move weights too
-        if unchanged and all(math.isnan(update["ratio_deviation"]) for update in updates):
-            require_first_ratios_of_1(experience, losses["ratio_deviation"], run.engine)
-        if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
+        if not updates:                                   # nothing has changed since sampling: ratios are 1
+            measured = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
+            run.engine.require_ratios_of_1(measured)
+        elif 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled
             break
-        grad_norm = optimizer_step(run, losses["total_loss"])
-        updates.append(losses | {"grad_norm": grad_norm})
+        updates.append(losses | optimizer_step(run, losses["total_loss"]))
         if progress.phase_step == run.phase.steps:
             break
 
@@ -122,7 +138,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     return metrics, experience
 
 
-def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, config: GRPOConfig) -> dict:
+def accumulate_gradients(run: Run, experience: Experience, rows: Tensor, config: GRPOConfig) -> dict:
     """Add up the gradient of one update over micro-batches. Returns total_loss, its terms and statistics.
 
     rows    completions of the experience. The denominators of means count all of them, so that micro-batches
@@ -130,22 +146,19 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     """
     denominators = experience.denominators(rows, config.generation_max_length)
     with_gradient = rows[experience.has_gradient(rows, config)]
-    kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
-    results = []
+    sums = dict.fromkeys(config.loss_terms, 0.0)
     for micro_batch, counts in run.ranks.steps(micro_batches):       # counts: 0 keeps ranks in step
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.policy,
             value_head=run.value_head if config.use_value_head else None,
-            reference=run.reference if kl_in_loss and config.estimator == "exact" else None,
+            reference=run.reference if config.exact_kl else None,
         )
         batch = experience.select(micro_batch, new.logp.device)
-        loss, terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
-        run.scaler.scale(loss * counts).backward()
-        results.append({name: value.detach() * counts for name, value in terms.items()})
-    names = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
-    names += ["kl"] * kl_in_loss + ["value_loss"] * config.use_value_head
-    sums = {name: run.ranks.sum(sum((terms[name].item() for terms in results), 0.0)) for name in names}
+        terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
+        run.scaler.scale(terms["total_loss"] * counts).backward()
+        sums = {name: total + terms[name].detach() * counts for name, total in sums.items()}
+    sums = {name: run.ranks.sum(float(total)) for name, total in sums.items()}
     share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # of forwarded tokens, or NaN
         sums[name] = sums[name] / share if share else math.nan
@@ -154,36 +167,32 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
 
 def total_loss(
     new: LogProbs, batch: Experience, config: GRPOConfig, denominators: dict, kl_coef: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of some rows under the current policy, and its terms and statistics, each a scalar.
+) -> dict[str, Tensor]:
+    """Return the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
-        policy_loss = mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), by default
+        KL         = mean of ratio * (exp(d) - d - 1), d = reference logp - logp, by default
 
-        KL = mean of ratio * (exp(d) - d - 1), d = reference logp - logp, by default
-
-    with ratio = exp(logp - old_logp) and A the advantage; in the KL old_logp is always the policy's, and the
-    ratio is at most importance_cap, if that is set. The other choices are in grpo.py.
+    In the KL old_logp is always the policy's, and the ratio is at most importance_cap, if that is set.
     new    under the current policy, (b, T), with gradient;  batch  the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
+    aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
     loss, terms = policy_loss(
         new.logp, batch.old_logp, batch.advantages, mask, **config.loss, **denominators, weights=batch.weights
     )
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
-    aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
-    if config.kl_coef > 0 and config.kl_in == "loss":
-        kl = new.kl if config.estimator == "exact" else batch.sampled_kl(new.logp, config)
+    if config.kl_in_loss:
+        kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)
         terms["kl"] = aggregate(kl, mask, "token_mean", **denominators)
         loss = loss + kl_coef * aggregate(kl, mask, aggregation, **denominators)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * aggregate(new.entropy, mask, aggregation, **denominators)
     if config.use_value_head:
         terms["value_loss"] = value_loss(
-            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"]
-        )
+            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"])
         loss = loss + config.value_coef * terms["value_loss"]
-    return loss, terms | {"total_loss": loss}
+    return terms | {"total_loss": loss}
 
 
 @timed("step_seconds")
@@ -192,15 +201,14 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
     rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
-    grad_norm = optimizer_step(run, losses["total_loss"])
     return {
-        "loss": losses["total_loss"], "entropy": losses["entropy"], "grad_norm": grad_norm,
+        "loss": losses["total_loss"], "entropy": losses["entropy"],
         "completion_tokens": int(experience.mask.sum()) / len(examples),
-    }, experience
+    } | optimizer_step(run, losses["total_loss"]), experience
 
 
-def optimizer_step(run: Run, loss: float) -> float:
-    """Take one optimiser step with the accumulated gradient. Returns its norm before clipping.
+def optimizer_step(run: Run, loss: float) -> dict:
+    """Take one optimiser step with the accumulated gradient. Returns grad_norm, before clipping, and skipped.
 
     A step whose loss or gradient is not finite is skipped: it counts, and leaves weights and schedule.
     """
@@ -223,7 +231,7 @@ def optimizer_step(run: Run, loss: float) -> float:
     if run.reference is not None:
         follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
     run.ranks.end_program()
-    return norm
+    return {"grad_norm": norm, "skipped": int(skipped)}
 
 
 def train(config: Config, **objects) -> tuple:
@@ -234,47 +242,50 @@ def train(config: Config, **objects) -> tuple:
 
 
 def learn(run: Run) -> None:
-    """Go through the phases of a run: steps, evaluations, checkpoints.
+    """Take the steps of all phases, and write what they learned to final/ in the run folder.
 
-    Ctrl-C, SIGTERM or SIGHUP ends it after the current step, with a checkpoint to continue from.
+    evaluation    in front of the first step, every --eval_steps, and at the end of a phase
+    checkpoint    every --save_steps, at the end of a phase, at a stop, and when a step raises
+    stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
     """
-    training, progress, folder = run.config.training, run.progress, run.folder
-    if progress.phase == len(run.phases) and (folder.path / "final").exists():
-        run.console.print(f"this run is complete; a new one can begin with --model_path {folder.path}/final")
+    progress, final = run.progress, run.folder.path / "final"
+    if progress.phase == len(run.phases) and final.exists():
+        run.console.print(f"this run is complete; a new one can begin with --model_path {final}")
         return
-    folder.open(progress.step)
-    run.require_equal_ranks()
-    run.save_base_of_adapter()
-    with StopOnSignal(run.ranks) as stop, folder:
+    with run.started() as stop:
         if progress.step == 0:
             run.log_evaluation()
         for phase in run.phases[progress.phase :]:
             run.begin_phase(phase)
-            take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-            evaluated_at = None
-            while progress.phase_step < phase.steps and not stop.requested():
-                before, skipped = progress.phase_step, progress.skipped
-                with run.checkpoint_on_error():
-                    metrics, experience = take_step(run, next(run.batches))
-                with run.checkpoint_on_error():
-                    run.log_step(metrics | {"skipped": progress.skipped - skipped}, experience)
-                if is_due(before, progress.phase_step, phase.eval_steps):
-                    accuracy, evaluated_at = run.log_evaluation(), progress.step
-                    if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
-                        phase.steps = progress.phase_step                        # ends the phase
-                if is_due(before, progress.phase_step, training.save_steps):
-                    run.save_checkpoint_if_possible()
-                if progress.skipped_in_a_row >= MOST_SKIPPED:
-                    raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
-            if progress.phase_step < phase.steps:
-                run.save_and_print_how_to_resume()
-                return
-            if evaluated_at != progress.step:
-                run.log_evaluation()
+            while progress.phase_step < phase.steps:
+                if stop.requested():
+                    run.save_and_print_how_to_resume()
+                    return
+                step_evaluate_save(run, phase)
             run.end_phase()
             run.save_checkpoint()
-        write_final(run.model, run.tokenizer, folder.path / "final")
-        run.console.print_summary(folder.path)
+        write_final(run.model, run.tokenizer, final)
+        run.console.print_summary(run.folder.path)
+
+
+def step_evaluate_save(run: Run, phase: Phase) -> None:
+    """Take a step of a phase and log it; evaluate and save if that is due."""
+    training, progress = run.config.training, run.progress
+    take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
+    before = progress.phase_step
+    with run.checkpoint_on_error():
+        metrics, experience = take_step(run, next(run.batches))
+    with run.checkpoint_on_error():
+        run.log_step(metrics, experience)
+    at_end = progress.phase_step >= phase.steps
+    if at_end or is_due(before, progress.phase_step, phase.eval_steps):
+        accuracy = run.log_evaluation()
+        if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
+            phase.steps = progress.phase_step             # ends the phase
+    if is_due(before, progress.phase_step, training.save_steps):
+        run.save_checkpoint_if_possible()
+    if progress.skipped_in_a_row >= MOST_SKIPPED:
+        raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
 
 
 def main(argv: list[str], config: Config | None = None) -> None:
@@ -293,4 +304,4 @@ def main(argv: list[str], config: Config | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], CONFIG)
+    main(sys.argv[1:])

@@ -29,7 +29,7 @@ from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from environments.conversations import sample_with_environment
 from environments.loading import load_environment, refuse_missing_columns
-from model import check_context_length, load_policy, move
+from engine.policy import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
 from runs.command_line import UNSAFE, printable, section_of

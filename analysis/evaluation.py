@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from environments.conversations import sample_with_environment
-from experience import Groups, sample_on_all_ranks
+from experience import Groups
 from reward_functions.answers import extract_answer, same_answer, text_of
 from reward_functions.loading import name_of
 from rewards import Reports, compute_rewards_for_completions, correctness
+from runs.groups import sample_on_all_ranks
 from runs.records import or_none
 
 Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
@@ -62,7 +63,7 @@ def sample_and_score(
     """
     functions = [correctness, *(f for f in reward_functions if f is not correctness)]
 
-    def sample_slice(examples: list[dict], earlier: list[int], attempt: int) -> Groups:
+    def sample_slice(examples: list[dict], earlier: list[int]) -> Groups:
         rollout = sample_with_environment(
             engine, environment, examples, config, seed=seed, num_completions=num_completions,
             earlier=earlier,
@@ -76,7 +77,7 @@ def sample_and_score(
         return Groups(examples, rollout, total, points, total, reports=reports)
 
     examples = [{"answer": None} | example for example in examples]
-    return sample_on_all_ranks(engine, ranks, sample_slice, examples, attempt=0)
+    return sample_on_all_ranks(engine, ranks, sample_slice, examples)
 
 
 def measure(

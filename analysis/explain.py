@@ -19,10 +19,11 @@ from torch import Tensor
 
 from config import GRPOConfig
 from engine.chat_template import as_text
-from experience import Experience, Groups, experience_of_groups, log_probs_of_rollout
+from experience import Experience, Groups, log_probs_of_rollout
 from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
 from runs.console import RunConsole
 from runs.doctor import SUCCESS
+from runs.groups import select
 from runs.records import or_none, points_text
 from runs.run import Run
 
@@ -47,7 +48,7 @@ def explain(
         )
         return
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    experience = experience_of_groups(run, groups)
+    experience = run.experience_of(groups)
     show_completions(console, config, groups, experience, progress.mean_reward)
     old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp             # (G, T)
     best_first = experience.advantages.mean(dim=1).argsort(descending=True, stable=True).tolist()
@@ -59,7 +60,7 @@ def explain(
     denominators = experience.denominators(rows, config.generation_max_length)
     show_loss(console, config, losses, denominators, progress.kl_coef)
     rate, max_norm = run.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
-    norm = optimizer_step(run, losses["total_loss"])
+    norm = optimizer_step(run, losses["total_loss"])["grad_norm"]
     console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
         f"AdamW, learning rate {rate:.3g}")
@@ -97,7 +98,7 @@ def find_group(run: Run, sample_groups: Callable) -> Groups | None:
         mixed = right[0].any(dim=1) & ~right[0].all(dim=1) if right else True
         rank = (~groups.tied).int() + (~groups.tied & mixed).int()               # (P,): 2 is best, 0 is tied
         if rank.max() > best:
-            best, found = int(rank.max()), groups.select(torch.arange(len(rank)) == rank.argmax())
+            best, found = int(rank.max()), select(groups, torch.arange(len(rank)) == rank.argmax())
             kind = "with right and wrong answers" if right and best == 2 else "of the others"
             where = f"{int(groups.tied.sum())} of {len(rank)} groups of batch {number} are tied"
         if best == 2:

@@ -24,12 +24,13 @@ import torch
 from config import Config, GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, num_processes
+from engine.policy import load_policy, move
 from engine.ranks import make_ranks
 from engine.sharding import clip_gradient
 from experience import (
-    Experience, Groups, demonstrations_as_experience, experience_of_groups, shape_rewards,
+    Experience, Groups, demonstrations_as_experience, shape_rewards,
 )
-from model import ValueHead, load_policy, move
+from model import ValueHead
 from reward_functions.loading import name_of
 from rewards import load_reward_function, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
@@ -123,7 +124,7 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     scores = weighted_sum(per_function, config.weights).masked_fill(failed, torch.nan)
     groups = Groups([], rollout, scores, per_function, shape_rewards(config, rollout, scores, per_function))
     run.progress.add_rewards(groups.rewards)
-    experience = experience_of_groups(run, groups)
+    experience = run.experience_of(groups)
     metrics = experience.metrics | {"mean_reward": float(scores.nanmean())}
     return gradient_metrics(run, experience, config, accumulate_gradients) | metrics
 

@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conftest import ARCHITECTURES  # noqa: E402
 
-from model import byte_tokenizer, save_policy  # noqa: E402
+from engine.policy import save_policy  # noqa: E402
+from model import byte_tokenizer  # noqa: E402
 from runs.records import read_jsonl  # noqa: E402
 
 TEMPLATE = (

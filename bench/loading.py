@@ -28,7 +28,8 @@ from config import ModelConfig
 from engine.devices import all_gather_object, best_device, num_processes, shutdown
 from engine.recomputation import layers_of
 from engine.sharding import local, shard
-from model import byte_tokenizer, load_policy, move
+from engine.policy import load_policy, move
+from model import byte_tokenizer
 
 
 def kilobytes(name: str) -> int:

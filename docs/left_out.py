@@ -36,7 +36,7 @@ SETTING = """
 import torch
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
-from model import load_policy
+from engine.policy import load_policy
 torch.manual_seed(0)
 model, tokenizer = load_policy(ModelConfig())
 config = GRPOConfig(generation_max_length=16, generation_top_k=0, generation_top_p=1.0, generation_temperature=1.0)

@@ -57,12 +57,6 @@ def auto_class(config):
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
-def attention_options(config) -> dict[str, str]:
-    """Return the argument of from_pretrained for --attn_implementation; with auto transformers chooses."""
-    attention = config.attn_implementation
-    return {} if attention == "auto" else {"attn_implementation": attention}
-
-
 def adapter_settings(path: str) -> dict:
     """Return adapter_config.json of a folder that holds an adapter; {} for any other."""
     file = Path(path) / "adapter_config.json"

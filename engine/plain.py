@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from engine.errors import RunError
+from engine.policy import moved_to
+from engine.precision import is_exact
 from engine.sharding import forward_pass, gathered_weights
 from logprobs import LogProbs, completion_log_probs, micro_batches
 from sample import Rollout, sample_completions_for_prompts
@@ -29,6 +32,27 @@ class Engine:
     def device(self):
         """Return the device of the model."""
         return next(self.model.parameters()).device
+
+    @property
+    def ratio_tolerance(self) -> float:
+        """Return the largest mean of |ratio - 1| on policy: more where the sampler rounds differently."""
+        return (0.01 if is_exact(self.model) else 0.1) * (1 if self.same_arithmetic else 3)
+
+    def require_ratios_of_1(self, deviation: float) -> None:
+        """Raise RunError if the trainer gives sampled tokens other probabilities than the sampler.
+
+        deviation  mean of |ratio - 1| before any update, NaN if no row was forwarded
+        """
+        if deviation > self.ratio_tolerance:              # False for NaN
+            raise RunError(
+                f"first ratios must be 1, but differ from it by {deviation:.2g} on average (at most "
+                f"{self.ratio_tolerance:g}): the sampler gives tokens other probabilities than the trainer; "
+                "see docs/troubleshooting.md."
+            )
+
+    def on_device(self, model) -> AbstractContextManager:
+        """Return a context within which another model, a reference, is on the engine's device."""
+        return moved_to(model, self.device)
 
     def sampling(self) -> AbstractContextManager:
         """Return the context of sampling a round of prompts. All ranks enter it, with prompts or not."""

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map
 from engine.adapters import AdapterReference
 from engine.devices import all_gather_object, is_main, num_processes
 from engine.errors import RunError, first_line
+from engine.policy import full_state_dict, save_policy
 from engine.sharding import full_tensor, sharded_like
-from model import full_state_dict, save_policy
 from runs.records import flush
 
 CHECKSUMS = "SHA256SUMS"        # in the format of `sha256sum --check`
@@ -120,8 +120,8 @@ def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
     moments = state["optimizer"]["state"]
     for i, tensors in moments.items():
         moments[i] = {name: sharded_like(tensor, parameters[i]) for name, tensor in tensors.items()}
-    names = "initial_lr", "betas", "weight_decay"
-    new = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    names = "initial_lr", "betas", "weight_decay"         # as far as the optimiser has them
+    new = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     scheduler.base_lrs = [settings["initial_lr"] for settings in new]            # a flag may have changed it

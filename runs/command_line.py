@@ -12,7 +12,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
@@ -135,6 +135,12 @@ def exit_on_mistake(program: str):
         if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0":         # see torchrun
             print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
+
+
+def check_flags(program: str, parse: Callable[[list[str]], object]) -> None:
+    """Parse the command line of a program: --help and mistakes end it here."""
+    with exit_on_mistake(program):
+        parse(sys.argv[1:])
 
 
 def printable(text: str) -> str:

@@ -20,11 +20,11 @@ from config import Config, ModelConfig
 from engine.adapters import add_adapter, has_adapter, trainable_parameters
 from engine.devices import available_gb, best_device
 from engine.errors import first_line
-from engine.model_files import adapter_settings, attention_options, auto_class, check_model_path
+from engine.model_files import adapter_settings, auto_class, check_model_path
 from engine.precision import matrices_of_layers, precision_of, with_precision
 from engine.recomputation import layers_of
 from engine.text_model import freeze_towers, text_model
-from model import byte_tokenizer, tiny_gemma
+from model import attention_options, byte_tokenizer, tiny_gemma
 from runs.activations import pass_bytes, sampling_bytes
 
 FULL = 0.9                      # use at most this share of the memory: fragments and CUDA's context need some
@@ -49,7 +49,7 @@ def model_shapes(config: ModelConfig, tp: int):
         check_model_path(config.model_path, config_only=True)
     try:
         with torch.device("meta"):
-            settings = tiny_gemma(byte_tokenizer()).config
+            settings = tiny_gemma(byte_tokenizer(), config).config
             settings = AutoConfig.from_pretrained(path, **trust) if path else settings
             divide(settings.get_text_config(), tp)
             model = auto_class(settings).from_config(settings, dtype=torch.float32, **trust, **options)

@@ -31,7 +31,8 @@ def timed(name: str) -> Callable:
 def summarize_updates(updates: list[dict]) -> dict:
     """Return the means of the metrics of a step's updates, and the last policy_kl."""
     means = {name: mean_of(updates, name) for name in updates[0]}
-    return means | {"policy_kl": updates[-1]["policy_kl"], "updates": len(updates)}
+    skipped = sum(update["skipped"] for update in updates)
+    return means | {"policy_kl": updates[-1]["policy_kl"], "updates": len(updates), "skipped": skipped}
 
 
 def summarize_groups(groups: Groups, experience: Experience) -> dict:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,17 +21,19 @@ from engine.adapters import AdapterReference, has_adapter, merged_copy, trainabl
 from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
 from engine.errors import RunError, first_line, is_out_of_memory
 from engine.plain import Engine
+from engine.policy import frozen_copy, move, save_policy
 from engine.ranks import ManyRanks, OneRank
 from engine.sharding import replicated_sums
-from experience import Experience, log_probs_of_rollout
-from grpo import adapt_kl_coefficient
-from model import ValueHead, frozen_copy, move, save_policy
+from experience import Experience, Groups, compute_experience, log_probs_of_rollout
+from grpo import adapt_kl_coefficient, compute_group_advantages
+from model import ValueHead
 from runs.checkpoint import (
     NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
     set_random_states, versions, write_checkpoint,
 )
 from runs.console import RunConsole
 from runs.doctor import diagnose
+from runs.exit import StopOnSignal
 from runs.folder import RunFolder
 from runs.memory_estimate import less_memory
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
@@ -91,6 +94,8 @@ class Run:
     # The policy and its progress.
     engine: Engine
     progress: Progress = field(default_factory=Progress)
+    make_optimizer: Callable | None = None                # the caller's, of named parameters; None: AdamW
+    teacher: torch.nn.Module | None = None                # the caller's reference, in place of a copy
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
     # Objects of the current phase.
     batches: ShuffledBatches | None = None
@@ -116,6 +121,18 @@ class Run:
         """Return the seed of the order of minibatches in this step."""
         return (self.config.training.seed << 32) + self.progress.step
 
+    def experience_of(self, groups: Groups) -> Experience:
+        """Compute group advantages and what else updates need, as grpo_training_step does."""
+        config = self.config.grpo
+        advantages = compute_group_advantages(
+            groups.rewards, baseline=config.baseline, scale=config.scale,
+            global_mean=self.progress.mean_reward,
+        )
+        return compute_experience(
+            groups, advantages, config, self.engine, self.ranks, reference=self.reference,
+            value_head=self.value_head, kl_coef=self.progress.kl_coef,
+        )
+
     def sampling_seed(self, attempt: int) -> int:
         """Return the seed of an attempt at sampling in this step (--dynamic_sampling makes several)."""
         return self.minibatch_seed + 1 + (attempt << 96)
@@ -137,6 +154,15 @@ class Run:
         epoch = step and self.batches.position / len(self.train_set)
         return SimpleNamespace(global_step=step, max_steps=self.phases[-1].steps, epoch=epoch)
 
+    @contextmanager
+    def started(self):
+        """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
+        self.folder.open(self.progress.step)
+        self.require_equal_ranks()
+        self.save_base_of_adapter()
+        with StopOnSignal(self.ranks) as stop, self.folder:
+            yield stop
+
     def begin_phase(self, phase: Phase) -> None:
         """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
 
@@ -145,15 +171,22 @@ class Run:
         training, config = self.config.training, self.config.grpo
         seed = training.seed + self.progress.phase
         self.batches = ShuffledBatches(self.train_set, training.batch_size, seed)
-        parameters = [{"params": trainable_parameters(self.model)}]
+        modules = [self.model]
         if phase.name == "grpo" and config.kl_coef > 0 and self.reference is None:
-            self.reference = frozen_copy(self.model, exact=config.reference_mode == "ema")
+            self.reference = self.teacher
+            if self.teacher is None:
+                self.reference = frozen_copy(self.model, exact=config.reference_mode == "ema")
             move(self.reference, torch.device("cpu") if config.reference_offload else self.device)
         if phase.name == "grpo" and config.use_value_head:
             hidden_size = self.model.config.get_text_config().hidden_size
             self.value_head = ValueHead(hidden_size, training.seed).to(self.device)
-            parameters.append({"params": list(self.value_head.parameters())})
-        self.optimizer = make_optimizer(parameters, phase, training, self.device)
+            modules.append(self.value_head)
+        if self.make_optimizer:
+            named = chain(*(module.named_parameters() for module in modules))
+            self.optimizer = self.make_optimizer([pair for pair in named if pair[1].requires_grad])
+        else:
+            parameters = [{"params": trainable_parameters(module)} for module in modules]
+            self.optimizer = make_optimizer(parameters, phase, training, self.device)
         self.scheduler = make_scheduler(self.optimizer, phase, training)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
         saved, self.saved_state = self.saved_state, {}
@@ -188,12 +221,14 @@ class Run:
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
             "engine": type(self.engine).__name__, "shared_prompt": self.engine.shares_prompts,
+            "handed_in": self.handed_in,
             "random_states": all_gather_object(random_states()),
             "reference_adapter": reference_state(self.reference),
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         return write_checkpoint(
-            self.folder.path / "checkpoints", self.progress.step, self.model, self.tokenizer, self.reference,
-            state, keep=self.config.training.keep_checkpoints,
+            self.folder.path / "checkpoints", self.progress.step, self.model, self.tokenizer,
+            self.reference if self.teacher is None else None, state,
+            keep=self.config.training.keep_checkpoints,
         )
 
     def save_checkpoint_if_possible(self) -> None:
@@ -203,6 +238,11 @@ class Run:
                 self.save_checkpoint()
             except NotSaved as problem:
                 self.console.print(f"{problem}; continuing without")
+
+    @property
+    def handed_in(self) -> dict[str, bool]:
+        """Return which objects of the caller replace those of the flags and have a part in checkpoints."""
+        return {"optimizer": self.make_optimizer is not None, "reference": self.teacher is not None}
 
     @property
     def how_to_resume(self) -> str:
@@ -233,11 +273,13 @@ class Run:
                 f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "
                 "not bit for bit"
             )
-        engine = state.get("engine", "Engine")
-        if engine not in ("Engine", "Shared", "VLLM", type(self.engine).__name__):
+        engine, before = state.get("engine", "Engine"), state.get("handed_in", {})
+        differs = {name: given != before.get(name, False) for name, given in self.handed_in.items()}
+        differs["engine"] = engine not in ("Engine", "Shared", "VLLM", type(self.engine).__name__)
+        for name in filter(differs.get, differs):
             raise ValueError(
-                f"engine {engine}: a Python object of the program that began this run; pass it again: "
-                "train(config, engine=...)"
+                f"{name}: not the one of the program that began this run; pass the same Python object: "
+                f"train(config, {name}=...)"
             )
         self.saved_state = state
 

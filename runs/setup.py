@@ -21,13 +21,13 @@ from engine.devices import (
     all_gather_object, available_gb, best_device, is_main, keep_freed_memory, num_processes, peak_memory_gb,
 )
 from engine.plain import Engine
+from engine.policy import check_context_length, load_policy, load_tokenizer, move
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from engine.sharding import shard, sharded_like
 from engine.vllm_engine import VLLM, refuse_engine
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
-from model import check_context_length, load_policy, load_tokenizer, move
 from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
 from rewards import BUILT_IN, load_reward_function
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
@@ -42,6 +42,7 @@ from runs.training_data import (
 )
 from sample import stop_token_ids
 from sources.foreign_names import without_removed
+from sources.settings import config_of
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -94,18 +95,24 @@ def validate_grpo_setup(
 
 def start_up_check(
     policy, tokenizer, examples: list[dict], config: Config, reward_functions: list, environment,
-    ranks: OneRank | ManyRanks, make_engine: Callable | None, longest_prompt: int, notify: Callable,
+    ranks: OneRank | ManyRanks, make_engine: Callable | None, teacher, longest_prompt: int, notify: Callable,
 ) -> Engine:
     """Run the start-up check and print its notes; with --check, print all results. Return the run's engine.
 
-    make_engine  see set_up
-    raises       ValueError if a check failed, RunError if a reward function or the environment raised
+    make_engine, teacher  engine and reference of set_up
+    raises  ValueError if a check failed, RunError if a reward function or the environment raised
     """
     training, grpo = config.training, config.grpo if config.training.use_grpo else config.grpo.supervised
     max_tokens = training.max_tokens_per_forward
     plain = Engine(policy, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
-        inner, packing = choose_engine(plain, ranks, [example["prompt"] for example in examples[:2]], grpo)
+        prompts = [example["prompt"] for example in examples[:2]]
+        inner, packing = choose_engine(plain, ranks, prompts, grpo)
+        if teacher is not None and inner.shares_prompts:
+            with plain.on_device(teacher):
+                of_teacher = Engine(teacher, tokenizer, max_tokens=max_tokens)
+                other, packing = choose_engine(of_teacher, ranks, prompts, grpo)
+            inner = inner if other.shares_prompts else plain
         findings = [*check_setup(inner, examples, grpo, reward_functions, environment), packing]
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):
@@ -139,6 +146,7 @@ def set_up(
     config: Config, *, reward_functions: Sequence[str | Callable] | None = None,
     environment: str | Callable | None = None, dataset: str | Sequence | None = None,
     eval_dataset: str | Sequence | None = None, engine: Callable | None = None,
+    optimizer: Callable | None = None, reference: torch.nn.Module | None = None,
 ) -> Run:
     """Prepare a run up to its first step. Raises ValueError if the user has to change something.
 
@@ -146,7 +154,13 @@ def set_up(
     dataset, eval_dataset          a source or examples for load_examples, or None: that of config
     engine                         a subclass of Engine, or a function of its arguments that returns one;
                                    None: --engine
+    optimizer                      a function of named parameters, [(name, parameter), ...], that returns a
+                                   torch.optim.Optimizer, called at the start of every phase. Its own learning
+                                   rates are the peaks of the schedule; None: AdamW
+    reference                      another model with the same tokenizer, such as a teacher, for the KL
+                                   penalty; None: a copy of the policy
     """
+    config = config_of(config.given_flags)
     device = best_device(config.model.device)
     ranks = make_ranks(device)
     refuse_engine(config.grpo, device)
@@ -200,11 +214,14 @@ def set_up(
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
     for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
+    if reference is not None:
+        validate_reference(reference, policy, tokenizer, config)
     engine = start_up_check(
-        policy, tokenizer, train_set, config, functions, environment, ranks, engine, longest, console.print)
+        policy, tokenizer, train_set, config, functions, environment, ranks, engine, reference, longest,
+        console.print)
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
-        Progress(kl_coef=config.grpo.kl_coef),
+        Progress(kl_coef=config.grpo.kl_coef), optimizer, reference,
     )
     for line in describe_step(
         config, longest_prompt=longest_prompt, shared_prompt=engine.shares_prompts, mesh=mesh, memory=memory,
@@ -229,6 +246,23 @@ def load_trained_policy(
     shard(policy, layers_of(policy), mesh)
     keep_freed_memory()                                   # after loading, which frees whole weights
     return policy
+
+
+def validate_reference(
+    reference: torch.nn.Module, policy: torch.nn.Module, tokenizer, config: Config
+) -> None:
+    """Freeze a reference that was passed. Raises ValueError if the settings or the policy do not fit it."""
+    if not config.training.use_grpo or not config.grpo.kl_coef:
+        raise ValueError("reference: nothing is compared with it; add use_grpo, and use_kl_penalty")
+    if config.grpo.reference_mode != "static":
+        raise ValueError(f"--reference_mode={config.grpo.reference_mode}: one that is passed is static")
+    sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy)]
+    if sizes[0] < len(tokenizer) or (config.grpo.estimator == "exact" and sizes[0] != sizes[1]):
+        raise ValueError(
+            f"reference: its vocabulary has {sizes[0]} tokens, that of the policy {sizes[1]}; take a model "
+            "with the same tokenizer"
+        )
+    reference.eval().requires_grad_(False)
 
 
 def find_checkpoint(config: Config, folder: RunFolder, ranks: OneRank | ManyRanks) -> Path | None:

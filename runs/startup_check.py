@@ -20,7 +20,7 @@ from engine.plain import Engine
 from engine.precision import is_exact
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
-from experience import compare_with_sampler, log_probs_of_rollout, ratio_tolerance
+from experience import compare_with_sampler, log_probs_of_rollout
 from reward_functions.loading import data_example
 from rewards import Reports, compute_rewards_for_completions
 from sample import Rollout, left_pad, stop_token_ids
@@ -166,7 +166,7 @@ def check_engine(engine: Engine, trainer: Engine, ranks, examples: list[dict], c
     with engine.sampling():
         rollout = engine.sample(of_two_lengths(prompt), shortened(config, 64), seed=0, num_completions=8)
     found = compare_with_sampler(log_probs_of_rollout(trainer, ranks, rollout, config.policy).logp, rollout)
-    ok = found["sampler_deviation"] <= ratio_tolerance(engine)
+    ok = found["sampler_deviation"] <= engine.ratio_tolerance
     fix = "it computes this model differently: take --engine auto, or --precision float32"
     return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, largest difference "
                    f"{found['engine_deviation']:.1e} nat", fix)

@@ -21,7 +21,8 @@ from engine import make_engine
 from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
 from experience import Groups, experience_of_groups
-from model import ValueHead, byte_tokenizer, frozen_copy
+from engine.policy import frozen_copy
+from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
 from runs.records import read_jsonl
 from runs.setup import set_up

@@ -16,7 +16,7 @@ from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import merged_copy
 from logprobs import completion_log_probs
-from model import load_policy, save_policy
+from engine.policy import load_policy, save_policy
 from engine.precision import with_precision
 from runs.records import read_jsonl
 from runs.startup_check import compare

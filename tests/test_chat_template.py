@@ -13,7 +13,8 @@ import train
 from config import Config, ModelConfig
 from data import encode_demonstration, encode_prompt
 from engine.chat_template import encode_reply
-from model import byte_tokenizer, load_tokenizer, save_policy
+from engine.policy import load_tokenizer, save_policy
+from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.startup_check import check_tokens
 from runs.records import read_jsonl

@@ -21,7 +21,7 @@ from data import load_examples
 from config import SECTIONS
 from runs.command_line import HEADINGS, parse_config
 from grpo import LOSSES
-from model import load_policy
+from engine.policy import load_policy
 from runs.records import read_jsonl
 from sources.foreign_names import REMOVED
 from formula_language import evaluate, formulas

@@ -7,7 +7,7 @@ import pytest
 
 import infer
 from config import ModelConfig
-from model import load_policy, save_policy
+from engine.policy import load_policy, save_policy
 from runs.command_line import UNSAFE
 
 

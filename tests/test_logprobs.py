@@ -14,7 +14,7 @@ from engine.packing import micro_batches
 from engine.recomputation import recompute_activations
 from grpo import policy_loss
 from logprobs import completion_log_probs, restrict_logits
-from model import frozen_copy
+from engine.policy import frozen_copy
 from sample import sample_completions_for_prompts
 
 

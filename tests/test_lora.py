@@ -16,7 +16,7 @@ import train
 from config import ModelConfig
 from engine import make_engine
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
-from model import frozen_copy, load_policy, save_policy, update_reference
+from engine.policy import frozen_copy, load_policy, save_policy, update_reference
 from engine.precision import with_precision
 from runs.run import Run
 from runs.records import read_jsonl

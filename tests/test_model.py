@@ -18,7 +18,7 @@ from engine import make_engine
 from engine.ranks import OneRank
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
-from model import frozen_copy, load_policy, moved_to, save_policy, update_reference
+from engine.policy import frozen_copy, load_policy, moved_to, save_policy, update_reference
 from engine.precision import with_precision
 from rewards import correctness
 from sample import stop_token_ids

@@ -17,7 +17,7 @@ from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward
 from forked import Program, Ranks
 from safetensors.torch import load_file
 
-from model import save_policy
+from engine.policy import save_policy
 from runs.checkpoint import latest_checkpoint
 from runs.records import read_jsonl
 

@@ -18,7 +18,7 @@ from engine import make_engine
 from engine.adapters import merged_copy, trainable_parameters
 from engine.model_files import auto_class
 from engine.text_model import text_model
-from model import frozen_copy, load_policy, save_policy, update_reference
+from engine.policy import frozen_copy, load_policy, save_policy, update_reference
 from runs.records import read_jsonl
 from runs.run import Run
 from runs.activations import pass_bytes

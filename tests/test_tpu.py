@@ -29,7 +29,8 @@ from conftest import PROMPTS, QUICK, start_run
 from config import GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, bucket
-from model import ValueHead, move
+from engine.policy import move
+from model import ValueHead
 from engine.packing import micro_batches, pack_groups
 from logprobs import completion_lengths
 from engine.ranks import make_ranks

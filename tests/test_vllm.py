@@ -32,7 +32,8 @@ from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
 from environments.games import guess_letter
 from experience import compare_with_sampler, log_probs_of_rollout
-from model import byte_tokenizer, load_policy
+from engine.policy import load_policy
+from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.records import read_jsonl
 

@@ -3,7 +3,7 @@
 import pytest
 
 from config import ModelConfig
-from model import load_policy, save_policy
+from engine.policy import load_policy, save_policy
 
 
 @pytest.fixture(scope="module")

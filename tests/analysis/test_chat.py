@@ -13,7 +13,7 @@ from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
 from data import encode_demonstration, encode_prompt
 from engine.chat_template import encode_reply
-from model import load_policy, save_policy
+from engine.policy import load_policy, save_policy
 
 
 @pytest.fixture

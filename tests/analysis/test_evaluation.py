@@ -18,7 +18,7 @@ from analysis.evaluation import (
 )
 from engine import make_engine
 from engine.ranks import OneRank
-from model import load_policy
+from engine.policy import load_policy
 from runs.records import held_out_text
 
 

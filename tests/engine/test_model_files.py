@@ -15,7 +15,7 @@ from conftest import QUICK, build_gpt2
 
 from config import ModelConfig
 from engine.model_files import check_model_path
-from model import load_policy, save_policy
+from engine.policy import load_policy, save_policy
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "a" * 40

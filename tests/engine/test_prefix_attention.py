@@ -243,7 +243,7 @@ def test_sampler_and_trainer_agree_on_current_architectures(name, tokenizer):
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_in_16_bits_sampler_and_trainer_round_alike(architecture, tokenizer, precision):
     """With kernels of their own they would differ by 0.01 nat on average."""
-    from model import with_precision
+    from engine.precision import with_precision
 
     engine = make_engine("shared", with_precision(architecture[1], precision), tokenizer)
     config = GRPOConfig(generation_max_length=12, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)

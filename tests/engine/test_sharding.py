@@ -17,7 +17,8 @@ from config import ModelConfig
 from engine.devices import best_device, num_processes, shutdown
 from engine.recomputation import layers_of
 from engine.sharding import shard
-from model import byte_tokenizer, frozen_copy, load_policy, move, save_policy
+from engine.policy import frozen_copy, load_policy, move, save_policy
+from model import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow

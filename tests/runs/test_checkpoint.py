@@ -17,7 +17,7 @@ import torch
 from conftest import comparable, exhaustive, run_folder, weights_of
 from forked import Ranks
 
-from model import load_policy
+from engine.policy import load_policy
 from runs import checkpoint
 import train
 from runs.checkpoint import find_damage, latest_checkpoint

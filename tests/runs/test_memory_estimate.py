@@ -31,6 +31,7 @@ from runs.activations import pass_bytes, sampling_bytes
 from runs.fitting_flags import candidates
 from runs.memory_estimate import describe_step, memory_gb, model_shapes, resolve_memory_settings, step_tokens
 from sample import Rollout, sampling_mode
+from sources.settings import config_of
 
 ALONE = {"replicate": 1, "fsdp": 1, "tp": 1}
 

@@ -12,7 +12,7 @@ from forked import Ranks
 import train
 from config import Config, ModelConfig
 from engine import shared
-from model import load_policy, save_policy
+from engine.policy import load_policy, save_policy
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from conftest import build_gpt2
 
 from analysis.infer_flags import parse_arguments
 from config import FLAGS, Config
-from model import byte_tokenizer, save_policy
+from engine.policy import save_policy
+from model import byte_tokenizer
 from runs.command_line import parse_config
 from sources import foreign_names
 from sources.foreign_names import REMOVED, explain_unknown

@@ -1,0 +1,157 @@
+"""
+The policy as large models need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on
+XLA. Each function does what its namesake in model.py does for float32 weights in one process.
+
+Parts of a model that text does not pass through are frozen. Left out on purpose: quantised weights; training
+on images or sound.
+"""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
+
+import model as core
+from engine.adapters import AdapterReference, add_adapter, has_adapter, trainable_parameters
+from engine.devices import is_main
+from engine.model_files import adapter_settings, auto_class, check_model_path, loading_errors
+from engine.precision import precision_of, round_frozen_weights, with_precision
+from engine.recomputation import layers_of
+from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
+from engine.text_model import freeze_towers
+
+logging.disable_progress_bar()                            # a run has one of its own
+
+
+def load_tokenizer(config):
+    """Load the tokenizer of config.model_path, or the built-in one. Raises ValueError, one line."""
+    if not config.model_path:
+        return core.byte_tokenizer()
+    with loading_errors(config.model_path, "no tokenizer"):
+        check_model_path(config.model_path)
+        return core.load_tokenizer(config)
+
+
+def load_policy(config, *, trainable: bool = True):
+    """Load the model and the tokenizer of config.model_path, or the built-in ones.
+
+    Weights that are trained are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be
+    rounded away.
+
+    config     a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder
+               holds an adapter, the weights are frozen and the adapter is trained
+    trainable  False freezes everything, for inference
+    returns    model, tokenizer
+    raises     ValueError in one line if there is no such model
+    """
+    tokenizer = load_tokenizer(config)
+    with loading_errors(config.model_path, "cannot be loaded"):
+        adapter = adapter_settings(config.model_path)
+        if adapter and config.lora_rank not in (0, adapter["r"]):
+            found = f"the adapter in {config.model_path} has {adapter['r']}"
+            raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
+        if config.model_path:
+            path, trust = adapter.get("base_model_name_or_path", config.model_path), config.trust_remote_code
+            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+            with loading_shards():
+                policy, missing = core.load_weights(cls, path, config)
+            freeze_towers(policy)
+            core.require_weights(policy, missing, path)
+        else:
+            policy = core.tiny_gemma(tokenizer, config).eval()
+        if adapter or config.lora_rank:
+            add_adapter(policy, config, bool(adapter))
+        if not trainable:
+            policy.requires_grad_(False)
+        return with_precision(policy, config.precision), tokenizer
+
+
+def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move the model to a device, in place. XLA creates new parameters, so shared ones are tied again."""
+    model.to(device)
+    if isinstance(model, PreTrainedModel) and not hasattr(model, "mesh"):        # sharded: already there
+        model.tie_weights()
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = model.config.get_text_config().tie_word_embeddings
+        assert not tied or head.weight is embedding.weight, "head and embedding are not tied after the move"
+        shard_weights(model)
+    return model
+
+
+@contextmanager
+def moved_to(model: PreTrainedModel, device: torch.device):
+    """Move the model to a device within the context, and back afterwards."""
+    original = next(model.parameters()).device
+    try:
+        yield model if original == device else move(model, device)
+    finally:
+        if original != device:
+            move(model, original)
+
+
+def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_tokens: int) -> None:
+    """Raise ValueError if the longest prompt and completion together exceed the model's positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and prompt_tokens + completion_tokens > limit:
+        raise ValueError(
+            f"--generation_max_length={completion_tokens}: with prompts of up to {prompt_tokens} tokens that "
+            f"exceeds the model's {limit} positions; at most {max(0, limit - prompt_tokens)}, or shorten the "
+            "prompts (train.py: --max_prompt_length)"
+        )
+
+
+def frozen_copy(model: PreTrainedModel, *, exact: bool = False):
+    """Return a reference: a copy of the model, or of its adapter alone, without gradients.
+
+    exact  keep all weights in float32, for a moving average: in 16 bits its small steps would be rounded away
+    """
+    if has_adapter(model):
+        return AdapterReference(model)
+    if not hasattr(model, "mesh"):
+        reference = core.frozen_copy(model)
+        return reference if exact else round_frozen_weights(reference)
+    with torch.device("meta"):
+        reference = auto_class(model.config).from_config(model.config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        set_tensor(reference, name, torch.nn.Parameter(parameter.detach().clone()))
+    for name, buffer in model.named_buffers():
+        set_tensor(reference, name, buffer.clone())
+    reference.tie_weights()
+    reference = with_precision(reference.eval(), precision_of(model)).requires_grad_(False)
+    shard(reference if exact else round_frozen_weights(reference), layers_of(reference), model.mesh)
+    return reference
+
+
+def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
+    """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
+    reshard(model)
+    if isinstance(reference, torch.nn.Module):
+        reshard(reference)
+    trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
+    core.update_reference(reference, trained, alpha)
+
+
+def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipped: bool) -> None:
+    """Update the reference by --reference_mode, after a step of the phase. config: a GRPOConfig."""
+    if config.reference_mode == "ema" and not skipped:
+        update_reference(reference, model, config.ema_alpha)
+    elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:
+        update_reference(reference, model, 0.0)
+
+
+def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the model's state_dict, gathered if sharded. Called on all ranks; complete on the main one."""
+    reshard(model)
+    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+
+
+def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load. With an adapter: the adapter alone.
+
+    weights  full_state_dict(model), if it has been gathered already; otherwise all ranks must call this
+    """
+    weights = full_state_dict(model) if weights is None else weights
+    if is_main():
+        core.save_policy(model, tokenizer, folder, weights)

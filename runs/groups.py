@@ -1,0 +1,78 @@
+"""
+Groups of a step: sampled on all ranks, joined, and tied ones replaced (--dynamic_sampling).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from experience import Groups
+from reward_functions.calling import Reports
+from sample import Rollout, occurrences, pad_rows
+
+
+def sample_on_all_ranks(engine, ranks, sample_and_score: Callable, examples: list[dict]) -> Groups:
+    """Call sample_and_score(examples, earlier) with each rank's slice of examples, join the groups.
+
+    earlier  of each prompt of the slice: how often it came before in the examples of all ranks
+    """
+    def of_this_rank(*columns) -> Groups:                 # examples may be large, and all ranks have them
+        return replace(sample_and_score(*columns), examples=[])
+
+    with engine.sampling():
+        earlier = occurrences([example["prompt"] for example in examples])
+        parts = ranks.gather(of_this_rank, examples, earlier)
+    return replace(join(parts), examples=examples)
+
+
+def replace_tied(groups: Groups, new: Groups) -> Groups:
+    """Return the groups with new ones in place of those that are tied."""
+    return join([select(groups, ~groups.tied), replace(new, replaced=len(new.rewards))])
+
+
+def select(groups: Groups, keep: Tensor) -> Groups:
+    """Return the groups of the prompts where keep (P,) is True."""
+    rows = keep.repeat_interleave(groups.scores.shape[1]).tolist()
+    return Groups(
+        list(compress(groups.examples, keep.tolist())), select_groups(groups.rollout, keep),
+        groups.scores[keep], {name: points[keep] for name, points in groups.per_function.items()},
+        groups.rewards[keep], groups.replaced,
+        replace(groups.reports, extra=list(compress(groups.reports.extra, rows))),
+    )
+
+
+def join(parts: list[Groups]) -> Groups:
+    """Concatenate along P."""
+    return Groups(
+        [example for part in parts for example in part.examples],
+        join_rollouts([part.rollout for part in parts]), torch.cat([part.scores for part in parts]),
+        {name: torch.cat([part.per_function[name] for part in parts]) for name in parts[0].per_function},
+        torch.cat([part.rewards for part in parts]), sum(part.replaced for part in parts),
+        Reports().add(*(part.reports for part in parts)),
+    )
+
+
+def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
+    """Return the groups of the prompts where keep (P,) is True."""
+    rows = keep.repeat_interleave(len(rollout.completions) // len(rollout.prompt_ids))           # (B,)
+    by_row = rollout.completion_ids, rollout.completion_mask, rollout.sampling_logp, rollout.finished
+    texts = [text for text, kept in zip(rollout.completions, rows.tolist(), strict=True) if kept]
+    points = None if rollout.turn_points is None else rollout.turn_points[rows]
+    prompts = rollout.prompt_ids[keep], rollout.prompt_mask[keep]
+    return Rollout(*prompts, *(tensor[rows] for tensor in by_row), texts, points)
+
+
+def join_rollouts(rollouts: list[Rollout]) -> Rollout:
+    """Join rollouts of one group size into one, padded to the longest."""
+    def join(name, left=False):
+        return pad_rows([row for rollout in rollouts for row in getattr(rollout, name)], left=left)
+
+    return Rollout(
+        join("prompt_ids", left=True), join("prompt_mask", left=True), join("completion_ids"),
+        join("completion_mask"), join("sampling_logp"), torch.cat([rollout.finished for rollout in rollouts]),
+        [text for rollout in rollouts for text in rollout.completions],
+        None if rollouts[0].turn_points is None else join("turn_points"),
+    )
