@@ -20,7 +20,7 @@ from config import GRPOConfig
 from engine import make_engine
 from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
-from experience import Groups, experience_of_groups
+from experience import Groups
 from engine.policy import frozen_copy
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
@@ -240,7 +240,7 @@ def start_run(folder, *flags):
 def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
-    return experience_of_groups(run, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards))
+    return run.experience_of(Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards))
 
 
 def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=None, **policy):

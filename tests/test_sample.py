@@ -13,7 +13,8 @@ from engine import cache, make_engine, sampler
 from engine.plain import Engine
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
-from sample import Rollout, join_rollouts, left_pad, pad_rows, select_groups, stop_token_ids
+from runs.groups import join_rollouts, select_groups
+from sample import Rollout, left_pad, pad_rows, stop_token_ids
 
 
 def test_sampler_and_trainer_agree_on_every_log_probability(architecture, tokenizer, settings):

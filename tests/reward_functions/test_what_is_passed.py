@@ -17,6 +17,7 @@ from test_rewards import EXAMPLES, length, rollout_of
 from config import GRPOConfig
 from data import load_examples
 from experience import Groups, shape_rewards
+from runs.groups import join, select
 from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function
 from runs.records import read_jsonl
 from runs.training_data import truncate_prompt
@@ -194,8 +195,8 @@ def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_
         return Groups([{"prompt": "p"}] * 2, made_up_rollout([3, 3], [2] * 4), torch.tensor(rewards), {}, torch.tensor(rewards), reports=reports)
 
     groups = groups_of(0, [[0.0, 0.0], [0.0, 1.0]])
-    assert groups.select(~groups.tied).reports.extra == [{"n": 2}, {"n": 3}]
-    joined = Groups.join([groups.select(~groups.tied), groups_of(4, [[0.0, 1.0], [1.0, 0.0]])])
+    assert select(groups, ~groups.tied).reports.extra == [{"n": 2}, {"n": 3}]
+    joined = join([select(groups, ~groups.tied), groups_of(4, [[0.0, 1.0], [1.0, 0.0]])])
     assert joined.reports.extra == [{"n": n} for n in range(2, 8)] and joined.reports.means() == {"m": 2.0}
     assert [failure["function"] for failure in joined.reports.failures] == ["f0", "f4"]
     assert len(groups.reports.extra) == 4 and groups.reports.metrics == {"m": [0.0]}, "the parts are unchanged"
