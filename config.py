@@ -12,11 +12,11 @@ the start of a run.
 
 import ast
 import dataclasses
-import difflib
 import json
 import math
 import operator
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -82,8 +82,8 @@ class Section:
     def __new__(cls, *values, **named):
         """Remember in `given` which fields are passed."""
         names = [f.name for f in dataclasses.fields(cls)]
-        for name in named.keys() - names:
-            raise TypeError(f"{cls.__name__}: {explain_unknown(name)}")
+        if unknown := [name for name in named if name not in names]:
+            raise TypeError(f"{cls.__name__}: {explain_fields(unknown)}")
         section = super().__new__(cls)
         object.__setattr__(section, "given", {*names[: len(values)], *named})
         return section
@@ -561,19 +561,23 @@ FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 
 def sections_of(flags: dict[str, Any]) -> list[Section]:
     """Return the four sections of flags by name. Raises ValueError, one line."""
-    for name in flags.keys() - FLAGS.keys():
-        raise ValueError(explain_unknown(name))
+    if unknown := [name for name in flags if name not in FLAGS]:
+        raise ValueError(explain_unknown(unknown, FLAGS))
     return [
         section(**{f.name: flags[f.name] for f in dataclasses.fields(section) if f.name in flags})
         for section in SECTIONS
     ]
 
 
-def explain_unknown(name: str) -> str:
-    """Return a sentence about a name that is no field of a section: where it is one, or a similar name."""
-    home = next((s for s in SECTIONS if name in s.__dataclass_fields__), None)
-    if home:
-        return f"{name} is a field of {home.__name__}"
-    near = difflib.get_close_matches(name, FLAGS, n=1)
-    hint = f"did you mean {near[0]}?" if near else "names of other systems are in docs/coming-from.md"
-    return f"{name}: unknown flag; {hint}"
+def explain_fields(unknown: list[str]) -> str:
+    """Return a sentence about arguments that a section does not have: the section of each, or its flag."""
+    homes = {name: section.__name__ for section in SECTIONS for name in section.__dataclass_fields__}
+    sentences = [f"{name} is a field of {homes[name]}" for name in unknown if name in homes]
+    if foreign := [name for name in unknown if name not in homes]:
+        sentences.append(explain_unknown(foreign, FLAGS))
+    return "; ".join(sentences)
+
+
+def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
+    """Return a sentence about names that are no flags. sources/foreign_names.py puts a better one here."""
+    return f"{', '.join(typed)}: unknown; the flags are {', '.join(known)}"

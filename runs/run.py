@@ -278,7 +278,7 @@ class Run:
         differs["engine"] = engine not in ("Engine", "Shared", "VLLM", type(self.engine).__name__)
         for name in filter(differs.get, differs):
             raise ValueError(
-                f"{name}: not the one of the program that began this run; pass the same Python object: "
+                f"{name}: a Python object of the program that began this run, or none; pass it again: "
                 f"train(config, {name}=...)"
             )
         self.saved_state = state

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import config
+
 PAGE = Path(__file__).parents[1] / "docs/coming-from.md"
 
 # Flags of earlier versions: the value that holds now, and what to write for another one.
@@ -74,3 +76,6 @@ def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
             hint = f"did you mean --{near[0]}?" if near and near[0] in known else "see --help"
             answers.append(f"{word}: unknown flag; {hint}")
     return " | ".join(answers) + " (more in docs/coming-from.md)" * foreign
+
+
+config.explain_unknown = explain_unknown                  # in the errors of Python's Config(...) too

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from config import FLAGS, Config, sections_of
-from sources.foreign_names import explain_unknown, without_removed
+from config import Config, sections_of
+from sources.foreign_names import without_removed
 from sources.run_owner import refuse_foreign_code
 
 
@@ -41,9 +41,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def config_of(flags: dict[str, Any]) -> Config:
     """Return the configuration of flags and of what they imply, see fill_in. Raises ValueError, one line."""
     flags = without_removed(flags)
-    if unknown := [name for name in flags if name not in FLAGS]:
-        raise ValueError(explain_unknown(unknown, FLAGS))
-    sections_of(flags)                                    # rejects wrong types, before fill_in
+    sections_of(flags)                                    # rejects unknown names and wrong types
     sections = sections_of(fill_in(flags))
     for section in sections:
         object.__setattr__(section, "given", section.given & flags.keys())

@@ -14,10 +14,10 @@ from project_files import PACKAGES, files_of_the_project, modules_of_the_program
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [                      # modules and packages, the lowest layer first
-    ("grpo", "logprobs", "engine"),
-    ("config", "sources", "reward_functions", "environments"),
+    ("grpo", "logprobs", "config", "engine"),
+    ("sources", "reward_functions", "environments"),
     ("model", "data", "rewards", "sample"),
-    ("engine.sampler", "engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
+    ("engine.policy", "engine.sampler", "engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
     ("experience",),
     ("runs", "analysis"),
     ("train", "infer"),
@@ -130,11 +130,11 @@ def calls_of(source, function):
 
 def test_the_step_calls_the_five_functions_in_their_order_and_asserts_shape_and_centre():
     source = (ROOT / "train.py").read_text()
-    assert [name for name in calls_of(source, "grpo_training_step") if name in STEP] == STEP
+    assert list(dict.fromkeys(name for name in calls_of(source, "grpo_training_step") if name in STEP)) == STEP
     tree = ast.parse(source)
     step = next(node for node in tree.body if getattr(node, "name", "") == "grpo_training_step")
     calls = [node for node in ast.walk(step) if isinstance(node, ast.Call)]
     asserted = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "require"]
     assert any("rewards.shape == (P, G)" in test for test in asserted) and any("off_center" in test for test in asserted)
     swapped = source.replace("= compute_group_advantages(", "= other(")
-    assert [name for name in calls_of(swapped, "grpo_training_step") if name in STEP] != STEP
+    assert list(dict.fromkeys(name for name in calls_of(swapped, "grpo_training_step") if name in STEP)) != STEP

@@ -130,7 +130,7 @@ def test_supervised_mode_has_its_own_metrics(tmp_path):
 def gradient_of(run, step, examples, monkeypatch):
     """What a step would have handed to the optimiser."""
     run.model.zero_grad()
-    monkeypatch.setattr(train, "optimizer_step", lambda run, loss: 0.0)
+    monkeypatch.setattr(train, "optimizer_step", lambda run, loss: {"grad_norm": 0.0, "skipped": 0})
     step(run, examples)
     return torch.cat([p.grad.flatten() for p in run.model.parameters()])
 

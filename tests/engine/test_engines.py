@@ -67,7 +67,7 @@ def test_the_sampler_of_the_page_trains_evaluates_and_is_asked_for_when_resuming
     train(settings_of_run(tmp_path / "run"), engine=Counted)
     assert sampled == [2, 4, 4, 4, 4], "start-up check, evaluation, two steps, evaluation"
     resumed = settings_of_run(tmp_path / "run", resume=True)
-    with pytest.raises(ValueError, match=r"engine Counted: a Python object of the program.*pass it again: train\(config, engine=...\)"):
+    with pytest.raises(ValueError, match=r"engine: a Python object of the program.*pass it again: train\(config, engine=...\)"):
         set_up(resumed)
 
 

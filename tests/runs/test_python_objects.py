@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pytest
+from conftest import filled
 import torch
 
 import train
@@ -75,7 +76,7 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_sa
     stop_at_two.__name__, stop_at_two.calls, stop_at_two.limit = "shorter", 0, 4    # start-up check, evaluation, two steps
     with pytest.raises(KeyboardInterrupt):
         train.train(config_of(tmp_path / "run", max_steps=4), reward_functions=[stop_at_two], dataset=EXAMPLES)
-    again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
+    again = filled(Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True)))
     assert (again.training.max_steps, again.grpo.reward_functions) == (4, ["python:shorter"]), "settings of the run"
     for missing in [{}, dict(reward_functions=[shorter]), dict(dataset=EXAMPLES)]:
         with pytest.raises(ValueError, match=r"a Python object of the program that began this run; pass it again: train\("):
