@@ -147,7 +147,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: Tensor, config:
     denominators = experience.denominators(rows, config.generation_max_length)
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
-    sums = dict.fromkeys(config.loss_terms, 0.0)
+    results = []
     for micro_batch, counts in run.ranks.steps(micro_batches):       # counts: 0 keeps ranks in step
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.policy,
@@ -157,8 +157,10 @@ def accumulate_gradients(run: Run, experience: Experience, rows: Tensor, config:
         batch = experience.select(micro_batch, new.logp.device)
         terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
         run.scaler.scale(terms["total_loss"] * counts).backward()
-        sums = {name: total + terms[name].detach() * counts for name, total in sums.items()}
-    sums = {name: run.ranks.sum(float(total)) for name, total in sums.items()}
+        results.append({name: term.detach() * counts for name, term in terms.items()})
+    sums = {
+        name: run.ranks.sum(sum(float(terms[name]) for terms in results)) for name in config.loss_terms
+    }
     share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # of forwarded tokens, or NaN
         sums[name] = sums[name] / share if share else math.nan
