@@ -23,11 +23,11 @@ if __name__ == "__main__":
 
 from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_answers
 from analysis.report import write_report
-from data import with_instruction
 from engine.adapters import has_adapter, merged_copy
 from engine.devices import keep_freed_memory
 from environments.loading import load_environment
 from model import load_policy, save_policy
+from runs.training_data import with_instruction
 
 
 def main(argv: list[str]) -> None:

@@ -32,7 +32,7 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig  
 from engine.devices import shutdown
 from engine.errors import require
 from engine.sharding import clip_gradient
-from environments.conversations import sample_with_environment
+from environments.conversations import encode_demonstration, sample_with_environment
 from experience import (
     Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, replace_tied_groups,
     require_first_ratios_of_1, sample_on_all_ranks, shape_rewards,
@@ -189,7 +189,7 @@ def total_loss(
 @timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Make demonstrations more likely: one update with advantage 1 and the loss -logp * A."""
-    rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples)
+    rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_demonstration)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
     grad_norm = optimizer_step(run, losses["total_loss"])

@@ -2,7 +2,7 @@
 Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle: sequences that read a row on access.
 
 Data may be larger than memory: of a .jsonl file only the offsets of its lines are kept, most other formats
-are memory-mapped by `datasets`. A .json file is held in memory. data.py converts rows to examples.
+are memory-mapped by `datasets`. A .json file is held in memory.
 """
 
 import importlib
@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from data import parse_json, parse_line
 from engine.errors import first_line
-from sources.settings import parse_json
 from sources.tasks import PROBLEMS
 
 READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}  # builder in `datasets`; "": here
@@ -89,28 +89,16 @@ class JsonLines(Sequence):
         self.file, self.offsets, end = path.open("rb"), array("q"), 0
         for number, line in enumerate(self.file, start=1):
             start, end = end, end + len(line)
-            if not line.strip():
-                continue
-            try:
-                row = parse_line(line)
-            except ValueError as error:
-                raise ValueError(f"{path}: line {number} is not JSON: {error}; correct it") from None
-            if not isinstance(row, dict):
-                example = '{"prompt": "...", "answer": "..."}'
-                raise ValueError(f"{path}: line {number} is not an object such as {example}")
-            self.offsets.append(start)
+            if line.strip():
+                parse_line(line, f"{path}: line {number}")
+                self.offsets.append(start)
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def __getitem__(self, index: int) -> dict:
         self.file.seek(self.offsets[index])
-        return parse_line(self.file.readline())
-
-
-def parse_line(line: bytes):
-    """Parse a line of a .jsonl file, without a byte-order mark. Raises ValueError."""
-    return parse_json(line.decode("utf-8-sig"))
+        return parse_line(self.file.readline(), f"{self.file.name}: row {index}")
 
 
 class View(Sequence):

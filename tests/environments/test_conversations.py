@@ -14,14 +14,13 @@ from test_chat_template import PUBLISHED
 import infer
 import train
 from analysis.replay import rollout_of
-from data import encode_completion, encode_demonstration, encode_prompt
+from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
-from engine.chat_template import encode_reply, render
 from engine.packing import micro_batches
 from logprobs import completion_lengths
 from engine.errors import RunError
 from environments.conversations import (
-    MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
+    MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, encode_demonstration, encode_reply, sample_with_environment,
 )
 from environments.loading import load_environment
 from experience import Experience, Groups, shape_rewards
