@@ -5,12 +5,8 @@ An example is a dict with "prompt" (a string, or a list of chat messages) and, w
 rewards) and "completion" (a demonstration, for supervised training: text, or the messages of a conversation).
 Other columns are passed to the reward functions.
 
-Only a chat template makes special tokens: the text of one in a message that is not the assistant's is encoded
-as ordinary text.
-
 Left out on purpose: hubs, other files and tasks, data larger than memory, and forms of published data sets,
-such as an answer after ####; sources.load_examples knows them. Demonstrations with several turns are encoded
-in environments/conversations.py.
+such as an answer after ####: sources.load_examples. Conversations as token ids: environments/messages.py.
 """
 
 import json
@@ -42,16 +38,16 @@ def load_examples(
     seed     of the order of the sums; it does not change which of them are test problems
     columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
     """
-    is_name = isinstance(source, str)
-    if is_name and source == "arithmetic":
+    name = source if isinstance(source, str) else "dataset"
+    if name == "arithmetic":
         return arithmetic(split, seed)[:limit]
-    if is_name:
+    if name is source:
         rows = read_json_lines(source)
     else:
         rows = ((f"dataset: example {n}", row) for n, row in enumerate(require_sequence(source), start=1))
     examples = [as_example(row, where, columns or {}) for where, row in islice(rows, limit or None)]
     if not examples:
-        raise ValueError(f"{source if is_name else 'dataset'}: no examples in it")
+        raise ValueError(f"{name}: no examples in it")
     return examples
 
 
@@ -214,12 +210,9 @@ def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[i
 def encode_demonstration(
     tokenizer, prompt, completion: str, stop_ids: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Encode a demonstration that is text: token ids, and True for each, as all are the policy's to learn."""
+    """Encode a demonstration that is text: token ids, and True for each of them."""
     if not isinstance(completion, str):
-        raise ValueError(
-            f"a demonstration of {len(completion)} messages: pass encode=encode_demonstration from "
-            "environments.messages"
-        )
+        raise ValueError(f"{completion!r:.50} is no text: pass encode_demonstration of environments.messages")
     ids = encode_completion(tokenizer, completion, stop_ids)
     return ids, [True] * len(ids)
 

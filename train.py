@@ -32,7 +32,8 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig  
 from engine.devices import shutdown
 from engine.errors import require
 from engine.sharding import clip_gradient
-from environments.conversations import encode_demonstration, sample_with_environment
+from environments.conversations import sample_with_environment
+from environments.messages import encode_demonstration
 from experience import (
     Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, replace_tied_groups,
     require_first_ratios_of_1, sample_on_all_ranks, shape_rewards,

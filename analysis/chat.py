@@ -26,8 +26,9 @@ from engine.errors import RunError
 from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
-from environments.conversations import encode_demonstration, sample_with_environment, with_known_role
+from environments.conversations import sample_with_environment
 from environments.loading import load_environment, refuse_missing_columns
+from environments.messages import encode_demonstration, with_known_role
 from model import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function

@@ -12,7 +12,7 @@ import infer
 import train
 from config import Config, ModelConfig
 from data import encode_demonstration, encode_prompt
-from environments.conversations import encode_reply
+from environments.messages import encode_reply
 from model import byte_tokenizer, load_tokenizer, save_policy
 from runs.command_line import parse_config
 from runs.startup_check import check_tokens

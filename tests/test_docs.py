@@ -277,7 +277,8 @@ def test_the_normalisation_of_the_contributing_page_is_one_line_of_one_file(tmp_
     changed = re.sub(r"(    scales = \{.*\n)", lambda found: f"{found[1]}    {entry}\n", source)
     (tmp_path / "grpo.py").write_text(changed)
     (tmp_path / "config.py").write_text((ROOT / "config.py").read_text())
-    for package in "sources", "engine":
+    shutil.copy(ROOT / "data.py", tmp_path)
+    for package in "sources", "engine", "reward_functions":
         shutil.copytree(ROOT / package, tmp_path / package)
     program = (
         "import torch; from config import GRPOConfig; from grpo import compute_group_advantages\n"

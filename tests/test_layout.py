@@ -14,9 +14,10 @@ from project_files import PACKAGES, files_of_the_project, modules_of_the_program
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [                      # modules and packages, the lowest layer first
-    ("grpo", "logprobs", "engine"),
+    ("data", "grpo", "logprobs"),
+    ("sample", "engine"),
     ("config", "sources", "reward_functions", "environments"),
-    ("model", "data", "rewards", "sample"),
+    ("model", "rewards"),
     ("engine.sampler", "engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
     ("experience",),
     ("runs", "analysis"),

@@ -12,7 +12,7 @@ from analysis import chat
 from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
 from data import encode_prompt
-from environments.conversations import encode_demonstration, encode_reply
+from environments.messages import encode_demonstration, encode_reply
 from model import load_policy, save_policy
 
 
