@@ -144,14 +144,11 @@ def check_example(example: dict, where: str) -> dict:
 
 
 def is_alternating(messages) -> bool:
-    """Check that messages are chat messages and alternate, from the assistant's to the assistant's."""
-    try:
-        return len(messages) % 2 == 1 and all(
-            isinstance(message["content"], str) and (message["role"] == "assistant") == (number % 2 == 0)
-            for number, message in enumerate(messages)
-        )
-    except (TypeError, KeyError):
-        return False
+    """Check for chat messages that alternate, from the assistant's to the assistant's."""
+    return isinstance(messages, list) and len(messages) % 2 == 1 and all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) and "role" in message
+        and (message["role"] == "assistant") == (number % 2 == 0) for number, message in enumerate(messages)
+    )
 
 
 def arithmetic(split: str, seed: int) -> list[dict]:

@@ -268,9 +268,7 @@ def join_rollouts(rollouts: list[Rollout]) -> Rollout:
     )
 
 
-def demonstrations_as_rollout(
-    model, tokenizer, examples: list[dict], *, encode: Callable = encode_demonstration
-) -> Rollout:
+def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=encode_demonstration) -> Rollout:
     """Return the demonstrations of examples as a rollout with one completion for each prompt.
 
     encode  (tokenizer, prompt, completion, stop_ids) -> token ids, and True where they are the policy's

@@ -54,8 +54,8 @@ def with_instruction(example: dict, instruction: str) -> dict:
     prompt = example["prompt"]
     if isinstance(prompt, str):
         return example | {"prompt": f"{instruction}\n{prompt}"}
-    first = prompt[0] | {"content": f"{instruction}\n{prompt[0]['content']}"}
-    return example | {"prompt": [first, *prompt[1:]]}
+    first, *rest = prompt
+    return example | {"prompt": [first | {"content": f"{instruction}\n{first['content']}"}, *rest]}
 
 
 def fit_prompts(

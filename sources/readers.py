@@ -29,11 +29,11 @@ def read_rows(source: str, split: str) -> Sequence[dict]:
 
 
 def read_file(path: Path) -> Sequence[dict]:
-    """Return the rows of a data file: a list, JsonLines or a datasets.Dataset."""
+    """Return the rows of a data file: a list, a View or a datasets.Dataset."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.suffix == ".jsonl":
-        return JsonLines(path)
+        return read_json_lines(path)
     if path.suffix == ".json":
         try:
             content = parse_json(path.read_text(encoding="utf-8-sig"))           # without a byte-order mark
@@ -79,26 +79,23 @@ def parse_number(text: str) -> int | float | None:
     return number if type(number) in (int, float) and str(number) == text else None
 
 
-class JsonLines(Sequence):
-    """Read the objects of a .jsonl file on access. Memory holds the offsets of the lines, 8 bytes each.
+def read_json_lines(path: Path) -> Sequence[dict]:
+    """Return the objects of a .jsonl file, parsed on access. Memory holds the offsets of lines, 8 bytes each.
 
     (The reader of `datasets` does not report the number of a bad line, and converts "2020-01-01" to a date.)
     """
+    file, offsets, offset = path.open("rb"), array("q"), 0
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            parse_line(line, f"{path}: line {number}")
+            offsets.append(offset)
+        offset += len(line)
 
-    def __init__(self, path: Path):
-        self.file, self.offsets, end = path.open("rb"), array("q"), 0
-        for number, line in enumerate(self.file, start=1):
-            start, end = end, end + len(line)
-            if line.strip():
-                parse_line(line, f"{path}: line {number}")
-                self.offsets.append(start)
+    def parse_at(offset: int) -> dict:
+        file.seek(offset)
+        return parse_line(file.readline(), f"{path}: the line at byte {offset}")
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def __getitem__(self, index: int) -> dict:
-        self.file.seek(self.offsets[index])
-        return parse_line(self.file.readline(), f"{self.file.name}: row {index}")
+    return View(offsets, range(len(offsets)), parse_at)
 
 
 class View(Sequence):
