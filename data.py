@@ -1,88 +1,126 @@
 """
-Examples: from built-in tasks, files and hubs (sources/), in batches, and encoded as token ids.
+Examples: from a list, a JSON Lines file or the built-in sums, validated, and encoded as token ids.
 
 An example is a dict with "prompt" (a string, or a list of chat messages) and, where known, "answer" (for
 rewards) and "completion" (a demonstration, for supervised training: text, or the messages of a conversation).
 Other columns are passed to the reward functions.
 
-Data may be larger than memory: rows are read on access (sources/readers.py).
+Left out on purpose: hubs, other files and tasks, data larger than memory, and forms of published data sets,
+such as an answer after ####: sources.load_examples. Conversations as token ids: environments/messages.py.
 """
 
+import json
+import random
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache
 from itertools import islice
-
-from engine.chat_template import (
-    after_turn, as_messages, as_text, encode, encode_reply, is_ids, mark_special_tokens, render,
-)
-from sources.published_forms import complete_prompt, split_answer
-from sources.readers import View, read_rows
-from sources.tasks import PROBLEMS, demonstration
+from pathlib import Path
+from typing import Any
 
 COLUMNS = {                     # the column names that are recognised, in order of precedence
     "prompt": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
     "answer": ("answer", "final_answer", "solution", "target"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
+MARK = "\ufdd0"                 # around the text of a special token; Unicode has no character here
 
 
 def load_examples(
     source: str | Sequence, split: str = "train", *, limit: int | None = None, seed: int = 0,
     columns: dict[str, str] | None = None,
-) -> Sequence[dict]:
-    """Return examples of a built-in task, a file (.jsonl, .json, .csv, .parquet) or a hub.
+) -> list[dict]:
+    """Return validated examples. Raises ValueError, one line that names the source and the line or number.
 
-    source   "arithmetic", "countdown" or "guess_letter"; a path; an id on the Hugging Face hub such as
-             "openai/gsm8k:main" (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; or a
-             sequence of dicts or prompts, such as a list or a datasets.Dataset
-    split    "train", "test" or another one of a hub, or a part of it such as "train[:90%]"; ignored for a
-             file or sequence, which has no splits
+    source   a sequence of dicts or prompts, such as a list or a datasets.Dataset; a .jsonl file; "arithmetic"
+    split    "train" or "test" of the sums; a file or sequence has no splits
     limit    the maximum number of examples, from the start
-    seed     of the order of the built-in problems; it does not change which of them are test problems
-    columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS.
-             The prompt may also be a text with columns in braces: "Make {target} from {nums}."
-    returns  a sequence that reads rows on access, of which slices are lists; every row has been validated
-    raises   ValueError, one line that names the source and, for a file, the line
+    seed     of the order of the sums; it does not change which of them are test problems
+    columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
     """
-    rows, source = (None, source) if isinstance(source, str) else (source, "dataset")
-    if rows is not None and (isinstance(rows, Mapping) or not hasattr(rows, "__getitem__")):
+    name = source if isinstance(source, str) else "dataset"
+    if name == "arithmetic":
+        return arithmetic(split, seed)[:limit]
+    if name is source:
+        rows = read_json_lines(source)
+    else:
+        rows = ((f"dataset: example {n}", row) for n, row in enumerate(require_sequence(source), start=1))
+    examples = [as_example(row, where, columns or {}) for where, row in islice(rows, limit or None)]
+    if not examples:
+        raise ValueError(f"{name}: no examples in it")
+    return examples
+
+
+def require_sequence(rows) -> Sequence:
+    """Return the rows. Raises ValueError for a dict of splits, and for rows that can be read only once."""
+    if isinstance(rows, Mapping) or not hasattr(rows, "__getitem__"):
         kind = f"a {type(rows).__name__}: choose a split, or pass list(...)"
         raise ValueError(f"dataset: must be a list of examples or a datasets.Dataset, not {kind}")
-    if rows is None and source in PROBLEMS:
-        if split not in ("train", "test"):
-            raise ValueError(f"{source}: there is no split {split}; it has train and test")
-        return PROBLEMS[source](split, seed)[:limit]
-    rows = read_rows(source, split) if rows is None else rows
-    count = min(limit or len(rows), len(rows))
-    if count == 0:
-        raise ValueError(f"{source}: no examples in it")
-    for number, row in enumerate(islice(rows, count), start=1):
-        as_example(row, f"{source}: example {number}", columns or {})
-    return View(rows, range(count), partial(as_example, where=source, columns=columns or {}))
+    return rows
+
+
+def read_json_lines(path: str) -> list[tuple[str, dict]]:
+    """Return the objects in a .jsonl file, each in a pair with "path: line n"."""
+    if not path.endswith(".jsonl"):
+        raise ValueError(
+            f"{path}: neither a .jsonl file nor arithmetic; for other files, hubs and tasks: from sources "
+            "import load_examples"
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    with open(path, "rb") as file:
+        lines = [(f"{path}: line {number}", line) for number, line in enumerate(file, start=1)]
+    return [(where, parse_line(line, where)) for where, line in lines if line.strip()]
+
+
+def parse_line(line: bytes, where: str) -> dict:
+    """Parse a line of a .jsonl file, without a byte-order mark. Raises ValueError."""
+    try:
+        row = parse_json(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}; correct it") from None
+    if not isinstance(row, dict):
+        raise ValueError(f'{where} is not an object such as {{"prompt": "...", "answer": "..."}}')
+    return row
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError, also for half of a surrogate pair, which cannot be encoded as tokens."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     """Validate a row and add prompt, answer and completion to its columns, under these names."""
     row = dict(row) if isinstance(row, Mapping) else {"prompt": row}
-    found, existing = {}, f"{where} has columns {', '.join(row) or 'none'}"
-    is_template = (named := set(re.findall(r"\{(\w+)\}", columns.get("prompt", "")))) and named <= row.keys()
-    if is_template:
-        row["prompt"] = re.sub(r"\{(\w+)\}", lambda name: str(row[name[1]]), columns["prompt"])
-        columns = columns | {"prompt": "prompt"}
+    found = find_columns(row, where, columns)
+    if "prompt" not in found:
+        names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column"
+        raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs one of {names}")
+    return check_example(row | {name: row[column] for name, column in found.items()}, where)
+
+
+def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, str]:
+    """Return the column of prompt, answer and completion: the named one, else the first one with a value."""
+    found = {}
     for name, candidates in COLUMNS.items():
         chosen = columns.get(name)
         if chosen and chosen not in row:
-            raise ValueError(f"--{name}_column={chosen}: {existing}")
+            raise ValueError(f"--{name}_column={chosen}: {where} has columns {', '.join(row) or 'none'}")
         free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
-        found[name] = chosen or next(free, None)
-    if found["prompt"] is None:
-        names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as"
-        raise ValueError(f"{existing}; it needs one of {names} '... {{{'} ... {'.join(row)}}}'")
-    example = row | {name: row[column] for name, column in found.items() if column}
-    if not is_template:
-        example["prompt"] = complete_prompt(found["prompt"], row)
-    prompt = example["prompt"]
+        if column := chosen or next(free, None):
+            found[name] = column
+    return found
+
+
+def check_example(example: dict, where: str) -> dict:
+    """Validate an example. The last turn of a conversation becomes its completion, a single answer text."""
+    example, prompt = dict(example), example["prompt"]
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
             raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
@@ -100,35 +138,43 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     elif completion is not None and not isinstance(completion, str) and not is_alternating(completion):
         expected = "text, an assistant's message, or such messages with others between them"
         raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
-    if "nums" in row:
-        example.setdefault("numbers", row["nums"])        # Countdown, for the reward function of that name
-    if "answer" in example:
-        example["answer"], reasoning = split_answer(example["answer"], row)
-        if reasoning and not example.get("completion"):
-            example["completion"] = demonstration(reasoning, example["answer"])
+    if not isinstance(example.get("answer"), list | dict | None):
+        example["answer"] = str(example["answer"])
     return example
 
 
 def is_alternating(messages) -> bool:
-    """Check that messages are chat messages and alternate, from the assistant's to the assistant's."""
-    try:
-        return len(messages) % 2 == 1 and all(
-            isinstance(message["content"], str) and (message["role"] == "assistant") == (number % 2 == 0)
-            for number, message in enumerate(messages)
-        )
-    except (TypeError, KeyError):
-        return False
+    """Check for chat messages that alternate, from the assistant's to the assistant's."""
+    return isinstance(messages, list) and len(messages) % 2 == 1 and all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) and "role" in message
+        and (message["role"] == "assistant") == (number % 2 == 0) for number, message in enumerate(messages)
+    )
 
 
-def with_instruction(example: dict, instruction: str) -> dict:
-    """Put an instruction before an example's prompt, or into the first message of its conversation."""
-    if not instruction:
-        return example
-    prompt = example["prompt"]
-    if isinstance(prompt, str):
-        return example | {"prompt": f"{instruction}\n{prompt}"}
-    first = prompt[0] | {"content": f"{instruction}\n{prompt[0]['content']}"}
-    return example | {"prompt": [first, *prompt[1:]]}
+def arithmetic(split: str, seed: int) -> list[dict]:
+    """Return sums of two numbers below 100: 9000 problems for training, 1000 others for testing."""
+    if split not in ("train", "test"):
+        raise ValueError(f"arithmetic: there is no split {split}; it has train and test")
+    problems = [(a, b) for a in range(100) for b in range(100)]
+    random.Random("which problems are held out").shuffle(problems)
+    problems = problems[1000:] if split == "train" else problems[:1000]
+    random.Random(seed).shuffle(problems)
+    return [
+        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), a + b)}
+        for a, b in problems
+    ]
+
+
+def column_sums(a: int, b: int) -> str:
+    """Return column addition: 47+85 is "7+5=12 4+8=12 12+1=13", which contains the digits of 132."""
+    ones, tens = a % 10 + b % 10, a // 10 + b // 10
+    carry = f" {tens}+1={tens + 1}" if ones > 9 else ""
+    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
+
+
+def demonstration(reasoning: str, answer: str | int) -> str:
+    """Return a completion in the format that the format rewards expect."""
+    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
 def encode_prompt(tokenizer, prompt) -> list[int]:
@@ -159,17 +205,79 @@ def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[i
 
 
 def encode_demonstration(
-    tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]
+    tokenizer, prompt, completion: str, stop_ids: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Encode a demonstration, text or messages: token ids, and True where they are the assistant's."""
-    ids, is_assistant = [], []
-    turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    for message in turns:
-        own = message["role"] == "assistant"
-        part = (
-            encode_completion(tokenizer, message["content"], stop_ids) if own
-            else encode_reply(tokenizer, prompt, message, stop_ids)
+    """Encode a demonstration that is text: token ids, and True for each of them."""
+    if not isinstance(completion, str):
+        raise ValueError(f"{completion!r:.50} is no text: pass encode_demonstration of environments.messages")
+    ids = encode_completion(tokenizer, completion, stop_ids)
+    return ids, [True] * len(ids)
+
+
+def after_turn(tokenizer, *messages: dict) -> str:
+    """Render messages after a made-up turn of the assistant; with any, also the start of the next turn."""
+    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
+    text = render(tokenizer, [*before, *messages], add_generation_prompt=bool(messages))
+    return text.partition("madeupturn")[2]
+
+
+def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    """Render a conversation as text, with the tools in tokenizer.tools and --chat_template_kwargs, if any.
+
+    returns  text for encode: with MARK around special tokens that are not the template's
+    raises   ValueError for messages that the template rejects, such as a system message in Gemma 2's
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            mark_special_tokens(tokenizer, messages), tools=getattr(tokenizer, "tools", None),
+            add_generation_prompt=add_generation_prompt, tokenize=False,
+            **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
         )
-        ids += part
-        is_assistant += [own] * len(part)
-    return ids, is_assistant
+        text.encode()                                     # half of a surrogate pair cannot be tokenised
+        return text
+    except Exception as error:                            # a template may do anything
+        raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
+
+
+def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
+    """Put MARK around the text of special tokens in messages that are not the assistant's."""
+    pattern = special_tokens(tokenizer, len(tokenizer), *tokenizer.all_special_tokens)
+    return [
+        message | {"content": pattern.sub(f"{MARK}\\g<0>{MARK}", message["content"].replace(MARK, ""))}
+        if isinstance(message["content"], str) and message["role"] != "assistant" else message
+        for message in messages
+    ]
+
+
+@lru_cache(maxsize=8)
+def special_tokens(tokenizer, size: int, *known: str) -> re.Pattern:
+    """Return a pattern of the texts of all special tokens. size, known: of this state of the tokenizer."""
+    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {*known}
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Encode text; between two MARKs it is ordinary text. add_special_tokens: the tokenizer's, as BOS."""
+    first, *pieces = text.split(MARK)
+    ids = tokenizer(first, add_special_tokens=add_special_tokens).input_ids
+    for number, piece in enumerate(pieces):
+        ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=number % 2 == 0).input_ids
+    return ids
+
+
+def as_messages(prompt) -> list[dict]:
+    """Convert a prompt to chat messages: text has the role of the user, with no content for token ids."""
+    text = "" if is_ids(prompt) else prompt
+    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+
+
+def as_text(messages: str | list[dict]) -> str:
+    """Convert a prompt to text for people: one line per message; a truncated prompt gives its token ids."""
+    if isinstance(messages, str) or isinstance(messages[0], int):
+        return str(messages)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def is_ids(prompt) -> bool:
+    """Return True if a prompt is a list of token ids."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -24,12 +24,12 @@ from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_a
 from analysis.infer_flags import parse_arguments, sampling_config
 from analysis.report import write_report
 from config import ModelConfig
-from data import with_instruction
 from engine.adapters import has_adapter, merged_copy
 from engine.devices import keep_freed_memory
+from engine.policy import load_policy, save_policy
 from environments.loading import load_environment
 from runs.command_line import exit_on_mistake, section_of
-from engine.policy import load_policy, save_policy
+from runs.training_data import with_instruction
 
 
 def main(argv: list[str]) -> None:

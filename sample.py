@@ -245,12 +245,15 @@ def make_rollout(
     return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, drawn, logp, stopped, completions)
 
 
-def demonstrations_as_rollout(model, tokenizer, examples: list[dict]) -> Rollout:
-    """Return the demonstrations of examples as a rollout with one completion for each prompt."""
+def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=encode_demonstration) -> Rollout:
+    """Return the demonstrations of examples as a rollout with one completion for each prompt.
+
+    encode  (tokenizer, prompt, completion, stop_ids) -> token ids, and True where they are the policy's
+    """
     stops = stop_token_ids(model, tokenizer)
     texts = [example["completion"] for example in examples]
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
-    rows = [encode_demonstration(tokenizer, e["prompt"], e["completion"], stops) for e in examples]
+    rows = [encode(tokenizer, e["prompt"], e["completion"], stops) for e in examples]
     completion_ids, mask = map(pad_rows, zip(*rows, strict=True))
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, torch.zeros(mask.shape),

@@ -34,6 +34,7 @@ from engine.errors import require
 from engine.policy import follow_policy
 from engine.sharding import clip_gradient
 from environments.conversations import sample_with_environment
+from environments.messages import encode_demonstration
 from experience import (
     Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, shape_rewards,
 )
@@ -200,7 +201,7 @@ def total_loss(
 @timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Make demonstrations more likely: one update with advantage 1 and the loss -logp * A."""
-    rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples)
+    rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_demonstration)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
     return {

@@ -19,8 +19,7 @@ from transformers import TextStreamer
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.infer_flags import sampling_config
 from config import DataConfig, GRPOConfig, ModelConfig
-from data import encode_demonstration, encode_prompt, load_examples, with_instruction
-from engine.chat_template import as_text, with_known_role
+from data import as_text, encode_prompt
 from engine import make_engine
 from engine.devices import best_device
 from engine.errors import RunError
@@ -29,12 +28,15 @@ from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from environments.conversations import sample_with_environment
 from environments.loading import load_environment, refuse_missing_columns
+from environments.messages import encode_demonstration, with_known_role
 from engine.policy import check_context_length, load_policy, move
 from reward_functions.loading import refuse_equal_names, require_columns
 from rewards import load_reward_function
 from runs.command_line import UNSAFE, printable, section_of
 from runs.startup_check import choose_engine
+from runs.training_data import with_instruction
 from sample import Rollout, occurrences, stop_token_ids
+from sources import load_examples
 
 TAG_LABELS = {                  # printed instead of a tag
     "<reasoning>": "reasoning: ", "</reasoning>": "\n", "<think>": "reasoning: ", "</think>": "\n",

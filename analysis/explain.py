@@ -18,7 +18,7 @@ from rich.text import Text
 from torch import Tensor
 
 from config import GRPOConfig
-from engine.chat_template import as_text
+from data import as_text
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
 from runs.console import RunConsole

@@ -27,7 +27,7 @@ from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 
 from config import SECTIONS, ModelConfig
-from engine.chat_template import as_text
+from data import as_text
 from engine.policy import load_tokenizer
 from runs.records import or_none, points_text, read_jsonl, read_steps, replace_text
 from sources.settings import read_settings

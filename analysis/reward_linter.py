@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from config import DataConfig
-from data import load_examples
-from engine.chat_template import as_text
+from data import as_text, demonstration
 from reward_functions.answers import as_texts, extract_answer, text_of
 from reward_functions.formats import LETTERS, choice_of
 from reward_functions.loading import RESERVED, missing_columns, name_of, require_columns
 from runs.command_line import OneLineParser, add_flags_of_config, exit_on_mistake, section_of
-from sources.tasks import demonstration
+from sources import load_examples
 
 KINDS = {
     "gold": "the completion of the data set, or its answer between the expected tags",

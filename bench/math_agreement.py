@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from data import load_examples
-from sources.tasks import demonstration
+from data import demonstration
+from sources import load_examples
 from rewards import BUILT_IN
 
 FUNCTIONS = {"correctness": 1.0, "math_equality": 1.0, "check_answer": 3.0}          # and what they give to a right answer

@@ -121,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from against_trl import environment
-    from sources.tasks import arithmetic
+    from data import arithmetic
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

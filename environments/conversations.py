@@ -12,7 +12,7 @@ columns of the example that its parameters name. It is called after every turn t
 including the last one, so that it can give points for it.
 
 Token ids are never decoded and encoded again: sampled tokens are kept, an environment's message is encoded
-alone and appended (engine.chat_template.encode_reply), and the key-value cache is extended.
+alone and appended (environments/messages.py), and the key-value cache is extended.
 Left out on purpose: environments that run concurrently or asynchronously. They are called one after the
 other.
 """
@@ -24,10 +24,11 @@ from functools import partial
 
 import torch
 
+from data import as_messages, is_ids
 from engine.errors import RunError, exits_as_errors
-from engine.chat_template import as_messages, encode_reply, is_ids
 from logprobs import completion_lengths
 from environments.loading import responders
+from environments.messages import encode_reply
 from reward_functions.calling import MOST_POINTS
 from sample import Rollout, stop_token_ids
 

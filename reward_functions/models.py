@@ -30,7 +30,7 @@ from pathlib import Path
 import httpx2
 import torch
 
-from engine.chat_template import as_messages, as_text
+from data import as_messages, as_text
 from engine.devices import best_device, eager_device
 from reward_functions.answers import text_of
 

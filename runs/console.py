@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from config import Config
 from engine.adapters import has_adapter
-from engine.chat_template import as_text
+from data import as_text
 from engine.devices import num_processes
 from engine.text_model import has_experts
 from runs.command_line import printable

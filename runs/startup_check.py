@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
-from data import encode_prompt
+from data import as_messages, demonstration, encode_prompt, is_ids
 from engine import make_engine
-from engine.chat_template import as_messages, is_ids
 from engine.errors import first_line
 from engine.text_model import has_experts
 from engine.plain import Engine
@@ -24,7 +23,6 @@ from experience import compare_with_sampler, log_probs_of_rollout
 from reward_functions.loading import data_example
 from rewards import Reports, compute_rewards_for_completions
 from sample import Rollout, left_pad, stop_token_ids
-from sources.tasks import demonstration
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32

@@ -11,7 +11,7 @@ import os
 import uuid
 from pathlib import Path
 
-from engine.chat_template import as_text
+from data import as_text
 
 COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # fields of rollouts.jsonl in a table
 

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from config import Config
-from data import encode_prompt, load_examples, with_instruction
+from data import encode_prompt
+from sources import load_examples
 from sources.batches import prompt_key
 from sources.readers import READERS, View
 
@@ -44,6 +45,17 @@ def load_data(
         raise ValueError(f"{flag}: all its prompts are held out; choose another --eval_dataset")
     instruct = partial(with_instruction, instruction=data_config.instruction)
     return View(examples, chosen, instruct), [instruct(example) for example in held_out]
+
+
+def with_instruction(example: dict, instruction: str) -> dict:
+    """Put an instruction before an example's prompt, or into the first message of its conversation."""
+    if not instruction:
+        return example
+    prompt = example["prompt"]
+    if isinstance(prompt, str):
+        return example | {"prompt": f"{instruction}\n{prompt}"}
+    first, *rest = prompt
+    return example | {"prompt": [first | {"content": f"{instruction}\n{first['content']}"}, *rest]}
 
 
 def fit_prompts(

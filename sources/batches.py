@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 
-from engine.chat_template import as_messages, is_ids
+from data import as_messages, is_ids
 
 
 class ShuffledBatches:

@@ -1,14 +1,44 @@
 """
 Forms in which data sets are published: what belongs to a prompt, the turns of a conversation, and the answer
-at the end of a solution. data.py applies them to the columns that it has chosen.
+at the end of a solution.
 """
 
 import re
+from collections.abc import Mapping
 
+from data import COLUMNS, check_example, demonstration, find_columns
 from reward_functions.answers import extract_boxed
 from reward_functions.formats import LETTERS
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+
+
+def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
+    """Return a row as an example, as data.as_example does, with its prompt and its answer in these forms.
+
+    columns  the prompt may also be a text with columns in braces, and is then complete
+    """
+    row, template = dict(row) if isinstance(row, Mapping) else {"prompt": row}, columns.get("prompt", "")
+    named = set(re.findall(r"\{(\w+)\}", template))
+    is_template = named and named <= row.keys()
+    found = find_columns(row, where, columns | {"prompt": ""} if is_template else columns)
+    plain = row | {name: row[column] for name, column in found.items()}
+    if is_template:
+        plain["prompt"] = re.sub(r"\{(\w+)\}", lambda name: str(row[name[1]]), template)
+    elif "prompt" in found:
+        plain["prompt"] = complete_prompt(found["prompt"], row)
+    else:
+        names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as"
+        existing, braces = ", ".join(row) or "none", "} ... {".join(row)
+        raise ValueError(f"{where} has columns {existing}; it needs one of {names} '... {{{braces}}}'")
+    example = check_example(plain, where)
+    if "nums" in row:
+        example.setdefault("numbers", row["nums"])        # Countdown, for the reward function of that name
+    if "answer" in plain:
+        example["answer"], reasoning = split_answer(plain["answer"], row)
+        if reasoning and not example.get("completion"):
+            example["completion"] = demonstration(reasoning, example["answer"])
+    return example
 
 
 def complete_prompt(column: str, row: dict):

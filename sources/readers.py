@@ -2,7 +2,7 @@
 Readers of files, the Hugging Face hub, TensorFlow Datasets and Kaggle: sequences that read a row on access.
 
 Data may be larger than memory: of a .jsonl file only the offsets of its lines are kept, most other formats
-are memory-mapped by `datasets`. A .json file is held in memory. data.py converts rows to examples.
+are memory-mapped by `datasets`. A .json file is held in memory.
 """
 
 import importlib
@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from data import parse_json, parse_line
 from engine.errors import first_line
-from sources.settings import parse_json
 from sources.tasks import PROBLEMS
 
 READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}  # builder in `datasets`; "": here
@@ -29,11 +29,11 @@ def read_rows(source: str, split: str) -> Sequence[dict]:
 
 
 def read_file(path: Path) -> Sequence[dict]:
-    """Return the rows of a data file: a list, JsonLines or a datasets.Dataset."""
+    """Return the rows of a data file: a list, a View or a datasets.Dataset."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.suffix == ".jsonl":
-        return JsonLines(path)
+        return read_json_lines(path)
     if path.suffix == ".json":
         try:
             content = parse_json(path.read_text(encoding="utf-8-sig"))           # without a byte-order mark
@@ -79,38 +79,23 @@ def parse_number(text: str) -> int | float | None:
     return number if type(number) in (int, float) and str(number) == text else None
 
 
-class JsonLines(Sequence):
-    """Read the objects of a .jsonl file on access. Memory holds the offsets of the lines, 8 bytes each.
+def read_json_lines(path: Path) -> Sequence[dict]:
+    """Return the objects of a .jsonl file, parsed on access. Memory holds the offsets of lines, 8 bytes each.
 
     (The reader of `datasets` does not report the number of a bad line, and converts "2020-01-01" to a date.)
     """
+    file, offsets, offset = path.open("rb"), array("q"), 0
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            parse_line(line, f"{path}: line {number}")
+            offsets.append(offset)
+        offset += len(line)
 
-    def __init__(self, path: Path):
-        self.file, self.offsets, end = path.open("rb"), array("q"), 0
-        for number, line in enumerate(self.file, start=1):
-            start, end = end, end + len(line)
-            if not line.strip():
-                continue
-            try:
-                row = parse_line(line)
-            except ValueError as error:
-                raise ValueError(f"{path}: line {number} is not JSON: {error}; correct it") from None
-            if not isinstance(row, dict):
-                example = '{"prompt": "...", "answer": "..."}'
-                raise ValueError(f"{path}: line {number} is not an object such as {example}")
-            self.offsets.append(start)
+    def parse_at(offset: int) -> dict:
+        file.seek(offset)
+        return parse_line(file.readline(), f"{path}: the line at byte {offset}")
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def __getitem__(self, index: int) -> dict:
-        self.file.seek(self.offsets[index])
-        return parse_line(self.file.readline())
-
-
-def parse_line(line: bytes):
-    """Parse a line of a .jsonl file, without a byte-order mark. Raises ValueError."""
-    return parse_json(line.decode("utf-8-sig"))
+    return View(offsets, range(len(offsets)), parse_at)
 
 
 class View(Sequence):

@@ -2,25 +2,14 @@
 Settings by name: from JSON files, from the run that is resumed, and from profiles.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from config import Config, sections_of
+from data import parse_json
 from sources.foreign_names import without_removed
 from sources.run_owner import refuse_foreign_code
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError, also for half of a surrogate pair, which cannot be encoded as tokens."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if "\\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """
-Built-in tasks: addition, countdown and a guessing game, each with demonstrations. No file and no network
-needed.
+Built-in tasks with demonstrations: countdown and a guessing game, beside the sums of data.py. They need no
+file and no network.
 
 A function here takes a split, "train" or "test", and a seed for the order, and returns examples as in
 data.py. The seed never changes which problems are held out for testing.
@@ -8,24 +8,7 @@ data.py. The seed never changes which problems are held out for testing.
 
 import random
 
-
-def arithmetic(split: str, seed: int) -> list[dict]:
-    """Return sums of two numbers below 100: 9000 problems for training, 1000 others for testing."""
-    problems = [(a, b) for a in range(100) for b in range(100)]
-    random.Random("which problems are held out").shuffle(problems)
-    problems = problems[1000:] if split == "train" else problems[:1000]
-    random.Random(seed).shuffle(problems)
-    return [
-        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), a + b)}
-        for a, b in problems
-    ]
-
-
-def column_sums(a: int, b: int) -> str:
-    """Return column addition: 47+85 is "7+5=12 4+8=12 12+1=13", which contains the digits of 132."""
-    ones, tens = a % 10 + b % 10, a // 10 + b // 10
-    carry = f" {tens}+1={tens + 1}" if ones > 9 else ""
-    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
+from data import arithmetic, demonstration
 
 
 def countdown(split: str, seed: int) -> list[dict]:
@@ -61,11 +44,6 @@ def random_expression(numbers: list[int], generator: random.Random) -> tuple[str
         parts.append((results[sign], f"({left}{sign}{right})"))
     ((value, expression),) = parts
     return " ".join(steps), expression[1:-1], value
-
-
-def demonstration(reasoning: str, answer: str | int) -> str:
-    """Return a completion in the format that the format rewards expect."""
-    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
 def guess_letter(split: str, seed: int) -> list[dict]:

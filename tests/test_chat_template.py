@@ -12,7 +12,7 @@ import infer
 import train
 from config import Config, ModelConfig
 from data import encode_demonstration, encode_prompt
-from engine.chat_template import encode_reply
+from environments.messages import encode_reply
 from engine.policy import load_tokenizer, save_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config

@@ -2,7 +2,9 @@
 
 import ast
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from conftest import PROMPTS, made_up_rollout
 
 ROOT = Path(__file__).parents[1]
 CORE = ["grpo", "logprobs", "sample", "rewards", "data", "model", "experience", "config"]
-# Rooms that core files still need: the messages of chat templates, readers of data, LoRA and files of models, settings files.
+# Rooms that core files still need: LoRA and files of models, reward functions, settings files.
 CARRIED = ["engine", "reward_functions", "sources"]
 
 
@@ -40,6 +42,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
 
 def test_sampler_and_log_probabilities_import_the_core_alone():
     libraries = {*sys.stdlib_module_names, "torch", "numpy", "transformers"}
+    assert imports_of("data") <= sys.stdlib_module_names
     assert imports_of("logprobs") <= libraries and imports_of("grpo") <= libraries
     assert imports_of("sample") - libraries == {"data", "logprobs"}
 
@@ -104,8 +107,6 @@ def test_the_sampler_alone_gives_what_it_gives_here(tmp_path, model, tokenizer, 
     save_policy(model, tokenizer, tmp_path / "model")
     for name in ["sample", "logprobs", "data"]:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    for name in CARRIED:                                  # of data.py
-        shutil.copytree(ROOT / name, tmp_path / name)
     done = run(tmp_path, "-c", f"""
 from types import SimpleNamespace
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -121,6 +122,60 @@ print(rollout.completion_ids.tolist())
         settings, num_completions_per_prompt=2, generation_max_length=6, generation_temperature=0.8, generation_top_k=0,
         generation_top_p=1.0, generation_batch_size=0)
     assert done.stdout.strip() == str(sample_completions_for_prompts(model, tokenizer, PROMPTS, config, seed=1).completion_ids.tolist())
+
+
+def test_data_alone_reads_json_lines_and_encodes_prompts_and_demonstrations(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    shutil.copy(ROOT / "data.py", tmp_path)
+    rows = [{"question": "2+2?", "answer": 4}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "good.jsonl").write_text("\n\n".join(lines))
+    for name, line in ("no_json", '{"prompt": '), ("no_object", "[1]"), ("no_prompt", '{"text": "a"}'), ("half", '{"prompt": "\\ud800"}'):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([lines[0], "", line, lines[1]]))
+    done = run(tmp_path, "-c", """
+import json
+from transformers import AutoTokenizer
+from data import encode_demonstration, encode_prompt, load_examples
+def answer(function, *args, **options):
+    try:
+        return function(*args, **options)
+    except ValueError as error:
+        return str(error)
+files = "good.jsonl", "no_json.jsonl", "no_object.jsonl", "no_prompt.jsonl", "half.jsonl", "none.jsonl"
+others = "openai/gsm8k:main", "data.csv", "countdown", ["a", 5], [], {"train": []}, iter("a")
+tokenizer = AutoTokenizer.from_pretrained("tokenizer")
+chat = [{"role": "user", "content": "2+2?<eos>"}]
+plain = [encode_prompt(tokenizer, prompt) for prompt in ("2+2?", chat)], encode_demonstration(tokenizer, "2+2?", "4", [1])
+tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+templated = [encode_prompt(tokenizer, prompt) for prompt in ("2+2?", chat)], encode_demonstration(tokenizer, "2+2?", "4", [1])
+print(json.dumps([[answer(load_examples, source) for source in (*files, *others)], plain, templated, [
+    load_examples("arithmetic", "test", limit=2), load_examples("good.jsonl", limit=1, columns={"prompt": "question", "answer": "question"}),
+    load_examples(["a", {"prompt": "b", "nums": [1]}]), answer(load_examples, "arithmetic", "dev"),
+    answer(load_examples, "good.jsonl", columns={"completion": "gold"}), answer(encode_demonstration, tokenizer, "p", chat, [1])]]))
+""")
+    (good, *refused), plain, templated, more = json.loads(done.stdout)
+    assert good == [rows[0] | {"prompt": "2+2?", "answer": "4"}, rows[1] | {"prompt": rows[1]["messages"][:1], "completion": "b"}]
+    for text, expected in zip(refused, [
+        r"no_json.jsonl: line 3 is not JSON: .*; correct it", r"no_object.jsonl: line 3 is not an object such as .*",
+        r"no_prompt.jsonl: line 3 has columns text; it needs one of prompt, question, .*", r"half.jsonl: line 3 is not JSON: .*surrogates.*",
+        r"none.jsonl: no such file", *[rf"{name}: neither .* from sources import load_examples" for name in (
+            "openai/gsm8k:main", "data.csv", "countdown")],
+        r"dataset: example 2: the prompt must be text or chat messages, not int: 5", r"dataset: no examples in it",
+        r"dataset: must be a list of examples .*, not a dict: choose a split.*", r"dataset: must be a list .*, not a str_.*iterator: .*",
+    ], strict=True):
+        assert re.fullmatch(expected, text), text
+    for (prompts, (ids, mask)), texts in (plain, ["<bos>2+2?", "<bos>user: 2+2?<eos>\nassistant: "]), (
+            templated, ["[user]2+2?<eos>[assistant]", "[user]2+2?<eos><eos>[assistant]"]):
+        assert [tokenizer.decode(prompt) for prompt in prompts] == texts
+        assert (tokenizer.decode(ids), mask) == ("4<eos>", [True, True])
+    assert [[prompt.count(1) for prompt in prompts] for prompts, _ in (plain, templated)] == [[0, 0], [1, 1]], "EOS is the template's alone"
+    (sums, named, listed, *messages) = more
+    assert [eval(row["prompt"].removesuffix("=?")) for row in sums] == [int(row["answer"]) for row in sums] and len(sums) == 2
+    assert named == [rows[0] | {"prompt": "2+2?", "answer": "2+2?"}] and listed == [{"prompt": "a"}, {"prompt": "b", "nums": [1]}]
+    assert messages == [
+        "arithmetic: there is no split dev; it has train and test",
+        "--completion_column=gold: good.jsonl: line 1 has columns question, answer",
+        "[{'role': 'user', 'content': '2+2?<eos>'}] is no text: pass encode_demonstration of environments.messages"]
 
 
 @pytest.mark.slow

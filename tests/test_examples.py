@@ -16,7 +16,7 @@ from conftest import exhaustive
 import train
 from analysis.reward_linter import lint
 from config import ModelConfig
-from data import load_examples
+from sources import load_examples
 from engine.policy import load_policy, save_policy
 from rewards import correctness, load_reward_function
 from runs.command_line import parse_config

@@ -14,11 +14,11 @@ from project_files import PACKAGES, files_of_the_project, modules_of_the_program
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [                      # modules and packages, the lowest layer first
-    ("grpo", "logprobs", "config", "engine"),
-    ("sources", "reward_functions", "environments"),
-    ("model", "data", "rewards", "sample"),
-    ("engine.policy", "engine.sampler", "engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
+    ("grpo", "logprobs", "rewards", "data", "config"),
+    ("model", "sample"),
     ("experience",),
+    ("engine",),
+    ("sources", "reward_functions", "environments"),
     ("runs", "analysis"),
     ("train", "infer"),
 ]

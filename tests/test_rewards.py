@@ -11,7 +11,7 @@ import torch
 
 import rewards
 from config import GRPOConfig
-from data import load_examples
+from sources import load_examples
 from experience import shape_rewards
 from grpo import compute_group_advantages
 from rewards import compute_rewards_for_completions

@@ -11,8 +11,8 @@ import sample
 from analysis import chat
 from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
-from data import encode_demonstration, encode_prompt
-from engine.chat_template import encode_reply
+from data import encode_prompt
+from environments.messages import encode_demonstration, encode_reply
 from engine.policy import load_policy, save_policy
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis import reward_linter
-from data import load_examples
+from sources import load_examples
 from reward_functions.answers import same_answer
 from rewards import BUILT_IN, check_answer, correctness, load_reward_function
 from test_rewards import needs_math_verify

@@ -14,9 +14,8 @@ from test_chat_template import PUBLISHED
 import infer
 import train
 from analysis.replay import rollout_of
-from data import encode_completion, encode_demonstration, encode_prompt
+from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
-from engine.chat_template import encode_reply, render
 from engine.packing import micro_batches
 from logprobs import completion_lengths
 from engine.errors import RunError
@@ -24,6 +23,7 @@ from environments.conversations import (
     MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
 )
 from environments.loading import load_environment
+from environments.messages import encode_demonstration, encode_reply
 from experience import Experience, Groups, shape_rewards
 from grpo import policy_loss
 from model import byte_tokenizer
@@ -240,11 +240,12 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
     ]
     ids, spoken = encode_demonstration(tokenizer, "p", completion, [1])
     assert tokenizer.decode(ids) == "ab<eos>\nc\nd<eos>" and spoken == [True] * 3 + [False] * 3 + [True] * 2
-    rollout = demonstrations_as_rollout(
-        model, tokenizer, [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
-    )
+    examples = [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
+    rollout = demonstrations_as_rollout(model, tokenizer, examples, encode=encode_demonstration)
     assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
     assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
+    with pytest.raises(ValueError, match=r"is no text: pass encode_demonstration of environments.messages$"):
+        demonstrations_as_rollout(model, tokenizer, examples)
 
 
 def test_turns_and_tokens_are_bounded_whatever_the_environment_does(model, tokenizer, settings):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from data import load_examples
+from sources import load_examples
 from environments.conversations import Conversation, run_scripted_turns
 from environments.games import guess_letter
 from environments.loading import responders

@@ -8,7 +8,7 @@ import pytest
 from conftest import QUICK
 
 import train
-from data import load_examples
+from sources import load_examples
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import load_environment, refuse_missing_columns, responders
 from rewards import load_reward_function

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_rewards import EXAMPLES, length, rollout_of
 
-from data import load_examples
+from sources import load_examples
 from reward_functions import calling
 from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function
 

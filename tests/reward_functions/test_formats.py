@@ -8,7 +8,7 @@ import pytest
 from test_rewards import GOLD
 
 import rewards
-from data import load_examples
+from sources import load_examples
 from reward_functions import formats
 from reward_functions.loading import require_columns
 

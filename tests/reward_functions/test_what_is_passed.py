@@ -15,7 +15,7 @@ from conftest import made_up_rollout, start_run
 from test_rewards import EXAMPLES, length, rollout_of
 
 from config import GRPOConfig
-from data import load_examples
+from sources import load_examples
 from experience import Groups, shape_rewards
 from runs.groups import join, select
 from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function

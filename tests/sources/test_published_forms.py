@@ -6,7 +6,7 @@ Nine are read as they are; Countdown has no prompt and needs one flag, as does s
 import pytest
 from test_data import data_of, write_lines
 
-from data import load_examples
+from sources import load_examples
 from rewards import countdown, correctness, multiple_choice
 from runs.training_data import validate_demonstrations
 from runs.command_line import parse_config

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_data import GSM8K, write_lines
 
-from data import load_examples
+from sources import load_examples
 from sources.batches import ShuffledBatches
 from rewards import correctness, reasoning_coherence
 from runs.command_line import parse_config

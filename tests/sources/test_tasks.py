@@ -5,7 +5,7 @@ import re
 import pytest
 from test_data import data_of
 
-from data import load_examples
+from sources import load_examples
 from rewards import correctness, countdown, reasoning_coherence
 from sources.tasks import PROBLEMS
 
