@@ -11,7 +11,6 @@ Units: rewards and values in points, log-probabilities (logp) and KL in nats.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from grpo import (
 )
 from logprobs import LogProbs, completion_lengths
 from model import moved_to
-from rewards import Reports, weighted_sum
+from rewards import weighted_sum
 from sample import Rollout, join_rollouts, occurrences, select_groups
 
 
@@ -38,7 +37,7 @@ class Groups:
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
     rewards: Tensor                     # (P, G) points, see shape_rewards
     replaced: int = 0                   # number of tied groups that dynamic sampling replaced
-    reports: Reports = field(default_factory=Reports)     # of the reward functions, beside points
+    reports: object = None              # of reward functions, beside points: with select and join
 
     @property
     def tied(self) -> Tensor:
@@ -50,7 +49,7 @@ class Groups:
         rows = keep.repeat_interleave(self.scores.shape[1]).tolist()
         return replace(
             self, rollout=select_groups(self.rollout, keep), scores=self.scores[keep],
-            reports=replace(self.reports, extra=list(compress(self.reports.extra, rows))),
+            reports=self.reports and self.reports.select(rows),
             rewards=self.rewards[keep],
             examples=[example for example, kept in zip(self.examples, keep.tolist(), strict=True) if kept],
             per_function={name: points[keep] for name, points in self.per_function.items()},
@@ -64,7 +63,7 @@ class Groups:
             join_rollouts([part.rollout for part in parts]), torch.cat([part.scores for part in parts]),
             {name: torch.cat([part.per_function[name] for part in parts]) for name in parts[0].per_function},
             torch.cat([part.rewards for part in parts]), sum(part.replaced for part in parts),
-            Reports().add(*(part.reports for part in parts)),
+            parts[0].reports and parts[0].reports.join([part.reports for part in parts]),
         )
 
 

@@ -27,7 +27,7 @@ from engine.precision import precision_of, round_frozen_weights, with_precision
 from engine.recomputation import layers_of
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
 from engine.text_model import freeze_towers
-from reward_functions.answers import TAGS
+from rewards import TAGS
 
 logging.disable_progress_bar()                            # a run has one of its own
 

@@ -30,8 +30,7 @@ from engine.ranks import ManyRanks, OneRank, make_ranks
 from environments.conversations import sample_with_environment
 from environments.loading import load_environment, refuse_missing_columns
 from model import check_context_length, load_policy, move
-from reward_functions.loading import refuse_equal_names, require_columns
-from rewards import load_reward_function
+from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import UNSAFE, printable, section_of
 from runs.startup_check import choose_engine
 from sample import Rollout, occurrences, stop_token_ids

@@ -17,9 +17,10 @@ import torch
 
 from environments.conversations import sample_with_environment
 from experience import Groups, sample_on_all_ranks
-from reward_functions.answers import extract_answer, same_answer, text_of
-from reward_functions.loading import name_of
-from rewards import Reports, compute_rewards_for_completions, correctness
+from reward_functions.calling import Reports, wrap_reward_functions
+from rewards import (
+    compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of,
+)
 from runs.records import or_none
 
 Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
@@ -68,11 +69,12 @@ def sample_and_score(
             earlier=earlier,
         )
         reports = Reports()
-        total, points = compute_rewards_for_completions(
-            functions, [1.0] * len(functions), rollout, examples, on_error=config.reward_errors,
-            timeout=config.reward_timeout, turn_points=rollout.turn_points, reports=reports,
+        wrapped = wrap_reward_functions(
+            functions, rollout, reports, on_error=config.reward_errors, timeout=config.reward_timeout,
             trainer_state=trainer_state,
         )
+        weights = [1.0] * len(functions)
+        total, points = compute_rewards_for_completions(wrapped, weights, rollout, examples)
         return Groups(examples, rollout, total, points, total, reports=reports)
 
     examples = [{"answer": None} | example for example in examples]

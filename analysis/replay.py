@@ -30,8 +30,8 @@ from experience import (
     Experience, Groups, demonstrations_as_experience, experience_of_groups, shape_rewards,
 )
 from model import ValueHead, load_policy, move
-from reward_functions.loading import name_of
-from rewards import load_reward_function, weighted_sum
+from reward_functions.loading import load_reward_function
+from rewards import name_of, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.records import or_none, read_jsonl, read_steps, warn_once

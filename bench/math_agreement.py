@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data import load_examples
 from sources.tasks import demonstration
-from rewards import BUILT_IN
+from reward_functions.loading import BUILT_IN
 
 FUNCTIONS = {"correctness": 1.0, "math_equality": 1.0, "check_answer": 3.0}          # and what they give to a right answer
 SPELLINGS = {

@@ -28,8 +28,10 @@ from engine.vllm_engine import VLLM, refuse_engine
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from model import check_context_length, load_policy, load_tokenizer, move
-from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
-from rewards import BUILT_IN, load_reward_function
+from reward_functions.loading import (
+    BUILT_IN, as_name, load_reward_function, refuse_equal_names, require_columns,
+)
+from rewards import name_of
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.flag_notes import template_notes
 from runs.folder import RunFolder

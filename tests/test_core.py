@@ -102,7 +102,7 @@ def compare_by_hand(model, rollout, policy, logp, entropy, gradient):
 
 def test_the_sampler_alone_gives_what_it_gives_here(tmp_path, model, tokenizer, settings):
     save_policy(model, tokenizer, tmp_path / "model")
-    for name in ["sample", "logprobs", "data"]:
+    for name in ["sample", "logprobs", "data", "rewards"]:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     for name in CARRIED:                                  # of data.py
         shutil.copytree(ROOT / name, tmp_path / name)

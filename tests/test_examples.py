@@ -18,7 +18,8 @@ from analysis.reward_linter import lint
 from config import ModelConfig
 from data import load_examples
 from model import load_policy, save_policy
-from rewards import correctness, load_reward_function
+from reward_functions.loading import load_reward_function
+from rewards import correctness
 from runs.command_line import parse_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

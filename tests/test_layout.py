@@ -14,15 +14,15 @@ from project_files import PACKAGES, files_of_the_project, modules_of_the_program
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [                      # modules and packages, the lowest layer first
-    ("grpo", "logprobs", "engine"),
+    ("grpo", "logprobs", "rewards", "engine"),
     ("config", "sources", "reward_functions", "environments"),
-    ("model", "data", "rewards", "sample"),
+    ("model", "data", "sample"),
     ("engine.sampler", "engine.plain", "engine.shared", "engine.vllm_engine", "environments.conversations"),
     ("experience",),
     ("runs", "analysis"),
     ("train", "infer"),
 ]
-EXCEPTION = "rewards", "analysis.reward_linter"           # `python rewards.py --lint` calls the linter
+EXCEPTION = "rewards", "analysis.lint_command"            # `python rewards.py --lint` calls the linter
 FILES_OF_A_PROJECT = {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
                       "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", "requirements-vllm.txt", "requirements-vllm-cpu.txt", "run_tpu_training.sh"}
 

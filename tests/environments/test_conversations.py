@@ -27,7 +27,8 @@ from environments.loading import load_environment
 from experience import Experience, Groups, shape_rewards
 from grpo import policy_loss
 from model import byte_tokenizer
-from rewards import compute_rewards_for_completions, correctness, environment
+from reward_functions import environment
+from rewards import compute_rewards_for_completions, correctness
 from runs.records import completion_records, read_jsonl
 from sample import demonstrations_as_rollout
 

@@ -6,7 +6,7 @@ import pytest
 
 import rewards
 from reward_functions.loading import missing_columns
-from rewards import load_reward_function
+from reward_functions.loading import load_reward_function
 
 
 def test_reward_functions_come_from_the_library_or_a_file(tmp_path):

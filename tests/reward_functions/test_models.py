@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
 from reward_functions.models import classifier, judge, parse_rating
-from rewards import load_reward_function
+from reward_functions.loading import load_reward_function
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
 

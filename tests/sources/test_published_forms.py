@@ -7,7 +7,8 @@ import pytest
 from test_data import data_of, write_lines
 
 from data import load_examples
-from rewards import countdown, correctness, multiple_choice
+from reward_functions import countdown, multiple_choice
+from rewards import correctness
 from runs.training_data import validate_demonstrations
 from runs.command_line import parse_config
 

@@ -6,7 +6,8 @@ import pytest
 from test_data import data_of
 
 from data import load_examples
-from rewards import correctness, countdown, reasoning_coherence
+from reward_functions import countdown
+from rewards import correctness, reasoning_coherence
 from sources.tasks import PROBLEMS
 
 
