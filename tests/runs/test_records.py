@@ -13,6 +13,7 @@ from config import Config, GRPOConfig
 from conftest import length_reward, made_up_rollout, run_folder
 from experience import Groups, compute_experience, shape_rewards
 from grpo import compute_group_advantages
+from reward_functions.calling import Reports
 from runs.metrics import summarize_groups
 from runs.records import completion_records, cut_after, held_out_text, read_jsonl, read_steps
 
@@ -33,7 +34,7 @@ def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
     config = GRPOConfig(generation_max_length=12, overlong="penalise", reward_clip=2.0)
     rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
     rewards = shape_rewards(config, rollout, scores)
-    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards)
+    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards, reports=Reports())
     experience = compute_experience(groups, compute_group_advantages(rewards), config, base.engine, base.ranks)
     assert [(r["reward"], r["tied"]) for r in completion_records(experience)] == [
         (1.0, False), (1.0, False), (3.0, True), (4.0, True)], "one penalised for its length; two clipped to 2"
@@ -120,7 +121,7 @@ def test_a_step_that_was_being_written_is_left_out_and_no_other(tmp_path, capsys
 
 def test_groups_that_are_tied_and_all_right_are_counted(base):
     scores = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
-    groups = Groups([{"prompt": "a"}] * 3, made_up_rollout([3] * 3, [3] * 6), scores, {"correctness": scores}, scores)
+    groups = Groups([{"prompt": "a"}] * 3, made_up_rollout([3] * 3, [3] * 6), scores, {"correctness": scores}, scores, reports=Reports())
     experience = compute_experience(groups, compute_group_advantages(scores), GRPOConfig(), base.engine, base.ranks)
     metrics = summarize_groups(groups, experience)
     assert (metrics["tied_groups"], metrics["tied_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
