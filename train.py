@@ -40,7 +40,7 @@ from experience import (
 from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs
 from model import follow_policy
-from reward_functions.calling import Reports, wrap_reward_functions
+from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
 from runs.exit import MOST_SKIPPED, Diverged, StopOnSignal, exit_on_run_errors, exit_on_setup_errors
@@ -60,10 +60,9 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     def sample_and_score(examples: list[dict], earlier: list[int], attempt: int) -> Groups:
         rollout = sample_with_environment(
             run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
-        reports = Reports()                               # filled while functions are called
-        functions = wrap_reward_functions(
-            run.reward_functions, rollout, reports, on_error=config.reward_errors,
-            timeout=config.reward_timeout, trainer_state=run.trainer_state,
+        functions, reports = wrap_reward_functions(
+            run.reward_functions, rollout, on_error=config.reward_errors, timeout=config.reward_timeout,
+            trainer_state=run.trainer_state,
         )
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
             functions, config.weights, rollout, examples)

@@ -17,7 +17,7 @@ import torch
 
 from environments.conversations import sample_with_environment
 from experience import Groups, sample_on_all_ranks
-from reward_functions.calling import Reports, wrap_reward_functions
+from reward_functions.calling import wrap_reward_functions
 from rewards import (
     compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of,
 )
@@ -68,9 +68,8 @@ def sample_and_score(
             engine, environment, examples, config, seed=seed, num_completions=num_completions,
             earlier=earlier,
         )
-        reports = Reports()
-        wrapped = wrap_reward_functions(
-            functions, rollout, reports, on_error=config.reward_errors, timeout=config.reward_timeout,
+        wrapped, reports = wrap_reward_functions(
+            functions, rollout, on_error=config.reward_errors, timeout=config.reward_timeout,
             trainer_state=trainer_state,
         )
         weights = [1.0] * len(functions)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from engine.chat_template import as_text
 from reward_functions.answers import as_texts
-from reward_functions.calling import Reports, wrap_reward_functions
+from reward_functions.calling import wrap_reward_functions
 from reward_functions.formats import LETTERS, choice_of
 from reward_functions.loading import BUILT_IN, RESERVED, missing_columns
 from rewards import compute_rewards_for_completions, extract_answer, name_of, text_of
@@ -95,7 +95,7 @@ def score_kinds(function: Callable, examples: list[dict]) -> tuple[dict[str, flo
     columns = dict.fromkeys(name for example in examples for name in example)
     used = set(columns) & set(inspect.signature(function).parameters) - set(RESERVED)
     points: dict[str, list[float]] = {}
-    reports = Reports()
+    failures: list[dict] = []
     started, count = time.perf_counter(), 0
     for i, example in enumerate(examples):
         if used and all(example.get(name) is None for name in used):
@@ -103,14 +103,15 @@ def score_kinds(function: Callable, examples: list[dict]) -> tuple[dict[str, flo
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
         texts = completions_of(example, other, as_texts(example.get("choices") if "choices" in used else ""))
         rollout = texts_as_rollout(list(texts.values()))
-        wrapped = wrap_reward_functions([function], rollout, reports, on_error="none")
+        wrapped, reports = wrap_reward_functions([function], rollout, on_error="none")
         total, _ = compute_rewards_for_completions(wrapped, [1.0], rollout, [columns | example] * len(texts))
         for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
             if not math.isnan(value):
                 points.setdefault(kind.partition(":")[0], []).append(value)
+        failures += reports.failures
         count += len(texts)
     means = {kind: sum(values) / len(values) for kind, values in points.items()}
-    return means, (time.perf_counter() - started) / max(1, count), reports.failures
+    return means, (time.perf_counter() - started) / max(1, count), failures
 
 
 def flags_of(points: dict[str, float], is_total: bool) -> list[str]:

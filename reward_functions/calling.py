@@ -76,17 +76,17 @@ class Reports:
 
 
 def wrap_reward_functions(
-    functions: list[Callable], rollout, reports: Reports, *, on_error: str = "raise", timeout: float = 0.0,
-    trainer_state=None,
-) -> list[Callable]:
-    """Return functions for compute_rewards_for_completions that call the given ones as documented here.
+    functions: list[Callable], rollout, *, on_error: str = "raise", timeout: float = 0.0, trainer_state=None
+) -> tuple[list[Callable], Reports]:
+    """Return functions for compute_rewards_for_completions that call the given ones, and their reports.
 
     rollout   if it has turn_points (B, T), functions get the points of a conversation's turns, and one with
               NaN among them is unscored: its environment raised
-    reports   gets what functions log, and the failed calls under on_error="none"
     on_error  "raise": stop, naming the function and its error; "none": leave completions unscored
     timeout   seconds for one call, which scores all B completions; 0: no limit. Taking longer is an error
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
+    returns   wrapped functions of the same names; reports, filled while these are called: what functions log,
+              and failed calls under on_error="none"
     """
     mask, turn_points = rollout.completion_mask, rollout.turn_points
     group_size, unscored = len(mask) // len(rollout.prompt_ids), [False] * len(mask)
@@ -100,18 +100,17 @@ def wrap_reward_functions(
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
         provided["turn_points"] = select_tokens(turn_points, ends)
         unscored = turn_points.isnan().any(dim=1).tolist()
-    own = Reports([{} for _ in mask], reports.metrics, reports.failures)
-    reports.extra += own.extra
+    reports = Reports([{} for _ in mask])
 
     def wrap(function: Callable) -> Callable:
         def start(**arguments) -> Callable:
-            points = start_scoring(function, arguments | provided, own, group_size, on_error, timeout)
+            points = start_scoring(function, arguments | provided, reports, group_size, on_error, timeout)
             return lambda: [math.nan if failed else p for p, failed in zip(points(), unscored, strict=True)]
 
         start.__name__ = name_of(function)
         return start
 
-    return list(map(wrap, functions))
+    return list(map(wrap, functions)), reports
 
 
 def start_scoring(

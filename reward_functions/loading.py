@@ -27,15 +27,13 @@ ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter na
 
 
 def load_reward_function(name: str | Callable) -> Callable:
-    """Return a built-in reward function by name, or the function of `path/to/file.py:function`.
-
-    A function is returned as it is, if it can be called as a reward function.
+    """Return a built-in reward function by name, the function of `path/to/file.py:function`, or a function as
+    it is. Raise ValueError if it cannot be called as a reward function.
     """
-    if callable(name):
-        return name if BUILT_IN.get(name_of(name)) is name else check_signature(name, as_name(name))
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    return check_signature(function_from_file("reward_functions", name, tuple(BUILT_IN)), name)
+    function = name if callable(name) else BUILT_IN.get(name)
+    if function is None:
+        function = function_from_file("reward_functions", name, tuple(BUILT_IN))
+    return function if as_name(function) in BUILT_IN else check_signature(function, as_name(name))
 
 
 @cache
@@ -149,5 +147,9 @@ def data_example(function: Callable) -> str:
 
 
 def as_name(given) -> str:
-    """Return a name as it is, and python:NAME for a Python object. That stands for it in config.json."""
-    return given if isinstance(given, str) else f"python:{name_of(given)}"
+    """Return what stands for a name or a Python object in config.json: the name as it is, that of a built-in
+    reward function, or python:NAME.
+    """
+    if isinstance(given, str):
+        return given
+    return name_of(given) if BUILT_IN.get(name_of(given)) is given else f"python:{name_of(given)}"

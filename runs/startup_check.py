@@ -21,7 +21,7 @@ from engine.precision import is_exact
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
 from experience import compare_with_sampler, log_probs_of_rollout, ratio_tolerance
-from reward_functions.calling import Reports, wrap_reward_functions
+from reward_functions.calling import wrap_reward_functions
 from reward_functions.loading import data_example
 from rewards import compute_rewards_for_completions
 from sample import Rollout, left_pad, stop_token_ids
@@ -247,9 +247,8 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     rollout = texts_as_rollout(completions)
     if new_conversation:
         rollout.turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
-    reports = Reports()
-    functions = wrap_reward_functions(
-        reward_functions, rollout, reports, on_error=config.reward_errors, timeout=config.reward_timeout)
+    functions, reports = wrap_reward_functions(
+        reward_functions, rollout, on_error=config.reward_errors, timeout=config.reward_timeout)
     scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
         functions, config.weights, rollout, [example] * len(texts))
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))

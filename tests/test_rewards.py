@@ -141,9 +141,11 @@ def rollout_of(*texts):
 
 
 def call_and_score(functions, weights, rollout, examples, *, reports=None, **options):
-    """As training does: the functions wrapped, with on_error=, timeout= and trainer_state=."""
-    wrapped = wrap_reward_functions(functions, rollout, Reports() if reports is None else reports, **options)
-    return compute_rewards_for_completions(wrapped, weights, rollout, examples)
+    """As training does: the functions wrapped, with on_error=, timeout= and trainer_state=; fills reports."""
+    wrapped, made = wrap_reward_functions(functions, rollout, **options)
+    scored = compute_rewards_for_completions(wrapped, weights, rollout, examples)
+    vars(reports or Reports()).update(vars(made))
+    return scored
 
 
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]

@@ -53,9 +53,10 @@ def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
 def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_columns_stay_out():
     def as_in_trl(completions, **columns):
         assert set(columns) == {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+        assert columns["trainer_state"].global_step == 0
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1}
+    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1, "trainer_state": 5}
     total, _ = call_and_score([as_in_trl], [1.0], rollout_of("a", "bb"), [example])
     assert total.tolist() == [[1.0, 2.0]]
 
@@ -123,6 +124,9 @@ def test_points_may_be_a_list_a_tuple_a_tensor_or_an_array(kind):
         [lambda completions, **columns: kind([1.0, 2.0, 3.0, math.nan])], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES
     )
     assert total[0].tolist() == [1.0, 2.0] and total[1, 0] == 3.0 and total[1, 1].isnan()
+    functions = [length, lambda completions, **columns: kind([1.0, 2.0, math.nan, math.nan])]
+    total, _ = call_and_score(functions, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    assert total.tolist() == [[2.0, 3.0], [1.0, 1.0]], "NaN is None: for all siblings, the function does not apply"
 
 
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
