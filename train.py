@@ -60,10 +60,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     def sample_and_score(examples: list[dict], earlier: list[int], attempt: int) -> Groups:
         rollout = sample_with_environment(
             run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
-        functions, reports = wrap_reward_functions(
-            run.reward_functions, rollout, on_error=config.reward_errors, timeout=config.reward_timeout,
-            trainer_state=run.trainer_state,
-        )
+        functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
             functions, config.weights, rollout, examples)
         rewards = shape_rewards(config, rollout, scores, per_function)

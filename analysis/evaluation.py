@@ -68,10 +68,7 @@ def sample_and_score(
             engine, environment, examples, config, seed=seed, num_completions=num_completions,
             earlier=earlier,
         )
-        wrapped, reports = wrap_reward_functions(
-            functions, rollout, on_error=config.reward_errors, timeout=config.reward_timeout,
-            trainer_state=trainer_state,
-        )
+        wrapped, reports = wrap_reward_functions(functions, rollout, config, trainer_state)
         weights = [1.0] * len(functions)
         total, points = compute_rewards_for_completions(wrapped, weights, rollout, examples)
         return Groups(examples, rollout, total, points, total, reports=reports)

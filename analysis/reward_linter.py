@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+from config import GRPOConfig
 from engine.chat_template import as_text
 from reward_functions.answers import as_texts
 from reward_functions.calling import wrap_reward_functions
@@ -103,7 +104,7 @@ def score_kinds(function: Callable, examples: list[dict]) -> tuple[dict[str, flo
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
         texts = completions_of(example, other, as_texts(example.get("choices") if "choices" in used else ""))
         rollout = texts_as_rollout(list(texts.values()))
-        wrapped, reports = wrap_reward_functions([function], rollout, on_error="none")
+        wrapped, reports = wrap_reward_functions([function], rollout, GRPOConfig(reward_errors="none"))
         total, _ = compute_rewards_for_completions(wrapped, [1.0], rollout, [columns | example] * len(texts))
         for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
             if not math.isnan(value):

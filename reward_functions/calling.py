@@ -76,17 +76,18 @@ class Reports:
 
 
 def wrap_reward_functions(
-    functions: list[Callable], rollout, *, on_error: str = "raise", timeout: float = 0.0, trainer_state=None
+    functions: list[Callable], rollout, config, trainer_state=None
 ) -> tuple[list[Callable], Reports]:
     """Return functions for compute_rewards_for_completions that call the given ones, and their reports.
 
     rollout   if it has turn_points (B, T), functions get the points of a conversation's turns, and one with
               NaN among them is unscored: its environment raised
-    on_error  "raise": stop, naming the function and its error; "none": leave completions unscored
-    timeout   seconds for one call, which scores all B completions; 0: no limit. Taking longer is an error
+    config    a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave
+              completions unscored. reward_timeout: seconds for one call, which scores all B completions;
+              0: no limit. Taking longer is an error
     trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
-    returns   wrapped functions of the same names; reports, filled while these are called: what functions log,
-              and failed calls under on_error="none"
+    returns   functions of the same names; reports, filled while these are called: what functions log, and
+              failed calls under reward_errors "none"
     """
     mask, turn_points = rollout.completion_mask, rollout.turn_points
     group_size, unscored = len(mask) // len(rollout.prompt_ids), [False] * len(mask)
@@ -104,7 +105,7 @@ def wrap_reward_functions(
 
     def wrap(function: Callable) -> Callable:
         def start(**arguments) -> Callable:
-            points = start_scoring(function, arguments | provided, reports, group_size, on_error, timeout)
+            points = start_scoring(function, arguments | provided, reports, group_size, config)
             return lambda: [math.nan if failed else p for p, failed in zip(points(), unscored, strict=True)]
 
         start.__name__ = name_of(function)
@@ -113,21 +114,19 @@ def wrap_reward_functions(
     return list(map(wrap, functions)), reports
 
 
-def start_scoring(
-    function: Callable, arguments: dict, reports: Reports, group_size: int, on_error: str, timeout: float
-) -> Callable:
+def start_scoring(function: Callable, arguments: dict, reports: Reports, group_size: int, config) -> Callable:
     """Return a function that returns the points of a call: None: could not score; NaN: failed.
 
-    With on_error "none" a function that raises is called again for each group alone, so that the groups on
-    which it does not raise are scored.
+    With reward_errors "none" a function that raises is called again for each group alone, so that the groups
+    on which it does not raise are scored.
     """
     call, completions = start_call(function, arguments, reports), arguments["completions"]
 
     def points() -> list[float | None]:
         try:
-            return parse_points(call_with_timeout(timeout, call), name_of(function), reports)
+            return parse_points(call_with_timeout(config.reward_timeout, call), name_of(function), reports)
         except Exception as error:
-            if on_error == "raise":
+            if config.reward_errors == "raise":
                 raise RewardError(error_message(function, error, completions)) from error
             if isinstance(error, NoPoints) or len(completions) == group_size:
                 words = str(error) if isinstance(error, NoPoints) else in_one_line(error)
@@ -139,7 +138,7 @@ def start_scoring(
             rows = slice(start, start + group_size)
             part = {name: v[rows] if isinstance(v, list) else v for name, v in arguments.items()}
             own = Reports(reports.extra[rows], reports.metrics, reports.failures)
-            found += start_scoring(function, part, own, group_size, on_error, timeout)()
+            found += start_scoring(function, part, own, group_size, config)()
         return found
 
     return points

@@ -247,8 +247,7 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     rollout = texts_as_rollout(completions)
     if new_conversation:
         rollout.turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
-    functions, reports = wrap_reward_functions(
-        reward_functions, rollout, on_error=config.reward_errors, timeout=config.reward_timeout)
+    functions, reports = wrap_reward_functions(reward_functions, rollout, config)
     scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
         functions, config.weights, rollout, [example] * len(texts))
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))

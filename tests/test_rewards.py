@@ -140,9 +140,10 @@ def rollout_of(*texts):
     )
 
 
-def call_and_score(functions, weights, rollout, examples, *, reports=None, **options):
-    """As training does: the functions wrapped, with on_error=, timeout= and trainer_state=; fills reports."""
-    wrapped, made = wrap_reward_functions(functions, rollout, **options)
+def call_and_score(functions, weights, rollout, examples, *, reports=None, on_error="raise", timeout=0.0):
+    """As training does: the functions wrapped; fills reports."""
+    config = GRPOConfig(reward_errors=on_error, reward_timeout=timeout)
+    wrapped, made = wrap_reward_functions(functions, rollout, config)
     scored = compute_rewards_for_completions(wrapped, weights, rollout, examples)
     vars(reports or Reports()).update(vars(made))
     return scored
