@@ -214,7 +214,7 @@ class GRPOConfig(Section):
         above=0)
 
     reward_functions: list[str] = flag(
-        list(DEFAULT_REWARDS), "names from rewards.py, or path/to/file.py:function")
+        list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
     reward_weights: list[float] = flag(
         [], "weight of each reward function; empty: 1 each, or 1 0.2 0.1 for the default functions")
     reward_errors: Literal["raise", "none"] = flag(

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from reward_functions.answers import TAGS
+from rewards import TAGS
 
 
 def load_tokenizer(config) -> PreTrainedTokenizerFast:

@@ -1,45 +1,39 @@
 """
 The default reward functions, and the weighted sum of the points that reward functions give to completions.
 
-    def some_reward(completions, prompts=None, completion_ids=None, **columns) -> list[float | None]
+    def some_reward(completions, prompts, completion_ids, **columns) -> list[float | None]
 
 Every argument is a list with one entry per completion; columns are those of the data set (answer, ...),
-repeated for the completions of a group. A completion is a string, or a list of chat messages of which the
-last one counts: the policy's, or those of a whole conversation with an environment. None means "could not
-score". A model may print anything, so the functions here return 0 and never raise. Others are in
-reward_functions/, or in files of your own:
+repeated for the completions of a group. A completion is text, or where the prompt is a list of chat messages
+a list too, of which the last message counts. None: the function does not apply. A model may print anything,
+so the functions here return 0 and never raise. The lists are shared by all functions: do not change them.
+
+Others, and what calls functions of users safely (timeout, async, names of TRL), are in reward_functions/.
 
     python train.py --use_grpo --reward_functions correctness mine.py:short
     python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl
 
-The second command shows the points of right, wrong, empty and cheating completions.
+The second command shows the points of right, wrong, empty and cheating completions. P prompts, G completions
+of each, B = P*G with those of a prompt adjacent, T tokens.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 
-if __name__ == "__main__":                                # before the slow imports below
-    from analysis.reward_linter import run_command_line
+if __name__ == "__main__":                                # before the slow import below
+    from analysis.lint_command import run_command_line
 
     run_command_line(sys.argv[1:])
 
 import torch
 from torch import Tensor
 
-from reward_functions.answers import TAGS, extract_answer, same_answer, score_each, text_of
-from reward_functions.arithmetic import countdown
-from reward_functions.calling import Reports, build_arguments, call_reward_function, start_call
-from reward_functions.calling import RewardError  # noqa: F401
-from reward_functions.formats import answer_pattern, environment, json_format, multiple_choice, xml_tags
-from reward_functions.heuristics import diversity, repetition_penalty, rule_list, safety  # noqa: F401
-from reward_functions.loading import as_name, check_signature, function_from_file, name_of
-from reward_functions.mathematics import math_equality
-from reward_functions.models import classifier, judge  # noqa: F401
-from reward_functions.programs import passes_tests
-from reward_functions.tunix import (
-    check_answer, check_numbers, match_format_approximately, match_format_exactly,
-)
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+NOT_PASSED = {"prompt", "original_prompt", "completion", "turn_points"}          # columns; prompts is passed
+MOST_POINTS = 1e15              # of which the square is a number of float32 as well
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
@@ -89,69 +83,143 @@ def explanation_quality(completions, **columns) -> list[float]:
     return points
 
 
-BUILT_IN = {function.__name__: function for function in (
-    correctness, reasoning_coherence, explanation_quality, multiple_choice, answer_pattern, json_format,
-    xml_tags, countdown, environment, repetition_penalty, diversity, safety, match_format_exactly,
-    match_format_approximately, check_answer, check_numbers, math_equality, passes_tests,
-)}
+def text_of(completion) -> str:
+    """Return the text of a completion: a string, or the content of the last chat message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def load_reward_function(name: str | Callable) -> Callable:
-    """Return a built-in reward function by name, or the function of `path/to/file.py:function`.
+def score_each(points: Callable, completions, *columns) -> list[float | None]:
+    """Return points(text, *values) for each completion and its columns, None where a value is missing."""
+    return [
+        None if any(map(is_missing, values)) else points(text_of(completion), *values)
+        for completion, *values in zip(completions, *columns, strict=True)
+    ]
 
-    A function is returned as it is, if it can be called as a reward function.
+
+def is_missing(value) -> bool:
+    """Check for None, blank text and NaN. Of a NaN in the column `answer` data.py makes the text "nan"."""
+    return value is None or (isinstance(value, str | float) and str(value).strip() in ("", "nan"))
+
+
+def extract_answer(text: str) -> str | None:
+    """Return the text between <answer> and </answer>; None unless exactly one such pair exists, not empty.
+
+    Several answers count as none, because listing all candidates would score otherwise.
     """
-    if callable(name):
-        is_built_in = BUILT_IN.get(name_of(name)) is name
-        return name if is_built_in else check_signature(name, as_name(name), BUILT_IN)
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    return check_signature(function_from_file("reward_functions", name, tuple(BUILT_IN)), name, BUILT_IN)
+    answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    single = text.count("<answer>") == text.count("</answer>") == 1
+    return answer.strip() or None if closed and single else None
+
+
+def same_answer(given: str | None, truth) -> bool:
+    """Compare two answers as numbers, or as text without regard to case and surrounding space. The truth may
+    be a list, of which any may be given. Unreadable answers equal none.
+    """
+    if isinstance(truth, list):
+        return any(same_answer(given, one) for one in truth)
+    if given is None or is_missing(truth):
+        return False
+    truth = str(truth)
+    given_number, true_number = as_number(given), as_number(truth)
+    if given_number is not None and true_number is not None:
+        return given_number == true_number
+    return given.strip().casefold() == truth.strip().casefold()
+
+
+def as_number(text: str) -> Decimal | None:
+    """Parse '1,234', '$72', '72.0', '5 %' exactly; None for anything else, such as '1,2345' and 'NaN'."""
+    cleaned = text.strip().lstrip("$€£").rstrip("%. ")
+    if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
+        return None
+    try:
+        return Decimal(cleaned.replace(",", ""))
+    except InvalidOperation:
+        return None
 
 
 def compute_rewards_for_completions(
-    reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict], *,
-    on_error: str = "raise", timeout: float = 0.0, reports: Reports | None = None,
-    turn_points: Tensor | None = None, trainer_state=None,
+    reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score every completion with every function and add up: total = sum of weight * points.
 
-    rollout      has completions (B texts) and completion_ids, completion_mask (B, T)
-    examples     P dicts, B = P * G. Functions get completions in the format of the prompt: text, or messages
-    on_error     "raise": stop, naming the function and its error; "none": leave completions unscored
-    timeout      seconds for one call, which scores all B completions; 0: no limit. Taking longer is an error
-    reports      gets what functions log, and the failed calls under on_error="none"
-    turn_points  (B, T), with an environment: functions get a list for each completion, the points of its
-                 turns. A conversation with NaN among them is unscored: its environment raised
-    trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
-    returns      total (P, G) in points, and the points of each function (P, G) before weighting
+    rollout   has completions (B texts or conversations), completion_ids and completion_mask (B, T)
+    examples  P dicts
+    returns   total (P, G) in points, and the points of each function (P, G) before weighting, by its name
 
-    Points are NaN where a function could not score. A total is NaN if a function failed, or scored only some
-    siblings and not this one: they cannot be compared. A function that returned None for all siblings of a
-    group is left out of the totals of the group.
+    A function may return a function without arguments, which returns the points: all are started before the
+    first is awaited. NaN for a completion says that the function failed: its total is NaN. None says that it
+    does not apply: NaN in the function's points. Where it is None for all siblings of a group, the function
+    is left out of their totals; for only some, their totals are NaN: they cannot be compared.
     """
-    group_size, remainder = divmod(len(rollout.completions), len(examples))
-    assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
-    arguments = build_arguments(rollout, examples, turn_points, trainer_state)
-    own = Reports([{} for _ in rollout.completions])
-    calls = [start_call(function, arguments, own) for function in reward_functions]
-    per_function, failed = {}, torch.zeros(len(examples), group_size, dtype=torch.bool)
-    for function, call in zip(reward_functions, calls, strict=True):
-        points, raised = call_reward_function(                                              # (B,), (B,)
-            function, call, arguments, own, group_size, on_error, timeout)
-        if turn_points is not None:
-            points = points.masked_fill(turn_points.isnan().any(dim=1), torch.nan)
-        per_function[name_of(function)] = points.view(-1, group_size)
-        failed |= raised.view(-1, group_size)
-    if reports is not None:
-        reports.add(own)
+    arguments = build_arguments(rollout, examples)
+    count, shape = len(rollout.completions), (len(examples), -1)
+    calls = {name_of(function): function(**arguments) for function in reward_functions}
+    points = {                                            # of each function a list of B
+        name: read_points(call() if callable(call) else call, count, f"reward function {name}")
+        for name, call in calls.items()
+    }
+    per_function = {
+        name: torch.tensor([math.nan if p is None else p for p in row], dtype=torch.float64).view(shape)
+        for name, row in points.items()
+    }
+    failed = torch.tensor([[p != p for p in row] for row in points.values()])    # NaN; None equals itself
+    failed = failed.any(dim=0).view(shape)                                       # (P, G)
     return weighted_sum(per_function, weights).masked_fill(failed, torch.nan), per_function
 
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
-    """Add up the points of each function (P, G) -> total (P, G), with NaN as documented above."""
+    """Add up the points of each function (P, G) -> total (P, G), with NaN for None as documented above."""
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
     weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
+
+
+def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:
+    """Return the arguments of reward functions, lists of B entries: columns are repeated for siblings."""
+    group_size, remainder = divmod(len(rollout.completions), len(examples))
+    assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
+    rows = [example for example in examples for _ in range(group_size)]
+    prompts = [row.get("original_prompt", row["prompt"]) for row in rows]        # before truncation
+    columns = {name for example in examples for name in example} - NOT_PASSED
+    return {name: [row.get(name) for row in rows] for name in sorted(columns)} | dict(
+        completions=list(map(match_prompt_format, rollout.completions, prompts)), prompts=prompts,
+        completion_ids=select_tokens(rollout.completion_ids, rollout.completion_mask),
+    )
+
+
+def select_tokens(values: Tensor, mask: Tensor) -> list[list]:
+    """Return the values (rows, T) where the mask is True, a list for each row."""
+    return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
+
+
+def match_prompt_format(completion: str | list[dict], prompt) -> str | list[dict]:
+    """Return a completion in the format of its prompt, as in TRL: text, or chat messages."""
+    if isinstance(completion, str) and isinstance(prompt, list) and isinstance(prompt[0], dict):
+        return [{"role": "assistant", "content": completion}]
+    return completion
+
+
+def read_points(returned, count: int, subject: str) -> list[float | None]:
+    """Return points in a list, tuple, array or tensor as a list. Raise ValueError, which begins with the
+    subject, if they are not a number or None for each of `count` completions.
+    """
+    expected = f"return a list with one number (or None) for each of the {count} completions"
+    try:
+        if not isinstance(returned, list | tuple) and not getattr(returned, "ndim", 0):
+            raise TypeError
+        points = [None if point is None else float(point) for point in returned]
+    except (TypeError, ValueError):
+        raise ValueError(f"{subject} returned {returned!r:.60}; {expected}") from None
+    if len(points) != count:
+        raise ValueError(f"{subject} returned {len(points)} values for {count} completions; {expected}")
+    if any(point and abs(point) > MOST_POINTS for point in points):
+        most = f"an infinite number of points, or more than {MOST_POINTS:g}"
+        raise ValueError(f"{subject} returned {most}; return None if it cannot score")
+    return points
+
+
+def name_of(function: Callable) -> str:
+    """Return the name of a function as used in logs."""
+    return getattr(function, "__name__", type(function).__name__)

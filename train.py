@@ -40,7 +40,8 @@ from experience import (
 )
 from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs
-from rewards import Reports, compute_rewards_for_completions
+from reward_functions.calling import wrap_reward_functions
+from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
 from runs.command_line import parse_config
 from runs.exit import MOST_SKIPPED, Diverged, exit_on_run_errors, exit_on_setup_errors
@@ -75,12 +76,9 @@ def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups
     def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:
         rollout = sample_with_environment(
             run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
-        reports = Reports()                               # filled by the call below
+        functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
         scores, per_function = compute_rewards_for_completions(                  # (P, G)
-            run.reward_functions, config.weights, rollout, examples, on_error=config.reward_errors,
-            timeout=config.reward_timeout, reports=reports, turn_points=rollout.turn_points,
-            trainer_state=run.trainer_state,
-        )
+            functions, config.weights, rollout, examples)
         rewards = shape_rewards(config, rollout, scores, per_function)
         return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
 

@@ -28,10 +28,9 @@ from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from environments.conversations import sample_with_environment
 from environments.loading import load_environment, refuse_missing_columns
-from environments.messages import encode_demonstration, with_known_role
 from engine.policy import check_context_length, load_policy, move
-from reward_functions.loading import refuse_equal_names, require_columns
-from rewards import load_reward_function
+from environments.messages import encode_demonstration, with_known_role
+from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import UNSAFE, printable, section_of
 from runs.startup_check import choose_engine
 from runs.training_data import with_instruction

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from environments.conversations import sample_with_environment
-from experience import Groups
-from reward_functions.answers import extract_answer, same_answer, text_of
-from reward_functions.loading import name_of
-from rewards import Reports, compute_rewards_for_completions, correctness
-from runs.groups import sample_on_all_ranks
+from experience import Groups, sample_on_all_ranks
+from reward_functions.calling import wrap_reward_functions
+from rewards import (
+    compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of,
+)
 from runs.records import or_none
 
 Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
@@ -68,12 +68,9 @@ def sample_and_score(
             engine, environment, examples, config, seed=seed, num_completions=num_completions,
             earlier=earlier,
         )
-        reports = Reports()
-        total, points = compute_rewards_for_completions(
-            functions, [1.0] * len(functions), rollout, examples, on_error=config.reward_errors,
-            timeout=config.reward_timeout, turn_points=rollout.turn_points, reports=reports,
-            trainer_state=trainer_state,
-        )
+        wrapped, reports = wrap_reward_functions(functions, rollout, config, trainer_state)
+        weights = [1.0] * len(functions)
+        total, points = compute_rewards_for_completions(wrapped, weights, rollout, examples)
         return Groups(examples, rollout, total, points, total, reports=reports)
 
     examples = [{"answer": None} | example for example in examples]

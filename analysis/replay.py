@@ -31,8 +31,8 @@ from experience import (
     Experience, Groups, demonstrations_as_experience, shape_rewards,
 )
 from model import ValueHead
-from reward_functions.loading import name_of
-from rewards import load_reward_function, weighted_sum
+from reward_functions.loading import load_reward_function
+from rewards import name_of, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.records import or_none, read_jsonl, read_steps, warn_once

@@ -1,9 +1,7 @@
 """
 Lint reward functions: score correct, wrong, empty and cheating completions, and flag suspicious points.
 
-    python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl --limit 20
-
-prints a table of mean points, then one line per flag. The exit code is 1 if there are flags, 0 if not.
+The command line is in lint_command.py.
 """
 
 import inspect
@@ -14,13 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from config import DataConfig
+from config import GRPOConfig
 from data import as_text, demonstration
-from reward_functions.answers import as_texts, extract_answer, text_of
+from environments.loading import BUILT_IN
+from reward_functions.answers import as_texts
+from reward_functions.calling import wrap_reward_functions
 from reward_functions.formats import LETTERS, choice_of
-from reward_functions.loading import RESERVED, missing_columns, name_of, require_columns
-from runs.command_line import OneLineParser, add_flags_of_config, exit_on_mistake, section_of
-from sources import load_examples
+from reward_functions.loading import RESERVED, missing_columns
+from rewards import compute_rewards_for_completions, extract_answer, name_of, text_of
+from sample import pad_rows
 
 KINDS = {
     "gold": "the completion of the data set, or its answer between the expected tags",
@@ -78,47 +78,41 @@ def completions_of(example: dict, other: dict | None = None, choices: Sequence =
 
 def texts_as_rollout(completions: list) -> SimpleNamespace:
     """Return texts or conversations as a rollout: one token per word of the last turn, and a stop token."""
-    from sample import pad_rows  # slow to import
-
     words = [text_of(completion).split() for completion in completions]
     vocabulary = {word: token for token, word in enumerate(itertools.chain(*words), start=1)}
     rows = [[*map(vocabulary.get, text), 0] for text in words]
     ids, mask = pad_rows(rows), pad_rows([[True] * len(row) for row in rows])
     return SimpleNamespace(
         completions=completions, completion_ids=ids, completion_mask=mask, prompt_ids=ids[:, :1],
-        prompt_mask=mask[:, :1], sampling_logp=ids * 0.0,
+        prompt_mask=mask[:, :1], sampling_logp=ids * 0.0, turn_points=None,
     )
 
 
-def score_kinds(
-    function: Callable, examples: list[dict], timeout: float = 0.0
-) -> tuple[dict[str, float], float, list[dict]]:
+def score_kinds(function: Callable, examples: list[dict]) -> tuple[dict[str, float], float, list[dict]]:
     """Score all kinds of completions with a function, for the examples that have one of the columns it names.
 
     returns  mean points by kind, without kinds that it never scored; seconds per completion; failed calls
     """
-    from rewards import Reports, compute_rewards_for_completions  # slow to import
-
     columns = dict.fromkeys(name for example in examples for name in example)
     used = set(columns) & set(inspect.signature(function).parameters) - set(RESERVED)
     points: dict[str, list[float]] = {}
-    reports = Reports()
+    failures: list[dict] = []
     started, count = time.perf_counter(), 0
     for i, example in enumerate(examples):
         if used and all(example.get(name) is None for name in used):
             continue
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
         texts = completions_of(example, other, as_texts(example.get("choices") if "choices" in used else ""))
-        total, _ = compute_rewards_for_completions(
-            [function], [1.0], texts_as_rollout(list(texts.values())), [columns | example] * len(texts),
-            on_error="none", timeout=timeout, reports=reports,
-        )
+        rollout = texts_as_rollout(list(texts.values()))
+        wrapped, reports = wrap_reward_functions([function], rollout, GRPOConfig(reward_errors="none"))
+        total, _ = compute_rewards_for_completions(wrapped, [1.0], rollout, [columns | example] * len(texts))
         for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
             if not math.isnan(value):
                 points.setdefault(kind.partition(":")[0], []).append(value)
+        failures += reports.failures
         count += len(texts)
     means = {kind: sum(values) / len(values) for kind, values in points.items()}
-    return means, (time.perf_counter() - started) / max(1, count), reports.failures
+    return means, (time.perf_counter() - started) / max(1, count), failures
 
 
 def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
@@ -176,47 +170,6 @@ def lint(
 
 def applicable_functions(examples: list[dict]) -> list[Callable]:
     """Return the built-in functions that have their columns and packages, and score some of the examples."""
-    from rewards import BUILT_IN  # slow to import
-
     columns = {name for example in examples for name in example}
     functions = [function for name, function in BUILT_IN.items() if name != "environment"]
     return [f for f in functions if not missing_columns(f, columns) and score_kinds(f, examples)[0]]
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of the flags."""
-    parser = OneLineParser(prog="rewards.py", description="Lint reward functions.", allow_abbrev=False)
-    add = parser.add_argument
-    add("--lint", action="store_true", required=True, help="score correct, wrong and cheating completions")
-    add("--limit", type=int, default=8, help="use the first n examples [%(default)s]")
-    add_flags_of_config(
-        parser, reward_functions=[], reward_weights=[], dataset="arithmetic", prompt_column="",
-        answer_column="", completion_column="",
-    )
-    return parser
-
-
-def main(argv: list[str]) -> int:
-    """Run the command line. Returns the exit code: 1 if there are flags, else 0."""
-    args = build_parser().parse_all(argv)
-    from rewards import load_reward_function  # slow to import
-
-    data = section_of(args, DataConfig)
-    examples = load_examples(data.dataset, limit=max(1, args.limit), columns=data.columns)
-    functions = [load_reward_function(name) for name in args.reward_functions]
-    require_columns(functions, examples, args.dataset)
-    functions = functions or applicable_functions(examples)
-    weights = args.reward_weights or [1.0] * len(functions)
-    if len(weights) != len(functions):
-        raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions")
-    table, flags = lint(functions, weights, examples)
-    print("\n".join(table))
-    print("".join(f"\n- {flag}" for flag in flags))
-    print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions")
-    return int(bool(flags))
-
-
-def run_command_line(argv: list[str]) -> None:
-    """Run the command line and end the program: with exit code 2 for a mistake, else with main's."""
-    with exit_on_mistake("rewards.py"):
-        raise SystemExit(main(argv))

@@ -29,7 +29,7 @@ from engine.errors import RunError, exits_as_errors
 from logprobs import completion_lengths
 from environments.loading import responders
 from environments.messages import encode_reply
-from reward_functions.calling import MOST_POINTS
+from rewards import MOST_POINTS
 from sample import Rollout, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added

@@ -2,7 +2,7 @@
 Environments that are games.
 """
 
-from reward_functions.answers import extract_answer
+from rewards import extract_answer
 
 
 def guess_letter(conversation: list[dict], answer: str) -> tuple[str | None, float]:

@@ -9,8 +9,7 @@ A reward function gets lists with one entry per completion: the completions, and
 its parameters name. It returns points, and None where it cannot score.
 """
 
-from reward_functions.answers import extract_answer, text_of
-from rewards import correctness
+from rewards import correctness, extract_answer, text_of
 
 
 def brevity(completions, answer, **columns):

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from reward_functions.answers import as_texts, extract_answer, score_each
+from reward_functions.answers import as_texts
+from rewards import extract_answer, score_each
 
 MAX_CHARACTERS = 200            # of an expression; this also bounds how deep the parser recurses
 FOUR_OPERATORS = {

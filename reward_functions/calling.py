@@ -1,6 +1,6 @@
 """
-Calling a reward function: its arguments, the time limit, what it returns and reports, and errors that name
-the function.
+Calling the reward functions of users: arguments as in TRL, the time limit, async functions, several outputs,
+reports beside the points, and errors that name the function. wrap_reward_functions is what others call.
 """
 
 import asyncio
@@ -12,21 +12,17 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 from engine.errors import RunError, exits_as_errors, in_one_line
-from reward_functions.answers import text_of
-from reward_functions.loading import accepted, columns_of, name_of
-
-
-MOST_POINTS = 1e15              # of which the square is a number of float32 as well
+from reward_functions.loading import accepted
+from rewards import name_of, read_points, select_tokens, text_of
 
 
 class RewardError(RunError):
@@ -63,78 +59,89 @@ class Reports:
         """Return the mean of each metric, without NaN."""
         return {name: float(torch.tensor(values).nanmean()) for name, values in self.metrics.items()}
 
-    def add(self, *others: "Reports") -> "Reports":
-        """Append the reports about other completions; returns self."""
-        for other in others:
-            self.extra += other.extra
-            self.failures += other.failures
-            for name, values in other.metrics.items():
-                self.metrics[name] += values
-        return self
+    def select(self, rows: list[bool]) -> "Reports":
+        """Return the reports with `extra` of the completions where rows (B,) is True."""
+        return replace(self, extra=list(compress(self.extra, rows)))
+
+    @staticmethod
+    def join(parts: list["Reports"]) -> "Reports":
+        """Concatenate reports about different completions."""
+        joined = Reports()
+        for part in parts:
+            joined.extra += part.extra
+            joined.failures += part.failures
+            for name, values in part.metrics.items():
+                joined.metrics[name] += values
+        return joined
 
 
-def build_arguments(rollout, examples: list[dict], turn_points: Tensor | None, trainer_state) -> dict:
-    """Return the arguments of reward functions, lists of B entries: columns are repeated for siblings."""
-    group_size, mask = len(rollout.completions) // len(examples), rollout.completion_mask
-    rows = [example for example in examples for _ in range(group_size)]
-    prompts = [row.get("original_prompt", row["prompt"]) for row in rows]
+def wrap_reward_functions(
+    functions: list[Callable], rollout, config, trainer_state=None
+) -> tuple[list[Callable], Reports]:
+    """Return functions for compute_rewards_for_completions that call the given ones, and their reports.
 
-    def select(values: Tensor, mask: Tensor) -> list[list]:
-        return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
-
-    prompt_ids = select(rollout.prompt_ids, rollout.prompt_mask)
-    arguments = dict(
-        completions=list(map(match_prompt_format, rollout.completions, prompts)), prompts=prompts,
-        completion_ids=select(rollout.completion_ids, mask),
-        sampling_logp=select(rollout.sampling_logp, mask),
+    rollout   if it has turn_points (B, T), functions get the points of a conversation's turns, and one with
+              NaN among them is unscored: its environment raised
+    config    a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave
+              completions unscored. reward_timeout: seconds for one call, which scores all B completions;
+              0: no limit. Taking longer is an error
+    trainer_state  global_step, max_steps and epoch, as in TRL; None: step 0 of 1
+    returns   functions of the same names; reports, filled while these are called: what functions log, and
+              failed calls under reward_errors "none"
+    """
+    mask, turn_points = rollout.completion_mask, rollout.turn_points
+    group_size, unscored = len(mask) // len(rollout.prompt_ids), [False] * len(mask)
+    prompt_ids = select_tokens(rollout.prompt_ids, rollout.prompt_mask)
+    provided = dict(
+        sampling_logp=select_tokens(rollout.sampling_logp, mask),
         prompt_ids=[row for row in prompt_ids for _ in range(group_size)],
         trainer_state=trainer_state or SimpleNamespace(global_step=0, max_steps=1, epoch=0.0),
-        **{name: [row.get(name) for row in rows] for name in sorted(columns_of(examples))},
     )
     if turn_points is not None:
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
-        arguments["turn_points"] = select(turn_points, ends)
-    return arguments
+        provided["turn_points"] = select_tokens(turn_points, ends)
+        unscored = turn_points.isnan().any(dim=1).tolist()
+    reports = Reports([{} for _ in mask])
+
+    def wrap(function: Callable) -> Callable:
+        def start(**arguments) -> Callable:
+            points = start_scoring(function, arguments | provided, reports, group_size, config)
+            return lambda: [math.nan if failed else p for p, failed in zip(points(), unscored, strict=True)]
+
+        start.__name__ = name_of(function)
+        return start
+
+    return list(map(wrap, functions)), reports
 
 
-def match_prompt_format(completion: str | list[dict], prompt) -> str | list[dict]:
-    """Return a completion in the format of its prompt, as in TRL: text, or chat messages."""
-    if isinstance(completion, str) and isinstance(prompt, list) and isinstance(prompt[0], dict):
-        return [{"role": "assistant", "content": completion}]
-    return completion
+def start_scoring(function: Callable, arguments: dict, reports: Reports, group_size: int, config) -> Callable:
+    """Return a function that returns the points of a call: None: could not score; NaN: failed.
 
-
-def call_reward_function(
-    function: Callable, call: Callable, arguments: dict, reports: Reports, group_size: int, on_error: str,
-    timeout: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the points (B,) float64, NaN for None, and (B,) bool: where the function failed.
-
-    call  result of start_call. With on_error "none" a function that raises is called again for each group
-          alone, so that the groups on which it does not raise are scored
+    With reward_errors "none" a function that raises is called again for each group alone, so that the groups
+    on which it does not raise are scored.
     """
-    completions = arguments["completions"]
-    try:
-        points = parse_points(call_with_timeout(timeout, call), name_of(function), reports)
-        return points, torch.zeros(len(points), dtype=torch.bool)
-    except Exception as error:
-        if on_error == "raise":
-            raise RewardError(error_message(function, error, completions)) from error
-        if isinstance(error, NoPoints) or len(completions) == group_size:
-            words = str(error) if isinstance(error, NoPoints) else in_one_line(error)
-            report = {"error": words, "completion": text_of(completions[0])}
-            reports.failures.append({"function": name_of(function)} | report)
-            unscored = torch.full((len(completions),), math.nan, dtype=torch.float64)
-            return unscored, torch.ones(len(completions), dtype=torch.bool)
-    parts = []
-    for start in range(0, len(completions), group_size):
-        rows = slice(start, start + group_size)
-        part = {name: value[rows] if isinstance(value, list) else value for name, value in arguments.items()}
-        of_part = Reports(reports.extra[rows], reports.metrics, reports.failures)
-        call = start_call(function, part, of_part)
-        parts.append(call_reward_function(function, call, part, of_part, group_size, on_error, timeout))
-    points, failed = zip(*parts, strict=True)
-    return torch.cat(points), torch.cat(failed)
+    call, completions = start_call(function, arguments, reports), arguments["completions"]
+
+    def points() -> list[float | None]:
+        try:
+            return parse_points(call_with_timeout(config.reward_timeout, call), name_of(function), reports)
+        except Exception as error:
+            if config.reward_errors == "raise":
+                raise RewardError(error_message(function, error, completions)) from error
+            if isinstance(error, NoPoints) or len(completions) == group_size:
+                words = str(error) if isinstance(error, NoPoints) else in_one_line(error)
+                report = {"error": words, "completion": text_of(completions[0])}
+                reports.failures.append({"function": name_of(function)} | report)
+                return [math.nan] * len(completions)
+        found = []
+        for start in range(0, len(completions), group_size):
+            rows = slice(start, start + group_size)
+            part = {name: v[rows] if isinstance(v, list) else v for name, v in arguments.items()}
+            own = Reports(reports.extra[rows], reports.metrics, reports.failures)
+            found += start_scoring(function, part, own, group_size, config)()
+        return found
+
+    return points
 
 
 def start_call(function: Callable, arguments: dict, reports: Reports) -> Callable:
@@ -198,36 +205,31 @@ def call_with_timeout(seconds: float, call: Callable):
         signal.signal(signal.SIGALRM, before)
 
 
-def parse_points(returned, name: str, reports: Reports) -> Tensor:
-    """Convert a list, tuple, array or tensor to (B,) float64 points, NaN for None.
+def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
+    """Convert what a function returned to its points, None for NaN.
 
     Several outputs are a dict of lists or a list of dicts: each is logged as name/output, with its mean as
     reward/name/output, and the points are the output `score`, or without one the sum.
     """
-    count, points, outputs = len(reports.extra), returned, {}
-    expected = f"return a list with one number (or None) for each of the {count} completions"
+    points, outputs = returned, {}
     try:
         if isinstance(points, list | tuple) and any(isinstance(row, dict) for row in points):
             rows = [row or {} for row in points]
             points = {output: [row.get(output) for row in rows] for output in chain(*rows)}
         if isinstance(points, dict):
             outputs = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in points.items()}
-            sums = (None if None in row else sum(row) for row in zip(*outputs.values(), strict=True))
-            points = outputs["score"] if "score" in outputs else list(sums)
-        if not isinstance(points, list | tuple) and not getattr(points, "ndim", 0):
-            raise TypeError
-        points = torch.tensor([math.nan if p is None else float(p) for p in points], dtype=torch.float64)
+            rows = list(zip(*outputs.values(), strict=True))
+            points = outputs.get("score") or [None if None in row else sum(row) for row in rows]
     except (TypeError, ValueError):
-        raise NoPoints(f"it returned {returned!r:.60}; {expected}") from None
-    for length in {len(points), *map(len, outputs.values())} - {count}:
-        raise NoPoints(f"it returned {length} values for {count} completions; {expected}")
-    if (points.abs() > MOST_POINTS).any():
-        most = f"an infinite number of points, or more than {MOST_POINTS:g}"
-        raise NoPoints(f"it returned {most}; return None if it cannot score")
+        points = returned                                 # refused below
+    try:
+        points = read_points(points, len(reports.extra), "it")
+    except ValueError as error:
+        raise NoPoints(error) from None
     for output, values in outputs.items():
         reports.log_extra(f"{name}/{output}", values)
         reports.metrics[f"reward/{name}/{output}"] += [float(v) for v in values if isinstance(v, int | float)]
-    return points
+    return [None if p is None or math.isnan(p) else p for p in points]
 
 
 def error_message(function: Callable, error: Exception, completions: list) -> str:

@@ -8,9 +8,8 @@ import re
 
 import regex
 
-from reward_functions.answers import (
-    as_texts, extract_answer, extract_block, is_missing, matches, same_answer, score_each, text_of,
-)
+from reward_functions.answers import as_texts, extract_block, matches
+from rewards import extract_answer, is_missing, same_answer, score_each, text_of
 
 LETTERS = "ABCDEFGHIJ"          # of choices
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import regex
 
-from reward_functions.answers import as_texts, matches, score_each, text_of
+from reward_functions.answers import as_texts, matches
+from rewards import score_each, text_of
 
 
 def repetition_penalty(completions, **columns) -> list[float]:

@@ -1,5 +1,5 @@
 """
-Finding a function by name or in a file, checking its signature, and the columns of the data that it needs.
+The built-in reward functions by name, functions in files, their signatures, and the columns that they need.
 """
 
 import difflib
@@ -11,16 +11,29 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import reward_functions
 from engine.errors import exits_as_errors
-from reward_functions.answers import text_of
+from reward_functions import MAKERS, MODULE_OF
+from rewards import NOT_PASSED, name_of, text_of
 
+BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name not in MAKERS}
 # Arguments that are no columns, and columns that are not passed to functions.
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
             "log_extra", "log_metric")
-RESERVED = (*PROVIDED, "prompt", "original_prompt", "completion", "turn_points")
+RESERVED = (*PROVIDED, *NOT_PASSED)
 TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
 ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer
+
+
+def load_reward_function(name: str | Callable) -> Callable:
+    """Return a built-in reward function by name, the function of `path/to/file.py:function`, or a function as
+    it is. Raise ValueError if it cannot be called as a reward function.
+    """
+    function = name if callable(name) else BUILT_IN.get(name)
+    if function is None:
+        function = function_from_file("reward_functions", name, tuple(BUILT_IN))
+    return function if as_name(function) in BUILT_IN else check_signature(function, as_name(name))
 
 
 @cache
@@ -48,12 +61,12 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
     return function
 
 
-def check_signature(function: Callable, name: str, built_in: Iterable[str]) -> Callable:
+def check_signature(function: Callable, name: str) -> Callable:
     """Return a reward function if it can be called as one: an instance of a class, and verl's compute_score
     as a function of all completions. Raise ValueError with the reason otherwise.
     """
     flag = f"--reward_functions {name}"
-    if name_of(function) in built_in:
+    if name_of(function) in BUILT_IN:
         raise ValueError(f"{flag}: there is a built-in reward function {name_of(function)}; rename yours")
     if inspect.isclass(function):
         try:
@@ -133,11 +146,10 @@ def data_example(function: Callable) -> str:
     return line and f"; a line of data for {name_of(function)}: {line}"
 
 
-def name_of(function: Callable) -> str:
-    """Return the name of a function as used in logs."""
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def as_name(given) -> str:
-    """Return a name as it is, and python:NAME for a Python object. That stands for it in config.json."""
-    return given if isinstance(given, str) else f"python:{name_of(given)}"
+    """Return what stands for a name or a Python object in config.json: the name as it is, that of a built-in
+    reward function, or python:NAME.
+    """
+    if isinstance(given, str):
+        return given
+    return name_of(given) if BUILT_IN.get(name_of(given)) is given else f"python:{name_of(given)}"

@@ -8,8 +8,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-from reward_functions.answers import extract_answer, extract_boxed, same_answer, text_of
+from reward_functions.answers import extract_boxed
 from reward_functions.sandbox import run_python, usable_cores
+from rewards import extract_answer, same_answer, text_of
 
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
 SECONDS_PER_BATCH = 20.0        # for all comparisons together, and 0.05 more for each

@@ -3,7 +3,7 @@ Points from models: a sequence classifier in this process, or an LLM judge behin
 endpoint. Each function here makes a reward function, in a file of your own that --reward_functions names:
 
     # taste.py
-    from rewards import classifier, judge
+    from reward_functions import classifier, judge
 
     liked = classifier("liked", "path/to/reward-model")
     helpful = judge(
@@ -32,7 +32,7 @@ import torch
 
 from data import as_messages, as_text
 from engine.devices import best_device, eager_device
-from reward_functions.answers import text_of
+from rewards import text_of
 
 
 def classifier(

@@ -13,8 +13,9 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-from reward_functions.answers import extract_block, text_of
+from reward_functions.answers import extract_block
 from reward_functions.sandbox import run_python, usable_cores
+from rewards import text_of
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests

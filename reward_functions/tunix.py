@@ -9,7 +9,7 @@ minus sign nor "1,234".
 import math
 import re
 
-from reward_functions.answers import TAGS, score_each, text_of
+from rewards import TAGS, score_each, text_of
 
 
 def match_format_exactly(completions, **columns) -> list[float]:

@@ -40,7 +40,7 @@ def select(groups: Groups, keep: Tensor) -> Groups:
         list(compress(groups.examples, keep.tolist())), select_groups(groups.rollout, keep),
         groups.scores[keep], {name: points[keep] for name, points in groups.per_function.items()},
         groups.rewards[keep], groups.replaced,
-        replace(groups.reports, extra=list(compress(groups.reports.extra, rows))),
+        groups.reports.select(rows),
     )
 
 
@@ -51,7 +51,7 @@ def join(parts: list[Groups]) -> Groups:
         join_rollouts([part.rollout for part in parts]), torch.cat([part.scores for part in parts]),
         {name: torch.cat([part.per_function[name] for part in parts]) for name in parts[0].per_function},
         torch.cat([part.rewards for part in parts]), sum(part.replaced for part in parts),
-        Reports().add(*(part.reports for part in parts)),
+        Reports.join([part.reports for part in parts]),
     )
 
 

@@ -28,8 +28,7 @@ from engine.sharding import shard, sharded_like
 from engine.vllm_engine import VLLM, refuse_engine
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
-from reward_functions.loading import as_name, name_of, refuse_equal_names, require_columns
-from rewards import BUILT_IN, load_reward_function
+from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.flag_notes import template_notes
 from runs.folder import RunFolder
@@ -56,8 +55,7 @@ def name_objects(config: Config, given: dict) -> Config:
             raise ValueError(f"{f!r:.60} is neither a function nor the name of one")
     names = {name: as_name(value) for name, value in given.items() if value is not None}
     if given["reward_functions"] is not None:
-        names["reward_functions"] = [
-            name_of(f) if BUILT_IN.get(name_of(f)) is f else as_name(f) for f in given["reward_functions"]]
+        names["reward_functions"] = list(map(as_name, given["reward_functions"]))
     grpo = replace(config.grpo, **{n: names[n] for n in ("reward_functions", "environment") if n in names})
     data = replace(config.data, **{n: names[n] for n in ("dataset", "eval_dataset") if n in names})
     for name in [name for name in given if name not in names]:

@@ -20,8 +20,9 @@ from engine.precision import is_exact
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import responders
 from experience import compare_with_sampler, log_probs_of_rollout
+from reward_functions.calling import wrap_reward_functions
 from reward_functions.loading import data_example
-from rewards import Reports, compute_rewards_for_completions
+from rewards import compute_rewards_for_completions
 from sample import Rollout, left_pad, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
@@ -235,7 +236,7 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     new_conversation  starts a conversation with the environment, if there is one; the completions are its
                       last turns, after the earlier turns of the demonstration
     """
-    texts, turn_points = completions_of(example), None
+    texts = completions_of(example)
     completions = list(texts.values())
     if new_conversation:
         before = gold_turns(example)[:-1]
@@ -243,12 +244,10 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
         completions, points = map(list, zip(*results, strict=True))
     rollout = texts_as_rollout(completions)
     if new_conversation:
-        turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
-    reports = Reports()
+        rollout.turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
+    functions, reports = wrap_reward_functions(reward_functions, rollout, config)
     scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
-        reward_functions, config.weights, rollout, [example] * len(texts), on_error=config.reward_errors,
-        timeout=config.reward_timeout, reports=reports, turn_points=turn_points,
-    )
+        functions, config.weights, rollout, [example] * len(texts))
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))
     totals = {kind: total for kind, total in totals.items() if not math.isnan(total)}
     if not totals:

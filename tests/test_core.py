@@ -47,6 +47,62 @@ def test_sampler_and_log_probabilities_import_the_core_alone():
     assert imports_of("sample") - libraries == {"data", "logprobs"}
 
 
+def test_rewards_alone_score_with_a_function_of_ones_own_none_and_one_that_raises(tmp_path):
+    assert imports_of("rewards") - {"analysis"} <= {*sys.stdlib_module_names, "torch"}
+    shutil.copy(ROOT / "rewards.py", tmp_path)
+    run(tmp_path, "-c", """
+import math
+from types import SimpleNamespace
+import torch
+from rewards import compute_rewards_for_completions, correctness
+
+texts = ["<answer>2</answer>", "3", "<answer>5</answer>", "<answer>6</answer>"]
+mask = torch.tensor([[True, True], [True, False]] * 2)
+rollout = SimpleNamespace(completions=texts, completion_ids=torch.arange(8).view(4, 2), completion_mask=mask)
+examples = [{"prompt": "1+1", "answer": "2"}, {"prompt": [{"role": "user", "content": "Say it."}], "answer": None}]
+calls = []
+
+def tokens(completions, prompts, completion_ids, answer, **columns):
+    calls.append("tokens")
+    assert completions == [*texts[:2], *([{"role": "assistant", "content": text}] for text in texts[2:])]
+    assert prompts == ["1+1"] * 2 + [examples[1]["prompt"]] * 2 and answer == ["2", "2", None, None] and columns == {}
+    return [len(ids) for ids in completion_ids]
+
+def later(completions, **columns):
+    calls.append("started")
+    return lambda: calls.append("awaited") or [1.0, math.nan, None, None]
+
+total, points = compute_rewards_for_completions([correctness, tokens], [1.0, 0.5], rollout, examples)
+assert total.tolist() == [[2.0, 0.5], [1.0, 0.5]], "the second group without correctness: None for both"
+assert points["correctness"][0].tolist() == [1, 0] and points["correctness"][1].isnan().all()
+assert points["tokens"].tolist() == [[2, 1], [2, 1]]
+
+calls.clear()
+total, points = compute_rewards_for_completions([later, tokens], [1.0, 1.0], rollout, examples)
+assert calls == ["started", "tokens", "awaited"], "all are started before the first is awaited"
+assert total[0, 0] == 3 and total[0, 1].isnan() and total[1].tolist() == [2, 1], "NaN: it failed; None: it does not apply"
+total, _ = compute_rewards_for_completions([lambda **_: [math.nan] * 4, tokens], [1.0, 1.0], rollout, examples)
+assert total.isnan().all(), "failed on all siblings is not None for all siblings"
+total, _ = compute_rewards_for_completions([lambda **_: [None, 1, 2, None], tokens], [1.0, 1.0], rollout, examples)
+assert total.isnan().tolist() == [[True, False], [False, True]], "None for some siblings: not comparable"
+
+def refused(returned):
+    try:
+        compute_rewards_for_completions([lambda **_: returned], [1.0], rollout, examples)
+    except ValueError as error:
+        return str(error)
+
+expected = "return a list with one number (or None) for each of the 4 completions"
+assert refused([1.0]) == f"reward function <lambda> returned 1 values for 4 completions; {expected}"
+assert refused(["x"] * 4) == f"reward function <lambda> returned ['x', 'x', 'x', 'x']; {expected}"
+assert "infinite" in refused([math.inf] * 4)
+try:
+    compute_rewards_for_completions([correctness, lambda completions, **columns: 1 / 0], [1.0, 1.0], rollout, examples)
+except ZeroDivisionError:
+    print("raised")
+""")
+
+
 POLICIES = dict(temperature=1.0), dict(temperature=0.7, top_k=20), dict(temperature=1.3, top_p=0.8)
 
 
@@ -105,7 +161,7 @@ def compare_by_hand(model, rollout, policy, logp, entropy, gradient):
 
 def test_the_sampler_alone_gives_what_it_gives_here(tmp_path, model, tokenizer, settings):
     save_policy(model, tokenizer, tmp_path / "model")
-    for name in ["sample", "logprobs", "data"]:
+    for name in ["sample", "logprobs", "data", "rewards"]:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     done = run(tmp_path, "-c", f"""
 from types import SimpleNamespace

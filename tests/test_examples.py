@@ -16,9 +16,10 @@ from conftest import exhaustive
 import train
 from analysis.reward_linter import lint
 from config import ModelConfig
-from sources import load_examples
 from engine.policy import load_policy, save_policy
-from rewards import correctness, load_reward_function
+from reward_functions.loading import load_reward_function
+from rewards import correctness
+from sources import load_examples
 from runs.command_line import parse_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -22,7 +22,7 @@ LAYERS = [                      # modules and packages, the lowest layer first
     ("runs", "analysis"),
     ("train", "infer"),
 ]
-EXCEPTION = "rewards", "analysis.reward_linter"           # `python rewards.py --lint` calls the linter
+EXCEPTION = "rewards", "analysis.lint_command"            # `python rewards.py --lint` calls the linter
 FILES_OF_A_PROJECT = {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
                       "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", "requirements-vllm.txt", "requirements-vllm-cpu.txt", "run_tpu_training.sh"}
 

@@ -7,8 +7,8 @@ from conftest import QUICK
 
 import train
 from analysis.replay import saved_name
-from reward_functions.loading import name_of
-from rewards import load_reward_function
+from rewards import name_of
+from reward_functions.loading import load_reward_function
 from runs.records import read_jsonl
 
 @pytest.mark.parametrize("code,saved", [

@@ -14,6 +14,9 @@ from config import GRPOConfig
 from sources import load_examples
 from experience import shape_rewards
 from grpo import compute_group_advantages
+from reward_functions import check_answer, math_equality
+from reward_functions.calling import Reports, wrap_reward_functions
+from reward_functions.loading import BUILT_IN
 from rewards import compute_rewards_for_completions
 from runs.flag_notes import flag_notes
 from runs.command_line import parse_config
@@ -99,12 +102,12 @@ def test_every_gold_answer_of_gsm8k_is_right_and_its_successor_wrong():
     for spell in (str, lambda a: f"${a}.00", lambda a: f"{int(a):,}"):
         assert set(rewards.correctness([f"<answer>{spell(a)}</answer>" for a in answers], answer=answers)) == {1.0}
     gold = [f"<reasoning>x</reasoning><answer>{a}</answer>" for a in answers]
-    assert set(rewards.check_answer(gold, answer=answers)) == {3.0}
+    assert set(check_answer(gold, answer=answers)) == {3.0}
     after = [f"<reasoning>x</reasoning><answer>{int(a) + 1}</answer>" for a in answers]
-    assert set(rewards.correctness(after, answer=answers)) == {0.0} and 3.0 not in rewards.check_answer(after, answer=answers)
+    assert set(rewards.correctness(after, answer=answers)) == {0.0} and 3.0 not in check_answer(after, answer=answers)
     if importlib.util.find_spec("math_verify") and sys.platform == "linux":
-        assert set(rewards.math_equality(gold, answer=answers)) == {1.0}
-        assert set(rewards.math_equality(after[:200], answer=answers[:200])) == {0.0}
+        assert set(math_equality(gold, answer=answers)) == {1.0}
+        assert set(math_equality(after[:200], answer=answers[:200])) == {0.0}
 
 
 COLUMNS = dict(
@@ -113,7 +116,7 @@ COLUMNS = dict(
 )
 
 
-@pytest.mark.parametrize("name", rewards.BUILT_IN)
+@pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize(
     "text", ["", "<answer>", "</answer><answer>", "\x00é" * 9, f"<answer>{'9' * 5000}</answer>", "." * 99, "\ud800"]
 )
@@ -122,7 +125,7 @@ def test_nothing_that_a_model_prints_makes_a_reward_function_raise(name, text):
         pytest.skip("needs math-verify")
     columns = {column: [value] * 2 for column, value in COLUMNS.items()}
     columns["answer"] = ["B" if name == "multiple_choice" else "132"] * 2
-    for points in rewards.BUILT_IN[name]([text, text], prompts=["p", "p"], **columns):
+    for points in BUILT_IN[name]([text, text], prompts=["p", "p"], **columns):
         assert isinstance(points, float) and math.isfinite(points)
 
 
@@ -133,7 +136,17 @@ def rollout_of(*texts):
     return SimpleNamespace(
         completions=list(texts), completion_ids=ids, completion_mask=mask, sampling_logp=-ids.float(),
         prompt_ids=torch.tensor([[0, 7], [8, 9]])[:prompts], prompt_mask=torch.tensor([[False, True], [True, True]])[:prompts],
+        turn_points=None,
     )
+
+
+def call_and_score(functions, weights, rollout, examples, *, reports=None, on_error="raise", timeout=0.0):
+    """As training does: the functions wrapped; fills reports."""
+    config = GRPOConfig(reward_errors=on_error, reward_timeout=timeout)
+    wrapped, made = wrap_reward_functions(functions, rollout, config)
+    scored = compute_rewards_for_completions(wrapped, weights, rollout, examples)
+    vars(reports or Reports()).update(vars(made))
+    return scored
 
 
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]
@@ -189,8 +202,9 @@ def test_reward_settings_that_make_no_sense_are_refused():
 
 def test_a_conversation_whose_environment_raised_is_unscored():
     turn_points = torch.tensor([[0.0, 1.0, 0.0], [math.nan, 0.5, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 0.0]])
-    total, points = compute_rewards_for_completions(
-        [lambda completions, turn_points, **columns: [sum(row) for row in turn_points]], [2.0], rollout_of("a", "b", "c", "d"), EXAMPLES,
-        turn_points=turn_points)
+    rollout = rollout_of("a", "b", "c", "d")
+    rollout.turn_points = turn_points
+    total, points = call_and_score(
+        [lambda completions, turn_points, **columns: [sum(row) for row in turn_points]], [2.0], rollout, EXAMPLES)
     assert [[None if math.isnan(x) else x for x in row] for row in total.tolist()] == [[2.0, None], [0.5, 0.0]]
     assert points["<lambda>"].isnan().sum() == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import chat, reward_linter
+from analysis import chat, lint_command
 import infer
 
 import train
@@ -28,7 +28,7 @@ def run(program, words):
     if program in FILES:
         runpy.run_path(program)
         return None
-    return {"infer.py": infer, "rewards.py": reward_linter}[program].main(words)
+    return {"infer.py": infer, "rewards.py": lint_command}[program].main(words)
 
 
 @pytest.fixture(scope="module")

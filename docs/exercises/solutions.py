@@ -1,4 +1,4 @@
-"""Solutions of exercises.py: one way each. How the project does it: grpo.py and reward_functions/answers.py."""
+"""Solutions of exercises.py: one way each. How the project does it: grpo.py and rewards.py."""
 
 import math
 import re

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis import reward_linter
+from analysis import lint_command, reward_linter
+from environments.loading import BUILT_IN
+from reward_functions.loading import load_reward_function
+from reward_functions.tunix import check_answer
+from rewards import correctness, same_answer
 from sources import load_examples
-from reward_functions.answers import same_answer
-from rewards import BUILT_IN, check_answer, correctness, load_reward_function
 from test_rewards import needs_math_verify
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +151,7 @@ def test_functions_of_tokens_see_one_for_each_word():
 
 def exit_code(argv):
     with pytest.raises(SystemExit) as stop:
-        reward_linter.run_command_line(argv)
+        lint_command.run_command_line(argv)
     return stop.value.code
 
 
@@ -167,7 +169,7 @@ def test_the_exit_code_tells_flags_from_mistakes(capsys, tmp_path):
 
 
 def test_without_names_the_functions_are_those_that_score_something(capsys):
-    reward_linter.main(["--lint", "--limit", "2"])
+    lint_command.main(["--lint", "--limit", "2"])
     printed = capsys.readouterr().out
     assert "| `correctness` |" in printed and "environment" not in printed, "it needs an environment"
     assert "multiple_choice" not in printed and "passes_tests" not in printed and "failed" not in printed
@@ -177,7 +179,7 @@ def test_data_is_read_as_training_reads_it(capsys, tmp_path):
     (tmp_path / "own.jsonl").write_text('{"q": "1+1=?", "a": "2", "c": "<answer>2</answer>"}\n')
     command = ["--lint", "--dataset", str(tmp_path / "own.jsonl"), "--reward_functions", "correctness"]
     assert exit_code(command) == 2 and "--prompt_column" in capsys.readouterr().err
-    assert reward_linter.main([*command, "--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]) == 0
+    assert lint_command.main([*command, "--prompt_column", "q", "--answer_column", "a", "--completion_column", "c"]) == 0
     assert "| `correctness` | 1.00 |" in capsys.readouterr().out
 
 

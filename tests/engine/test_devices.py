@@ -18,7 +18,7 @@ from engine import devices, ranks
 from engine.precision import resolve_precision
 from engine.devices import best_device
 from engine.ranks import ManyRanks, picklable
-from rewards import RewardError
+from reward_functions.calling import RewardError
 
 
 def test_shares_and_rounds_cover_everything_once(monkeypatch):

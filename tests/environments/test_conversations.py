@@ -27,9 +27,12 @@ from environments.messages import encode_demonstration, encode_reply
 from experience import Experience, Groups, shape_rewards
 from grpo import policy_loss
 from model import byte_tokenizer
-from rewards import compute_rewards_for_completions, correctness, environment
+from reward_functions import environment
+from reward_functions.calling import Reports
+from rewards import correctness
 from runs.records import completion_records, read_jsonl
 from sample import demonstrations_as_rollout
+from test_rewards import call_and_score
 
 CHATS = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
 
@@ -123,7 +126,7 @@ def test_rollouts_can_be_written_down(model, tokenizer, settings):
     rollout = sample_conversations(model, tokenizer, settings)
     examples = [{"prompt": prompt} for prompt in PROMPTS + CHATS]
     rewards = {"environment": torch.arange(24.0).view(6, 4)}
-    groups = Groups(examples, rollout, rewards["environment"], rewards, rewards["environment"])
+    groups = Groups(examples, rollout, rewards["environment"], rewards, rewards["environment"], reports=Reports())
     logp = rollout.sampling_logp
     experience = Experience(examples, rollout, rollout.completion_mask, torch.zeros(24, 1), logp, logp, groups=groups)
     records = completion_records(experience)
@@ -302,7 +305,7 @@ def test_an_environment_that_misbehaves_is_named_or_its_conversation_unscored(mo
     failed = rollout.turn_points.isnan().any(dim=1)
     assert 0 < failed.sum() < len(failed)
     examples = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS]
-    total, _ = compute_rewards_for_completions([correctness], [1.0], rollout, examples, turn_points=rollout.turn_points)
+    total, _ = call_and_score([correctness], [1.0], rollout, examples)
     assert torch.equal(total.flatten().isnan(), failed)
 
 
@@ -325,9 +328,7 @@ def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenize
 
     rollout = sample_conversations(model, tokenizer, settings)
     examples = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS + CHATS]
-    total, _ = compute_rewards_for_completions(
-        [environment, spy], [2.0, 1.0], rollout, examples, turn_points=rollout.turn_points
-    )
+    total, _ = call_and_score([environment, spy], [2.0, 1.0], rollout, examples)
     assert seen["completions"] == rollout.completions
     for row, (messages, points) in enumerate(zip(rollout.completions, seen["turn_points"])):
         prompt = CHATS[row // 4 - 4] if row >= 16 else ["the prompt"]

@@ -11,7 +11,7 @@ import train
 from sources import load_examples
 from environments.conversations import Conversation, run_scripted_turns
 from environments.loading import load_environment, refuse_missing_columns, responders
-from rewards import load_reward_function
+from reward_functions.loading import load_reward_function
 from runs.startup_check import check_rewards
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+import rewards
 from reward_functions import answers
 
 
@@ -13,7 +14,7 @@ from reward_functions import answers
     ("<answer><answer>18</answer></answer>", None), ("<answer>17</answer><answer>18</answer>", None), ("18", None), ("", None),
 ])
 def test_the_answer_is_between_the_only_pair_of_tags_in_their_order(text, answer):
-    assert answers.extract_answer(text) == answer
+    assert rewards.extract_answer(text) == answer
 
 
 @pytest.mark.parametrize("value,texts", [
@@ -21,13 +22,13 @@ def test_the_answer_is_between_the_only_pair_of_tags_in_their_order(text, answer
     ((1, 2.5), ["1", "2.5"]), ([[1]], ["[1]"]), ({"text": ["x"]}, ["{'text': ['x']}"]), (range(2), ["0", "1"]),
 ])
 def test_a_single_value_is_a_list_of_one_and_a_missing_one_none(value, texts):
-    assert answers.as_texts(value) == texts and answers.is_missing(value) == (texts == [] and value != [])
+    assert answers.as_texts(value) == texts and rewards.is_missing(value) == (texts == [] and value != [])
 
 
 def test_a_missing_truth_is_no_answer_and_a_missing_value_no_score():
-    assert not any(answers.same_answer(given, truth) for given in ("nan", "None", "") for truth in (None, math.nan, "nan", " ", [math.nan, None]))
-    assert answers.same_answer("nan", "NaN") and answers.same_answer("None", "none"), "texts, as in a question about a language"
-    assert answers.score_each(lambda text, a, b: 1.0, ["x"] * 4, [1, None, 1, "nan"], [0, 1, math.nan, 1]) == [1.0, None, None, None]
+    assert not any(rewards.same_answer(given, truth) for given in ("nan", "None", "") for truth in (None, math.nan, "nan", " ", [math.nan, None]))
+    assert rewards.same_answer("nan", "NaN") and rewards.same_answer("None", "none"), "texts, as in a question about a language"
+    assert rewards.score_each(lambda text, a, b: 1.0, ["x"] * 4, [1, None, 1, "nan"], [0, 1, math.nan, 1]) == [1.0, None, None, None]
 
 
 def test_the_block_is_the_last_one_of_the_answer_or_of_the_text():

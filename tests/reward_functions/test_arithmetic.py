@@ -2,7 +2,7 @@
 
 import pytest
 
-import rewards
+import reward_functions
 from reward_functions.arithmetic import evaluate_expression
 
 
@@ -41,8 +41,8 @@ from reward_functions.arithmetic import evaluate_expression
 @pytest.mark.filterwarnings("error")
 def test_countdown(answer, points):
     text = f"<reasoning>x</reasoning><answer>{answer}</answer>"
-    assert rewards.countdown([text], numbers=[[7, 3, 4]], target=[19]) == [points]
-    assert rewards.countdown([text], numbers=[["4", "7", "3"]], target=["19"]) == [points]
+    assert reward_functions.countdown([text], numbers=[[7, 3, 4]], target=[19]) == [points]
+    assert reward_functions.countdown([text], numbers=[["4", "7", "3"]], target=["19"]) == [points]
 
 
 @pytest.mark.parametrize("answer,numbers,target,points", [
@@ -51,14 +51,14 @@ def test_countdown(answer, points):
     ("12", "12", 12, 1.0), ("12", 12, 12, 1.0), ("1+2", "12", 3, 0.0),                                        # one text is a list of one
 ])
 def test_numbers_and_target_are_not_rounded_and_a_single_number_is_a_list(answer, numbers, target, points):
-    assert rewards.countdown([f"<answer>{answer}</answer>"], numbers=[numbers], target=[target]) == [points]
+    assert reward_functions.countdown([f"<answer>{answer}</answer>"], numbers=[numbers], target=[target]) == [points]
 
 
 def test_countdown_counts_in_fractions_and_wants_one_tagged_answer():
     texts = ["<answer>8/(3-8/3)</answer>", "8/(3-8/3)", "<answer>8/(3-8/3)</answer>" * 2, ""]
-    assert rewards.countdown(texts, numbers=[[3, 8, 3, 8]] * 4, target=[24] * 4) == [1.0, 0.0, 0.0, 0.0]
-    assert rewards.countdown(texts[:2], numbers=[None, [3]], target=[24, None]) == [None, None]
-    assert rewards.countdown(texts[:1] * 2, numbers=[[3, 8, 3, 8], "nan"], target=[float("nan"), 24]) == [None, None]
+    assert reward_functions.countdown(texts, numbers=[[3, 8, 3, 8]] * 4, target=[24] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert reward_functions.countdown(texts[:2], numbers=[None, [3]], target=[24, None]) == [None, None]
+    assert reward_functions.countdown(texts[:1] * 2, numbers=[[3, 8, 3, 8], "nan"], target=[float("nan"), 24]) == [None, None]
     third = "<answer>1/3*3</answer>"
-    assert rewards.countdown([third], numbers=[[1, 3, 3]], target=[1]) == [1.0]
+    assert reward_functions.countdown([third], numbers=[[1, 3, 3]], target=[1]) == [1.0]
     assert evaluate_expression("10/4") == (5 / 2, [10, 4]) and evaluate_expression("1/0") == (None, [1, 0])

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rewards import EXAMPLES, length, rollout_of
+from test_rewards import EXAMPLES, call_and_score, length, rollout_of
 
+from reward_functions.calling import Reports, RewardError
+from reward_functions.loading import load_reward_function
 from sources import load_examples
-from reward_functions import calling
-from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function
 
 OF_TRL = """
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
@@ -44,7 +44,7 @@ def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     function = load_reward_function(f"{tmp_path}/of_trl.py:{name}")
     texts = ["<think>\nhalf\n</think>\nSo \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}"]
-    total, _ = compute_rewards_for_completions(
+    total, _ = call_and_score(
         [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=timeout
     )
     torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
@@ -53,10 +53,11 @@ def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
 def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_columns_stay_out():
     def as_in_trl(completions, **columns):
         assert set(columns) == {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+        assert columns["trainer_state"].global_step == 0
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1}
-    total, _ = compute_rewards_for_completions([as_in_trl], [1.0], rollout_of("a", "bb"), [example])
+    example = {"prompt": [{"role": "user", "content": "hi"}], "completion": "gold", "completions": ["x"], "prompts": 1, "trainer_state": 5}
+    total, _ = call_and_score([as_in_trl], [1.0], rollout_of("a", "bb"), [example])
     assert total.tolist() == [[1.0, 2.0]]
 
 
@@ -67,7 +68,7 @@ def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the
         seen.update(columns, completions=completions, prompts=prompts, completion_ids=completion_ids)
         return [0.0] * 4
 
-    compute_rewards_for_completions([spy], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    call_and_score([spy], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
     assert seen == {
         "completions": ["a", "b", "c", "d"], "prompts": ["p", "p", "q", "q"],
         "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
@@ -80,7 +81,13 @@ def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_ask
     rollout.completion_mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 1, 1]]).bool()
     rollout.completion_ids = rollout.sampling_logp = points
 
-    arguments = calling.build_arguments(rollout, EXAMPLES[:1], points, None)
+    rollout.turn_points, arguments = points, {}
+
+    def spy(completions, turn_points, prompt_ids, sampling_logp, completion_ids, trainer_state):
+        arguments.update(locals())
+        return [0.0] * 2
+
+    call_and_score([spy], [1.0], rollout, EXAMPLES[:1])
     assert arguments["trainer_state"] == SimpleNamespace(global_step=0, max_steps=1, epoch=0.0)
     assert arguments["turn_points"] == [[2.0, 4.0], [6.0, 0.0]] and arguments["prompt_ids"] == [[7], [7]]
     assert arguments["sampling_logp"] == arguments["completion_ids"] == [[1.0, 2.0, 4.0], [6.0, 9.0, 0.0]]
@@ -92,7 +99,7 @@ def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_ask
     (lambda completions, **columns: (1.0 for _ in completions), "<generator object"),
     (lambda completions, **columns: {"a": [1.0] * 4, "b": [1.0]}, "{'a': [1.0, 1.0, 1.0, 1.0], 'b': [1.0]}; return a list"),
     (lambda completions, **columns: {"a": ["x"] * 4}, "{'a': ['x', 'x', 'x', 'x']}; return a list"),
-    (lambda completions, **columns: {"score": [1.0] * 4, "b": [1.0]}, "1 values for 4 completions; return a list"),
+    (lambda completions, **columns: {"score": [1.0] * 4, "b": [1.0]}, "{'score': [1.0, 1.0, 1.0, 1.0], 'b': [1.0]}; return a list"),
     (lambda completions, **columns: "1111", "'1111'; return a list"),
     (lambda completions, **columns: torch.tensor(1.0), "tensor(1.); return a list"),
     (lambda completions, **columns: [1.0], "1 values for 4 completions; return a list"),
@@ -103,20 +110,23 @@ def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_ask
 def test_what_is_no_list_of_points_is_shown(function, returned):
     rollout, reports = rollout_of("a", "b", "", "d"), Reports()
     with pytest.raises(RewardError) as error:
-        compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES)
+        call_and_score([function], [1.0], rollout, EXAMPLES)
     said = str(error.value)
     assert f"it returned {returned}" in said and "raised" not in said, said
-    compute_rewards_for_completions([function], [1.0], rollout, EXAMPLES, on_error="none", reports=reports)
+    call_and_score([function], [1.0], rollout, EXAMPLES, on_error="none", reports=reports)
     (failure,) = reports.failures
     assert f"it returned {returned}" in failure["error"] and failure["completion"] == "a"
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda points: torch.tensor(points).numpy()])
 def test_points_may_be_a_list_a_tuple_a_tensor_or_an_array(kind):
-    total, _ = compute_rewards_for_completions(
+    total, _ = call_and_score(
         [lambda completions, **columns: kind([1.0, 2.0, 3.0, math.nan])], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES
     )
     assert total[0].tolist() == [1.0, 2.0] and total[1, 0] == 3.0 and total[1, 1].isnan()
+    functions = [length, lambda completions, **columns: kind([1.0, 2.0, math.nan, math.nan])]
+    total, _ = call_and_score(functions, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    assert total.tolist() == [[2.0, 3.0], [1.0, 1.0]], "NaN is None: for all siblings, the function does not apply"
 
 
 def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
@@ -124,7 +134,7 @@ def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
         return [float(text == solution[0]) for text in completions]
 
     for columns, points in ({"answer": "a"}, [1.0, 0.0]), ({"answer": "a", "solution": "b"}, [0.0, 1.0]):
-        total, _ = compute_rewards_for_completions([asked], [1.0], rollout_of("a", "b"), [{"prompt": "p"} | columns])
+        total, _ = call_and_score([asked], [1.0], rollout_of("a", "b"), [{"prompt": "p"} | columns])
         assert total.tolist() == [points]
 
 
@@ -134,14 +144,14 @@ def test_a_function_that_hangs_is_given_up_on():
         return [1.0] * len(completions)
 
     reports, started, threads = Reports(), time.monotonic(), set(threading.enumerate())
-    total, points = compute_rewards_for_completions(
+    total, points = call_and_score(
         [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, reports=reports
     )
     assert points["hangs"].isnan().all() and points["length"].isfinite().all() and total.isnan().all()
     assert set(threading.enumerate()) == threads, "nothing goes on in the background"
     assert [f["function"] for f in reports.failures] == ["hangs"] and "0.2 s (--reward_timeout)" in reports.failures[0]["error"]
     with pytest.raises(RewardError, match=r"reward function hangs: no result within 0\.2 s"):
-        compute_rewards_for_completions([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
+        call_and_score([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
     assert time.monotonic() - started < 5
 
 
@@ -150,10 +160,10 @@ def test_with_a_time_limit_points_and_exceptions_are_the_same():
         return [1.0 / len(text) for text in completions]
 
     for timeout in 0.0, 10.0:
-        total, _ = compute_rewards_for_completions([fussy], [1.0], rollout_of("a", "bb"), EXAMPLES[:1], timeout=timeout)
+        total, _ = call_and_score([fussy], [1.0], rollout_of("a", "bb"), EXAMPLES[:1], timeout=timeout)
         assert total.tolist() == [[1.0, 0.5]]
         with pytest.raises(RuntimeError, match=r"fussy raised ZeroDivisionError.*on 2 completions, the first is 'a'"):
-            compute_rewards_for_completions([fussy], [1.0], rollout_of("a", ""), EXAMPLES[:1], timeout=timeout)
+            call_and_score([fussy], [1.0], rollout_of("a", ""), EXAMPLES[:1], timeout=timeout)
 
 
 def test_each_function_has_lists_of_its_own():
@@ -171,7 +181,7 @@ def test_each_function_has_lists_of_its_own():
 
     seen, examples = [], [{"prompt": "p", "names": ["a"]}, {"prompt": "q", "names": []}]
     for _ in range(2):                                    # the examples of the data stay too
-        total, _ = compute_rewards_for_completions([shouts, sees], [1.0, 1.0], rollout_of("aaa", "bb", "c", "dddd"), examples)
+        total, _ = call_and_score([shouts, sees], [1.0, 1.0], rollout_of("aaa", "bb", "c", "dddd"), examples)
         assert total.tolist() == [[4.0, 3.0], [2.0, 5.0]]
     assert seen == [(["aaa", "bb", "c", "dddd"], [["a"], ["a"], [], []])] * 2 and examples[0] == {"prompt": "p", "names": ["a"]}
 
@@ -183,9 +193,9 @@ def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     exec(f"import asyncio\n{kind} leaves(completions, **columns):\n    if 'c' in completions:\n        raise {error}\n    return [1.0] * len(completions)", names)
     for timeout in 0.0, 20.0:
         with pytest.raises(RewardError, match=r"leaves raised (RuntimeError|CancelledError): .* \(<string>, line 4\); on 4 completions"):
-            compute_rewards_for_completions([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
+            call_and_score([names["leaves"]], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, timeout=timeout)
     reports = Reports()
-    points, _ = compute_rewards_for_completions(
+    points, _ = call_and_score(
         [names["leaves"], length], [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none", reports=reports)
     assert points[0].tolist() == [2.0, 2.0] and points[1].isnan().all() and len(reports.failures) >= 1
 
@@ -203,7 +213,7 @@ def test_several_outputs_are_logged_each_and_their_score_or_sum_counts(returned,
         return returned
 
     reports = Reports()
-    _, found = compute_rewards_for_completions([outputs], [1.0], rollout_of(*"abcd"), EXAMPLES, reports=reports)
+    _, found = call_and_score([outputs], [1.0], rollout_of(*"abcd"), EXAMPLES, reports=reports)
     assert [None if math.isnan(p) else p for p in found["outputs"].flatten().tolist()] == points
     numbers = [value for value in form if value is not None]
     assert [row["outputs/form"] for row in reports.extra] == form
@@ -217,7 +227,7 @@ def test_ctrl_c_in_a_function_is_no_error_of_it():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compute_rewards_for_completions([interrupted], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none")
+        call_and_score([interrupted], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none")
 
 
 @pytest.mark.parametrize("points", [1e160, -1e16])
@@ -226,6 +236,6 @@ def test_points_beyond_what_can_be_squared_are_an_error_of_the_function(points):
         return [points] * len(completions)
 
     with pytest.raises(RewardError, match="reward function generous: it returned an infinite number of points, or more than 1e"):
-        compute_rewards_for_completions([generous], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
-    total, _ = compute_rewards_for_completions([lambda completions: [1e15, -1e15] * 2], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+        call_and_score([generous], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    total, _ = call_and_score([lambda completions: [1e15, -1e15] * 2], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
     assert total.abs().max() == 1e15

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import QUICK, exhaustive
+from test_rewards import call_and_score
 
-from analysis.reward_linter import main as lint, texts_as_rollout
-from reward_functions.loading import data_example, missing_columns, require_columns
+from analysis.lint_command import main as lint
+from analysis.reward_linter import texts_as_rollout
+from reward_functions.loading import BUILT_IN, data_example, missing_columns, require_columns
 from reward_functions.sandbox import run_python
-from rewards import BUILT_IN, compute_rewards_for_completions, correctness
+from rewards import correctness
 from runs.command_line import parse_config
 from runs.setup import set_up, validate_grpo_setup
 from sources.tasks import PROBLEMS
@@ -73,7 +75,7 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
         pytest.skip("needs math-verify")
     if example and (name != "passes_tests" or run_python("").ok):
         rollout = texts_as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
-        points, _ = compute_rewards_for_completions([function], [1.0], rollout, [example])
+        points, _ = call_and_score([function], [1.0], rollout, [example])
         assert points.isfinite().all()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import start_run
 
-from analysis.reward_linter import main as lint
-from reward_functions.answers import text_of
-from rewards import load_reward_function
+from analysis.lint_command import main as lint
+from reward_functions.loading import load_reward_function
+from rewards import text_of
 from runs.records import read_jsonl
 from train import grpo_training_step
 

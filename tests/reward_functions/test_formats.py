@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from test_rewards import GOLD
 
-import rewards
+import reward_functions
 from sources import load_examples
 from reward_functions import formats
 from reward_functions.loading import require_columns
@@ -36,20 +36,20 @@ from reward_functions.loading import require_columns
     ],
 )
 def test_multiple_choice(given, truth, choices, points):
-    assert rewards.multiple_choice([f"<answer>{given}</answer>"], answer=[truth], choices=[choices]) == [points]
+    assert reward_functions.multiple_choice([f"<answer>{given}</answer>"], answer=[truth], choices=[choices]) == [points]
     if choices is None:
-        assert rewards.multiple_choice([f"<answer>{given}</answer>"], answer=[truth]) == [points]
+        assert reward_functions.multiple_choice([f"<answer>{given}</answer>"], answer=[truth]) == [points]
 
 
 @pytest.mark.parametrize("text", ["", "None", "none"])
 def test_no_answer_names_no_choice(text):
-    points = rewards.multiple_choice(["", "A", "<answer></answer>", "<answer>A</answer>"], answer=["A"] * 4, choices=[[text, "x"]] * 4)
+    points = reward_functions.multiple_choice(["", "A", "<answer></answer>", "<answer>A</answer>"], answer=["A"] * 4, choices=[[text, "x"]] * 4)
     assert points == [0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("answer,choices", [("A", ["B", "A"]), ("x", ["x", "a"]), ("two", ["one", "two", "B"]), (3, ["3", "9", "8", "7"])])
 def test_choices_that_share_a_name_are_not_scored(answer, choices):
-    assert rewards.multiple_choice(["<answer>A</answer>"], answer=[answer], choices=[choices]) == [None]
+    assert reward_functions.multiple_choice(["<answer>A</answer>"], answer=[answer], choices=[choices]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_choices_that_share_a_name_are_not_scored(answer, choices):
     ],
 )
 def test_json_format(text, schema, points):
-    assert rewards.json_format([text], schema=[schema]) == [points]
+    assert reward_functions.json_format([text], schema=[schema]) == [points]
 
 
 def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
@@ -71,9 +71,9 @@ def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
     fake = SimpleNamespace(validators=SimpleNamespace(validator_for=lambda schema: lambda schema: validator))
     monkeypatch.setitem(sys.modules, "jsonschema", fake)
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: fake)
-    assert rewards.json_format(['{"x": 1}'], schema=[{"required": ["x"]}]) == [0.0] and asked == [{"x": 1}]
+    assert reward_functions.json_format(['{"x": 1}'], schema=[{"required": ["x"]}]) == [0.0] and asked == [{"x": 1}]
     validator.is_valid = lambda value: int(value["x"] / 0.01) > 0                # multipleOf, as jsonschema computes it
-    assert rewards.json_format(['{"x": 1e999}', '{"x": 1}'], schema=[{}, {}]) == [0.0, 1.0]
+    assert reward_functions.json_format(['{"x": 1e999}', '{"x": 1}'], schema=[{}, {}]) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -89,25 +89,25 @@ def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
     ],
 )
 def test_xml_tags(text, tags, points):
-    assert rewards.xml_tags([text], tags=[tags]) == [points]
+    assert reward_functions.xml_tags([text], tags=[tags]) == [points]
 
 
 def test_answer_pattern():
     date = r"\d{4}-\d\d-\d\d"
     texts = ["<answer>2024-01-31</answer>", "<answer>on 2024-01-31</answer>", "<answer>2024-01-31?</answer>", "2024-01-31", ""]
-    assert rewards.answer_pattern([*texts, texts[0]], pattern=[date] * 5 + [None]) == [1.0, 0.0, 0.0, 0.0, 0.0, None]
-    assert rewards.answer_pattern(texts[:1] * 2, pattern=[math.nan, ""]) == [None, None]
+    assert reward_functions.answer_pattern([*texts, texts[0]], pattern=[date] * 5 + [None]) == [1.0, 0.0, 0.0, 0.0, 0.0, None]
+    assert reward_functions.answer_pattern(texts[:1] * 2, pattern=[math.nan, ""]) == [None, None]
 
 
 def test_no_answer_matches_no_pattern():
     texts = ["", "2024", "<answer></answer>", "</answer><answer>2024", "<answer>2024</answer>"]
-    assert rewards.answer_pattern(texts, pattern=[".*"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert reward_functions.answer_pattern(texts, pattern=[".*"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("answer,choices,letter", [(3, ["3", "9", "8", "7"], "D"), ("3", ["3", "9", "8", "7"], "A"), (1, ["5", "1"], "B")])
 def test_an_integer_of_the_data_is_an_index_and_a_text_is_a_text(answer, choices, letter):
     (example,) = load_examples([{"prompt": "Which?", "answer": answer, "choices": choices}])
-    require_columns([rewards.multiple_choice], [example], "data.jsonl")
+    require_columns([reward_functions.multiple_choice], [example], "data.jsonl")
     given = [f"<answer>{name}</answer>" for name in "ABCD"]
-    points = rewards.multiple_choice(given, [example["answer"]] * 4, [choices] * 4)
+    points = reward_functions.multiple_choice(given, [example["answer"]] * 4, [choices] * 4)
     assert points == [float(name == letter) for name in "ABCD"]

@@ -2,26 +2,26 @@
 
 import pytest
 
-import rewards
+import reward_functions
 
 
 @pytest.mark.parametrize(
     "text,points", [("a b c d e", 0.0), ("a b a b a b", -1 / 3), ("la " * 100, -96 / 97), ("", 0.0), ("a b c", 0.0)]
 )
 def test_repetition_penalty(text, points):
-    assert rewards.repetition_penalty([text]) == pytest.approx([points])
+    assert reward_functions.repetition_penalty([text]) == pytest.approx([points])
 
 
 def test_diversity_looks_at_siblings_only():
-    assert rewards.diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
-    assert rewards.diversity(["a b", "a b", "c d"], prompts=["p", "q", "p"]) == [1.0, None, 1.0]
-    assert rewards.diversity(["", "", "x"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
-    assert rewards.diversity(["a b c", "a b d"], prompts=[[{"role": "user", "content": "p"}]] * 2) == pytest.approx([2 / 3] * 2)
+    assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
+    assert reward_functions.diversity(["a b", "a b", "c d"], prompts=["p", "q", "p"]) == [1.0, None, 1.0]
+    assert reward_functions.diversity(["", "", "x"], prompts=["p"] * 3) == [0.5, 0.5, 1.0]
+    assert reward_functions.diversity(["a b c", "a b d"], prompts=[[{"role": "user", "content": "p"}]] * 2) == pytest.approx([2 / 3] * 2)
 
 
 def test_safety_and_lists_of_rules():
-    assert rewards.safety(["rm -rf /", "RM  -RF", "ls", "ls"], forbidden=[[r"rm\s+-rf"]] * 3 + [None]) == [0.0, 0.0, 1.0, None]
-    assert rewards.safety(["arm", "for me", "rm", ""], forbidden=["rm"] * 4) == [0.0, 1.0, 0.0, 1.0], "one text is a list of one"
-    assert rewards.safety(["rm"] * 3, forbidden=[[], float("nan"), ""]) == [1.0, None, None]
-    polite = rewards.rule_list("polite", {r"\bplease\b": 0.5, r"\bstupid\b": -1.0})
+    assert reward_functions.safety(["rm -rf /", "RM  -RF", "ls", "ls"], forbidden=[[r"rm\s+-rf"]] * 3 + [None]) == [0.0, 0.0, 1.0, None]
+    assert reward_functions.safety(["arm", "for me", "rm", ""], forbidden=["rm"] * 4) == [0.0, 1.0, 0.0, 1.0], "one text is a list of one"
+    assert reward_functions.safety(["rm"] * 3, forbidden=[[], float("nan"), ""]) == [1.0, None, None]
+    polite = reward_functions.rule_list("polite", {r"\bplease\b": 0.5, r"\bstupid\b": -1.0})
     assert polite(["Stupid, please", "please please", "", "pleased"]) == [-0.5, 0.5, 0.0, 0.0] and polite.__name__ == "polite"

@@ -1,12 +1,14 @@
 """Choosing reward functions by name or file, and the columns that they need."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import reward_functions
 import rewards
-from reward_functions.loading import missing_columns
-from rewards import load_reward_function
+from reward_functions.loading import BUILT_IN, load_reward_function, missing_columns
 
 
 def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
@@ -70,3 +72,14 @@ def test_a_class_is_instantiated_and_an_instance_stays():
     assert load_reward_function(Counting)(["abc"]) == [1.5]
     instance = Counting(3)
     assert load_reward_function(instance) is instance
+
+
+def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not_import_the_others():
+    for name, function in BUILT_IN.items():
+        assert getattr(reward_functions, name) is function and function.__name__ == name
+    for name in "rule_list", "classifier", "judge":
+        assert callable(getattr(reward_functions, name)) and name not in BUILT_IN
+    with pytest.raises(ImportError, match="cannot import name 'corectness'"):
+        exec("from reward_functions import corectness")
+    code = "import reward_functions.sandbox, sys; sys.exit(bool({'torch', 'regex', 'rewards'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

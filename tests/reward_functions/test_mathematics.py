@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from test_rewards import needs_math_verify
 
-import rewards
+import reward_functions
 from reward_functions import mathematics
 from reward_functions.sandbox import SandboxResult
 
@@ -29,11 +29,11 @@ from reward_functions.sandbox import SandboxResult
     ],
 )
 def test_math_equality(given, truth, points):
-    assert rewards.math_equality([given], answer=[truth]) == [points]
+    assert reward_functions.math_equality([given], answer=[truth]) == [points]
 
 
 def verdicts(pairs):
-    return rewards.math_equality([f"<answer>{given}</answer>" for given, _ in pairs], answer=[truth for _, truth in pairs])
+    return reward_functions.math_equality([f"<answer>{given}</answer>" for given, _ in pairs], answer=[truth for _, truth in pairs])
 
 
 @needs_math_verify
@@ -97,7 +97,7 @@ def test_what_the_batch_has_no_time_for_has_no_score(monkeypatch):
 def test_an_answer_that_never_ends_costs_neither_the_others_nor_the_order(monkeypatch):
     monkeypatch.setattr("reward_functions.mathematics.SECONDS_PER_ANSWER", 1)
     answers = ["2/2", "10**10**10", "2**(2**(2**100))", "4/2", "100000!^{100000!}", "1/3"]
-    points = rewards.math_equality([f"<answer>{a}</answer>" for a in answers], answer=["1", "7", "7", "2", "7", "1/4"])
+    points = reward_functions.math_equality([f"<answer>{a}</answer>" for a in answers], answer=["1", "7", "7", "2", "7", "1/4"])
     assert points == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
 
 
@@ -105,7 +105,7 @@ def test_math_verify_that_does_not_work_in_the_sandbox_is_an_error(monkeypatch):
     monkeypatch.setitem(mathematics.SANDBOX, "modules", ("not_installed",))
     mathematics.check_sandbox.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"math-verify does not work in the sandbox \(.+\); pip install it"):
-        rewards.math_equality(["<answer>1</answer>"], answer=["2"])
+        reward_functions.math_equality(["<answer>1</answer>"], answer=["2"])
 
 
 def test_an_answer_that_was_compared_in_what_another_one_left_is_compared_again(monkeypatch):
@@ -116,5 +116,5 @@ def test_an_answer_that_was_compared_in_what_another_one_left_is_compared_again(
 
     runs = []
     monkeypatch.setattr("reward_functions.mathematics.run_python", compare)
-    points = rewards.math_equality([f"<answer>{n}</answer>" for n in (7, 8, 9)], answer=["1+6", "2+6", "3+6"])
+    points = reward_functions.math_equality([f"<answer>{n}</answer>" for n in (7, 8, 9)], answer=["1+6", "2+6", "3+6"])
     assert points == [1.0, 0.0, 1.0] and [given for given in runs if given] == [["$7$", "$8$", "$9$"], ["$8$", "$9$"], ["$9$"]]

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
 from reward_functions.models import classifier, judge, parse_rating
-from rewards import load_reward_function
+from reward_functions.loading import load_reward_function
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
 
@@ -415,7 +415,7 @@ def test_a_judge_is_used_through_a_small_file(tmp_path):
     with Endpoint(lambda asked, n, _: "9") as endpoint:
         file = tmp_path / "taste.py"
         file.write_text(
-            "from rewards import judge\n\n"
+            "from reward_functions import judge\n\n"
             f"helpful = judge('helpful', url='{endpoint.url}', model='qwen', question='How helpful is the reply?')\n"
         )
         assert rate(load_reward_function(f"{file}:helpful"), ["a"]) == [0.9]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_rewards import needs_math_verify
 
+import reward_functions
 import rewards
 
 ROWS = json.loads((Path(__file__).parent / "spellings.json").read_text(encoding="utf-8"))
@@ -32,7 +33,7 @@ def test_correctness_gives_the_verdicts_of_the_table():
 
 @needs_math_verify
 def test_math_equality_gives_the_verdicts_of_the_table():
-    assert changed(rewards.math_equality(TAGGED, answer=TRUTHS), 3) == []
+    assert changed(reward_functions.math_equality(TAGGED, answer=TRUTHS), 3) == []
 
 
 @needs_math_verify
@@ -46,7 +47,7 @@ def test_math_verify_gives_the_verdicts_of_the_table():
     assert changed([verify(parsed(truth), parsed(given)) for given, truth, *_ in ROWS], 2) == []
 
 
-@pytest.mark.parametrize("function", [rewards.correctness, pytest.param(rewards.math_equality, marks=needs_math_verify)])
+@pytest.mark.parametrize("function", [rewards.correctness, pytest.param(reward_functions.math_equality, marks=needs_math_verify)])
 def test_any_answer_of_a_list_may_be_given(function):
     texts = [f"<answer>{text}</answer>" for text in ("Paris", "2.0", "3", "1", "1")]
     assert function(texts, answer=[["Rome", "paris"], ["1", 2], [1, 2], [], None]) == [1.0, 1.0, 0.0, 0.0, None]

@@ -12,13 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_rewards import COLUMNS, needs_math_verify
 
+import reward_functions
 import rewards
 from environments.games import guess_letter
 from environments.tools import calculate, run_calls
 from reward_functions import answers, mathematics
 from reward_functions.models import parse_rating
 from reward_functions.tunix import find_answer, read_float
-from rewards import BUILT_IN, rule_list
+from reward_functions import rule_list
+from reward_functions.loading import BUILT_IN
 
 IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
 SMALL, LARGE, MOST = 10_000, 100_000, 30                  # characters; time of the large text / that of the small one: linear 10, square 100
@@ -135,8 +137,8 @@ def test_an_expression_of_the_user_that_takes_exponential_time_ends(monkeypatch)
     monkeypatch.setattr(answers, "SECONDS_PER_PATTERN", 0.05)
     text, endless = "a" * 60 + "b", "(a|aa)+$"
     started = time.process_time()
-    assert rewards.answer_pattern([f"<answer>{text}</answer>"], pattern=[endless]) == [0.0]
-    assert rewards.safety([text, "a"], forbidden=[[endless], ["b"]]) == [0.0, 1.0]
+    assert reward_functions.answer_pattern([f"<answer>{text}</answer>"], pattern=[endless]) == [0.0]
+    assert reward_functions.safety([text, "a"], forbidden=[[endless], ["b"]]) == [0.0, 1.0]
     assert rule_list("rules", {endless: 1.0})([text]) == [0.0]
     assert rule_list("rules", {endless: -1.0, "B$": 0.5})([text]) == [-0.5]
     assert time.process_time() - started < 2
@@ -171,7 +173,7 @@ def test_the_functions_of_tunix_find_what_their_expressions_find(text):
     match = TUNIX.search(text)
     assert find_answer(text) == (match[1] if match else None)
     match = re.search(r"<answer>.*?([\d.]+)", text, re.DOTALL)
-    assert rewards.check_numbers([text], answer=["1"]) == [1.5 if match and read_float(match[1]) == 1 else 0.0]
+    assert reward_functions.check_numbers([text], answer=["1"]) == [1.5 if match and read_float(match[1]) == 1 else 0.0]
 
 
 @many

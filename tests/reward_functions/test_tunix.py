@@ -3,7 +3,7 @@
 import pytest
 from test_rewards import GOLD
 
-import rewards
+import reward_functions
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ import rewards
     ],
 )
 def test_the_four_rewards_of_tunix(text, truth, exact, approximate, answer, numbers):
-    assert rewards.match_format_exactly([text]) == [exact]
-    assert rewards.match_format_approximately([text]) == [approximate]
-    assert rewards.check_answer([text], answer=[truth]) == [answer]
-    assert rewards.check_numbers([text], answer=[truth]) == [numbers]
+    assert reward_functions.match_format_exactly([text]) == [exact]
+    assert reward_functions.match_format_approximately([text]) == [approximate]
+    assert reward_functions.check_answer([text], answer=[truth]) == [answer]
+    assert reward_functions.check_numbers([text], answer=[truth]) == [numbers]

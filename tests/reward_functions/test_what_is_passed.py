@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import made_up_rollout, start_run
-from test_rewards import EXAMPLES, length, rollout_of
+from test_rewards import EXAMPLES, call_and_score, length, rollout_of
 
 from config import GRPOConfig
 from sources import load_examples
 from experience import Groups, shape_rewards
+from reward_functions.calling import Reports, RewardError
+from reward_functions.loading import load_reward_function
 from runs.groups import join, select
-from rewards import Reports, RewardError, compute_rewards_for_completions, load_reward_function
 from runs.records import read_jsonl
 from runs.training_data import truncate_prompt
 from train import grpo_training_step
@@ -26,7 +27,7 @@ from train import grpo_training_step
 
 def score(function, *texts, examples=EXAMPLES, **options):
     """Points (P, G) of one function as lists."""
-    total, _ = compute_rewards_for_completions([load_reward_function(function)], [1.0], rollout_of(*texts), examples, **options)
+    total, _ = call_and_score([load_reward_function(function)], [1.0], rollout_of(*texts), examples, **options)
     return total.tolist()
 
 
@@ -40,7 +41,7 @@ def fussy(completions, **columns):
 def test_a_function_that_raises_leaves_the_totals_of_its_groups_unscored_and_scores_the_others():
     reports = Reports()
     rollout = rollout_of("a", "", "ccc", "dddd")
-    total, points = compute_rewards_for_completions([fussy, length], [1.0, 1.0], rollout, EXAMPLES, on_error="none", reports=reports)
+    total, points = call_and_score([fussy, length], [1.0, 1.0], rollout, EXAMPLES, on_error="none", reports=reports)
     assert total[0].isnan().all(), "not the points of the other function alone"
     assert total[1].tolist() == [1 / 3 + 3, 1 / 4 + 4]
     assert points["fussy"][0].isnan().all() and points["length"].isfinite().all()
@@ -227,9 +228,9 @@ def test_async_functions_run_beside_each_other_on_one_loop_and_outputs_are_their
         return [float(a) for a in answer]
 
     functions, started = [slow("a"), plain, length, slow("ccc")], time.monotonic()
-    total, _ = compute_rewards_for_completions(functions, [1.0] * 4, rollout_of(*"abcd"), EXAMPLES)
+    total, _ = call_and_score(functions, [1.0] * 4, rollout_of(*"abcd"), EXAMPLES)
     assert total.tolist() == [[6.0, 6.0], [7.0, 7.0]] and time.monotonic() - started < 1.1, "not 1.2 s, one after the other"
-    compute_rewards_for_completions([plain], [1.0], rollout_of(*"abcd"), EXAMPLES)
+    call_and_score([plain], [1.0], rollout_of(*"abcd"), EXAMPLES)
     assert len(set(loops)) == 1, "clients that a function keeps belong to one loop"
 
 
@@ -250,7 +251,7 @@ def test_an_async_function_that_raises_or_hangs_is_named_and_the_others_count():
     with pytest.raises(RewardError, match=r"raises raised ZeroDivisionError.*test_what_is_passed.*on 4 completions"):
         score(raises, "a", "", "c", "d")
     reports, started = Reports(), time.monotonic()
-    total, points = compute_rewards_for_completions(
+    total, points = call_and_score(
         [hangs, raises], [1.0, 1.0], rollout_of("a", "", "c", "d"), EXAMPLES, on_error="none", timeout=0.3, reports=reports)
     assert time.monotonic() - started < 2 and points["raises"][1].tolist() == [1.0, 1.0] and total.isnan().all()
     assert [f["function"] for f in reports.failures] == ["hangs", "raises"]

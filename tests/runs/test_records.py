@@ -34,7 +34,7 @@ def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
     config = GRPOConfig(generation_max_length=12, overlong="penalise", reward_clip=2.0)
     rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
     rewards = shape_rewards(config, rollout, scores)
-    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards, reports=Reports([{}] * len(rollout.completions)))
+    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards, reports=Reports())
     experience = compute_experience(groups, compute_group_advantages(rewards), config, base.engine, base.ranks)
     assert [(r["reward"], r["tied"]) for r in completion_records(experience)] == [
         (1.0, False), (1.0, False), (3.0, True), (4.0, True)], "one penalised for its length; two clipped to 2"

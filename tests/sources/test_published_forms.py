@@ -6,8 +6,10 @@ Nine are read as they are; Countdown has no prompt and needs one flag, as does s
 import pytest
 from test_data import data_of, write_lines
 
+from reward_functions.arithmetic import countdown
+from reward_functions.formats import multiple_choice
+from rewards import correctness
 from sources import load_examples
-from rewards import countdown, correctness, multiple_choice
 from runs.training_data import validate_demonstrations
 from runs.command_line import parse_config
 

@@ -5,8 +5,9 @@ import re
 import pytest
 from test_data import data_of
 
+from reward_functions.arithmetic import countdown
+from rewards import correctness, reasoning_coherence
 from sources import load_examples
-from rewards import correctness, countdown, reasoning_coherence
 from sources.tasks import PROBLEMS
 
 
