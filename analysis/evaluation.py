@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from environments.conversations import sample_with_environment
-from experience import Groups, sample_on_all_ranks
+from experience import Groups
+from runs.groups import sample_on_all_ranks
 from reward_functions.calling import wrap_reward_functions
 from rewards import (
     compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of,
