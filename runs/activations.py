@@ -1,19 +1,16 @@
 """
-Bytes of a training pass and of sampling beside the weights: formulas of the widths of a model's layers.
+Bytes of a training pass and of sampling beside the weights, from the shapes of a model's matrices.
 
+A layer keeps what goes into its matrices and comes out of them; the other tensors of a pass are taken to be
+shares of that. The constants were fitted to the bytes of real passes (tests/runs/test_memory_estimate.py).
 Models may be on the meta device, where they have shapes and no values (memory_estimate.py).
-Left out on purpose: the states of recurrent layers; fragments of the memory; small tensors, for which the
-formulas are rounded up instead.
-H hidden size, Q and K widths of a layer's queries and of its keys (heads times head size), M columns of its
-MLP, V vocabulary.
+Left out on purpose: the states of recurrent layers; fragments of the memory.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from engine.adapters import has_adapter
 from engine.chunked_head import chunk_size
@@ -22,85 +19,36 @@ from engine.recomputation import layers_of
 from engine.text_model import text_model
 
 LOGITS = 6.5                    # tensors of the size of logits that exist at once, with top-p over all tokens
-SMALL_TENSORS = 1.05            # kept by a layer beside those of the formula, such as one number for each row
-
-
-class LayerBytes(NamedTuple):
-    """Hold the bytes of a layer for each token."""
-
-    kept: float                 # for the backward pass
-    backward: float             # beside them, while the backward pass is in the layer
-    forward: float              # while the layer is forwarded without a gradient
-    cached: float               # keys and values of sampling, in float32
+MATRICES = 1.15                 # kept by a layer: this many times the inputs and outputs of its matrices,
+IN_PYTHON = 1.32                # and so many times that if an activation is several operations in Python
+BACKWARD = 1.2                  # bytes of a layer in its backward pass, in bytes that it keeps
+FORWARD = 0.5                   # the same of a forward pass without a gradient
 
 
 @lru_cache(maxsize=16)
-def bytes_of_layers(model: PreTrainedModel, row_length: int) -> list[LayerBytes]:
-    """Return the bytes of each layer of the text model. row_length: of plain rows, 0 in a packed pass."""
-    return [layer_bytes(model, layer, row_length) for layer in layers_of(text_model(model))]
+def bytes_of_layers(model: PreTrainedModel, row_length: int) -> list[float]:
+    """Return the bytes that each layer of the text model keeps of a token for its backward pass.
 
+        matrices    MATRICES * size * (inputs + outputs)    size is 4, or 2 in 16 bits; of the active experts
+        norms       4 * (x, x / rms(x))                     with LoRA not x / rms(x)
 
-def layer_bytes(model: PreTrainedModel, layer: torch.nn.Module, row_length: int) -> LayerBytes:
-    """Return the bytes of a layer, which for its backward pass keeps for each token
-
-        norms            4 * (x, x / rms(x))                         with LoRA not x / rms(x)
-        linear layers    size * their inputs                         in 16 bits each has a copy of its own
-        attention        size * (queries, keys, values, output)      no (tokens, tokens) matrix
-        MLP              size * (gate, act(gate), up)
-        experts          see expert_bytes
-
-    with size 4, or 2 in 16 bits. Plain rows also keep a mask of row_length, or with eager attention scores.
+    row_length  of plain rows, which keep a mask, or with eager attention scores; 0 in a packed pass
     """
-    config, half, lora = model.config.get_text_config(), precision_of(model) != "float32", has_adapter(model)
-    size, hidden, heads = 2 if half else 4, config.hidden_size, config.num_attention_heads
-    kinds = {type(module).__name__ for module in layer.modules()}
-    head_dims = [getattr(module, "head_dim", None) for module in layer.modules()]
-    head_dim = max(filter(None, head_dims), default=hidden // heads)
-    queries = heads * head_dim
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    norms = inputs = outputs = ranks = 0
-    for name, module in layer.named_modules():
-        weight = getattr(module, "weight", None)
-        if weight is not None and "norm" in type(module).__name__.lower():
-            all_heads = {"q_norm": queries, "k_norm": keys}.get(name.rpartition(".")[2], 0)
-            norms += max(weight.numel(), all_heads)
-        elif isinstance(module, (torch.nn.Linear, Conv1D)):
-            columns, width = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape
-            inputs += width * weight.requires_grad
-            outputs += columns * ("lora_" not in name)
-            ranks += width * ("lora_B" in name)
-    up = max(0, outputs - queries - 2 * keys - 2 * hidden)        # 2 M of an MLP with a gate, M without
-    if not half:
-        inputs = 2 * hidden + queries + up / 2 + ranks
-    kept = 4 * norms * (1 if lora else 2) + size * (inputs + 2 * queries + 2 * keys + 1.5 * up)
-    # The MLP comes first in the backward pass, and has freed what it kept when attention begins.
-    backward = size * max(2 * hidden + 1.5 * up, 8 * queries + 6 * keys - 2 * up)
-    forward = size * max(2 * hidden + 1.5 * up, 8 * queries) + 24 * hidden + 4 * lora * up
-    if "NewGELUActivation" in kinds:                      # GPT-2: six operations in Python
-        kept += size * 3 * up
-    if any("Experts" in kind for kind in kinds):
-        expert = expert_bytes(config, size, frozen=lora)
-        kept, backward, forward = kept + expert.kept, backward + expert.backward, forward + expert.forward
-    if row_length:                                        # sdpa repeats keys and values for each query head
-        scores = 2 * heads if config._attn_implementation == "eager" else 1
-        kept += size * 2 * (queries - keys) + 4 * scores * row_length
-    return LayerBytes(SMALL_TENSORS * kept, backward, forward, cached=4 * 2 * keys)
+    config, frozen = model.config.get_text_config(), has_adapter(model)
+    active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+    size = 2 if precision_of(model) != "float32" else 4
+    size_of = {2: size, 3: active * (size if frozen else 4)}       # experts that are trained compute in float32
+    scores = 2 * config.num_attention_heads if config._attn_implementation == "eager" else 1
 
+    def kept(layer: torch.nn.Module) -> float:
+        kinds = [type(module).__name__ for module in layer.modules()]
+        matrices = [p for name, p in layer.named_parameters() if p.ndim in size_of and "lora_" not in name]
+        kept = sum(MATRICES * size_of[matrix.ndim] * sum(matrix.shape[-2:]) for matrix in matrices)
+        kept += 4 * (1 if frozen else 2) * config.hidden_size * sum("norm" in kind.lower() for kind in kinds)
+        in_python = "NewGELUActivation" in kinds or getattr(config, "swiglu_limit", None) is not None
+        return kept * (IN_PYTHON if in_python else 1) + 4 * scores * row_length * (row_length > 0)
 
-def expert_bytes(config, size: int, frozen: bool) -> LayerBytes:
-    """Return the bytes of a token's experts, which keep (token, output, gate, up, act(gate), gated) for each.
-
-    Under an adapter experts are frozen, so the token and `gated` are not kept. Else they compute in float32.
-    config  of the text model;  size  4, or 2 in 16 bits
-    """
-    active = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
-    columns = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    clamped = 0 if getattr(config, "swiglu_limit", None) is None else 3 * columns          # GPT-OSS
-    kept = 4 * (2 * config.hidden_size + 4 * columns + clamped)
-    if frozen:
-        kept = size * (config.hidden_size + 3 * columns + clamped)
-    backward, forward = (4 * active * (2 * config.hidden_size + n * columns) for n in (2, 5))
-    return LayerBytes(active * kept, backward, forward, cached=0)
+    return [kept(layer) for layer in layers_of(text_model(model))]
 
 
 def cast_bytes(model: PreTrainedModel) -> int:
@@ -124,15 +72,10 @@ def pass_bytes(model: PreTrainedModel, tokens: int, recompute: bool, row_length:
     head_gradient = 4 * head.numel() * head.requires_grad
     tied = head_gradient * (head is embedding)            # kept until there is that of the embedding as well
     in_head = 4 * LOGITS * min(tokens, chunk_size(head)) * len(head) + head_gradient
-    in_layer = tokens * max(layer.backward for layer in layers) + gradient + tied
-    kept, casts = tokens * (6 * hidden + sum(layer.kept for layer in layers)), cast_bytes(model)
-    if recompute:
-        kept = tokens * hidden * (6 + len(layers))
-        # What the layer has kept is freed while its backward pass takes more.
-        in_layer += tokens * max(layer.kept - layer.backward / 2 for layer in layers)
-        peak = kept + max(casts, in_layer, in_head)       # casts end with the forward pass
-    else:
-        peak = kept + casts + max(in_layer, in_head)
+    in_layer = tokens * BACKWARD * max(layers) + gradient + tied
+    # A layer has freed half of what it has kept when its backward pass takes most.
+    kept = len(layers) * hidden if recompute else sum(layers) - max(layers) / 2
+    peak = tokens * (6 * hidden + kept) + cast_bytes(model) + max(in_layer, in_head)
     return max(peak, head_gradient + tied)
 
 
@@ -144,18 +87,21 @@ def sampling_bytes(
     prompts  that are forwarded at once, of up to `longest` tokens each
     rows     completions that are sampled at once, all up to the limit
     """
-    config, layers = model.config.get_text_config(), bytes_of_layers(model, 0)
+    config, layers = model.config.get_text_config(), layers_of(text_model(model))
     types = getattr(config, "layer_types", None) or [None] * len(layers)
     own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)          # Gemma 4
-    share = 0.5 if precision_of(model) != "float32" and shared_prompt else 1               # 16 bits
-    of_prompts = of_rows = largest = 0.0
+    size = 2 if precision_of(model) != "float32" and shared_prompt else 4
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    row_length = limit if shared_prompt else longest + limit                     # a plain row has the prompt
+    cached = largest = 0
     for layer, layer_type in zip(layers[:own_keys], types, strict=False):
         window = config.sliding_window if layer_type == "sliding_attention" else longest + limit
-        row_length = limit if shared_prompt else min(longest + limit, window)    # a plain row has the prompt
-        of_prompts += share * layer.cached * prompts * min(longest, window)
-        of_rows += share * layer.cached * rows * row_length
-        largest = max(largest, share * layer.cached * rows * row_length)         # copied for more tokens
-    prefill = prompts * longest * max(layer.forward for layer in layers)
+        dims = filter(None, (getattr(module, "head_dim", None) for module in layer.modules()))
+        token = 2 * size * heads * max(dims, default=config.hidden_size // config.num_attention_heads)
+        of_rows = token * rows * (row_length if shared_prompt else min(row_length, window))
+        cached += of_rows + token * prompts * min(longest, window)
+        largest = max(largest, of_rows)                   # copied for more tokens
+    prefill = prompts * longest * FORWARD * max(bytes_of_layers(model, 0))
     scores = 4 * 4 * config.num_attention_heads * rows * (longest + limit)
     logits = 4 * LOGITS * rows * len(model.get_output_embeddings().weight)
-    return cast_bytes(model) + of_prompts + max(prefill, of_rows + largest + scores + logits)
+    return cast_bytes(model) + cached + max(prefill, largest + scores + logits)
