@@ -22,31 +22,41 @@ LOGITS = 6.5                    # tensors of the size of logits that exist at on
 MATRICES = 1.15                 # kept by a layer: this many times the inputs and outputs of its matrices,
 IN_PYTHON = 1.32                # and so many times that if an activation is several operations in Python
 BACKWARD = 1.2                  # bytes of a layer in its backward pass, in bytes that it keeps
-FORWARD = 0.5                   # the same of a forward pass without a gradient
+FORWARD = 3                     # the same without a gradient, in inputs and outputs of its widest matrix
+
+
+def widths(model: PreTrainedModel, layer: torch.nn.Module) -> list[tuple[int, bool]]:
+    """Return for each matrix of a layer how many numbers of a token go in and out, and if it is of experts.
+
+    Of the active experts. Adapters are left out.
+    """
+    config = model.config.get_text_config()
+    active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+    matrices = (p for name, p in layer.named_parameters() if p.ndim in (2, 3) and "lora_" not in name)
+    return [(sum(p.shape[-2:]) * (active if p.ndim == 3 else 1), p.ndim == 3) for p in matrices]
 
 
 @lru_cache(maxsize=16)
 def bytes_of_layers(model: PreTrainedModel, row_length: int) -> list[float]:
     """Return the bytes that each layer of the text model keeps of a token for its backward pass.
 
-        matrices    MATRICES * size * (inputs + outputs)    size is 4, or 2 in 16 bits; of the active experts
+        matrices    MATRICES * size * (inputs + outputs)    size is 4, or 2 in 16 bits
         norms       4 * (x, x / rms(x))                     with LoRA not x / rms(x)
 
     row_length  of plain rows, which keep a mask, or with eager attention scores; 0 in a packed pass
     """
     config, frozen = model.config.get_text_config(), has_adapter(model)
-    active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     size = 2 if precision_of(model) != "float32" else 4
-    size_of = {2: size, 3: active * (size if frozen else 4)}       # experts that are trained compute in float32
+    size_of_experts = size if frozen else 4               # those that are trained compute in float32
     scores = 2 * config.num_attention_heads if config._attn_implementation == "eager" else 1
 
     def kept(layer: torch.nn.Module) -> float:
         kinds = [type(module).__name__ for module in layer.modules()]
-        matrices = [p for name, p in layer.named_parameters() if p.ndim in size_of and "lora_" not in name]
-        kept = sum(MATRICES * size_of[matrix.ndim] * sum(matrix.shape[-2:]) for matrix in matrices)
+        of_matrices = (n * (size_of_experts if experts else size) for n, experts in widths(model, layer))
+        kept = MATRICES * sum(of_matrices)
         kept += 4 * (1 if frozen else 2) * config.hidden_size * sum("norm" in kind.lower() for kind in kinds)
         in_python = "NewGELUActivation" in kinds or getattr(config, "swiglu_limit", None) is not None
-        return kept * (IN_PYTHON if in_python else 1) + 4 * scores * row_length * (row_length > 0)
+        return kept * (IN_PYTHON if in_python else 1) + 4 * scores * row_length
 
     return [kept(layer) for layer in layers_of(text_model(model))]
 
@@ -101,7 +111,8 @@ def sampling_bytes(
         of_rows = token * rows * (row_length if shared_prompt else min(row_length, window))
         cached += of_rows + token * prompts * min(longest, window)
         largest = max(largest, of_rows)                   # copied for more tokens
-    prefill = prompts * longest * FORWARD * max(bytes_of_layers(model, 0))
+    widest = max(n for layer in layers for n, _ in widths(model, layer))
+    prefill = prompts * longest * FORWARD * 4 * widest
     scores = 4 * 4 * config.num_attention_heads * rows * (longest + limit)
     logits = 4 * LOGITS * rows * len(model.get_output_embeddings().weight)
     return cast_bytes(model) + cached + max(prefill, largest + scores + logits)

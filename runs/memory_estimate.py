@@ -31,7 +31,7 @@ FULL = 0.9                      # use at most this share of the memory: fragment
 PASS_TOKENS = 8192, 4096, 2048  # defaults of --max_tokens_per_forward on an accelerator, the best one first
 # A pass takes this many times its bytes of a CPU's heap. glibc cannot reuse every freed block for an aligned
 # one of the same size, and an adapter's passes free many between the tensors that they keep.
-FRAGMENTS, FRAGMENTS_WITH_ADAPTER = 1.1, 1.75
+FRAGMENTS, FRAGMENTS_WITH_ADAPTER = 1.1, 1.8
 HEAP = 5e8                      # bytes that passes on a CPU took beyond that, as measured (docs/scale.md)
 
 
