@@ -22,7 +22,6 @@ from data import as_text
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
 from runs.console import RunConsole
-from runs.doctor import SUCCESS
 from runs.groups import select
 from runs.records import or_none, points_text
 from runs.run import Run
@@ -90,23 +89,16 @@ def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
 
 
 def find_group(run: Run, sample_groups: Callable) -> Groups | None:
-    """Sample until a group has right and wrong answers, at most BATCHES batches, else take one not tied."""
-    best = 0
+    """Return a group of the first batch, of BATCHES, in which not all are tied: where rewards differ most."""
     for number in range(1, BATCHES + 1):
         groups = sample_groups(run, next(run.batches))
-        right = [points == 1 for name, points in groups.per_function.items() if name in SUCCESS]
-        mixed = right[0].any(dim=1) & ~right[0].all(dim=1) if right else True
-        rank = (~groups.tied).int() + (~groups.tied & mixed).int()               # (P,): 2 is best, 0 is tied
-        if rank.max() > best:
-            best, found = int(rank.max()), select(groups, torch.arange(len(rank)) == rank.argmax())
-            kind = "with right and wrong answers" if right and best == 2 else "of the others"
-            where = f"{int(groups.tied.sum())} of {len(rank)} groups of batch {number} are tied"
-        if best == 2:
-            break
-    if not best:
-        return None
-    run.console.print(f"{where}; this is the first {kind}")
-    return found
+        if not groups.tied.all():
+            mean = groups.rewards.nanmean(dim=1, keepdim=True)
+            spread = (groups.rewards - mean).abs().nan_to_num().amax(dim=1)    # (P,)
+            tied = f"{int(groups.tied.sum())} of {len(spread)} groups of batch {number} are tied"
+            run.console.print(f"{tied}; this is the one in which rewards differ most")
+            return select(groups, torch.arange(len(spread)) == spread.argmax())
+    return None
 
 
 def least_likely_tokens(rollout, row: int) -> list[int]:

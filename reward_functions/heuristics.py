@@ -39,14 +39,10 @@ def diversity(completions, prompts=None, **columns) -> list[float | None]:
     points: list[float | None] = []
     for row, prompt in enumerate(prompts):
         siblings = [pairs[i] for i, other in enumerate(prompts) if other == prompt and i != row]
-        overlaps = [jaccard_index(pairs[row], sibling) for sibling in siblings]
+        both = ((pairs[row] & sibling, pairs[row] | sibling) for sibling in siblings)
+        overlaps = [len(shared) / len(either) if either else 1.0 for shared, either in both]
         points.append(1 - sum(overlaps) / len(overlaps) if overlaps else None)
     return points
-
-
-def jaccard_index(left: set, right: set) -> float:
-    """Return the number of elements in both / in either, 0 to 1; 1 for two empty sets."""
-    return len(left & right) / len(left | right) if left | right else 1.0
 
 
 def safety(completions, forbidden, **columns) -> list[float | None]:

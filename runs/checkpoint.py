@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     keep       number of checkpoints to keep
     raises     NotSaved, on all ranks
     """
-    saved = checkpoints_at(folder, step)                  # a "+" sorts after them
+    saved = sorted(folder.glob(f"step-{step:08d}*"))      # a "+" sorts after them
     target = Path(f"{saved[-1]}+") if saved else folder / f"step-{step:08d}"
     weights = full_state_dict(model)
     has_weights = reference is not None and not isinstance(reference, AdapterReference)
@@ -64,11 +64,6 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
         for old in sorted(folder.glob("step-*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def checkpoints_at(folder: Path, step: int) -> list[Path]:
-    """Return the checkpoints of a step, from the oldest to the newest."""
-    return sorted(folder.glob(f"step-{step:08d}*"))
 
 
 def write_final(model, tokenizer, folder: Path) -> None:

@@ -84,10 +84,12 @@ class Metrics:
         return self.change(self.right or "mean_reward") > 0
 
     def most_tied(self) -> bool:
-        """Check that most groups are tied, and more than chance ties if most completions are right."""
+        """Check that all groups are tied, or for longer most, and more than chance ties if most are right."""
         tied, success = self.now("tied_groups", 2 * SHORT), self.now(self.right, 2 * SHORT)
         expected = expected_ties(success, self.grpo.num_completions_per_prompt)
-        return len(self.history) >= 2 * SHORT and tied > 0.5 and not (success > 0.5 and tied < 0.2 + expected)
+        most = len(self.history) >= 2 * SHORT and tied > 0.5
+        by_chance = success > 0.5 and tied < 0.2 + expected
+        return self.now("tied_groups", SHORT) == 1 or (most and not by_chance)
 
     def remedy_of_ties(self) -> str:
         """Return what to change: groups that are all right need harder problems, others the opposite."""
@@ -123,14 +125,10 @@ RULES: dict[str, tuple[Callable[[Metrics], bool], Callable[[Metrics], str]]] = {
         lambda m: m.now("skipped") > 0,
         lambda m: f"updates that were not finite were skipped: take {m.smaller_updates()}, and inspect "
                   "skipped.jsonl with --replay"),
-    "nothing_scored": (
-        lambda m: m.now("unscored") == 1,
-        lambda m: "no completion could be scored, so nothing is learned: stop, and look for the reason in "
-                  "reward_errors.jsonl or with --check"),
     "unscored": (
         lambda m: m.now("unscored") > 0.1,
-        lambda m: f"{m.now('unscored'):.0%} of the completions could not be scored: see rollouts.jsonl "
-                  "and reward_errors.jsonl"),
+        lambda m: f"{m.now('unscored'):.0%} of the completions could not be scored, and nothing is learned "
+                  "from them: look for the reason in rollouts.jsonl, reward_errors.jsonl or with --check"),
     "length_hacking": (
         lambda m: (m.grew("completion_tokens") > 1.5 and not m.improves() and not m.fell("mean_reward")
                    and bool(m.right or m.now("truncated") > 0.3)),
@@ -148,9 +146,6 @@ RULES: dict[str, tuple[Callable[[Metrics], bool], Callable[[Metrics], str]]] = {
     "saturated": (
         lambda m: m.now(m.right) > 0.95 and m.now("tied_groups") > 0.5,
         lambda m: f"{m.now(m.right):.0%} of the completions are correct: take harder problems, or stop"),
-    "all_tied": (
-        lambda m: m.now("tied_groups", SHORT) == 1 and not m.grpo.use_value_head,
-        lambda m: f"no group had two different rewards, so nothing was learned: {m.remedy_of_ties()}"),
     "kl_drift": (
         lambda m: m.now("kl") - m.ago("kl") > 0.1 and not m.improves(),
         lambda m: f"KL to the reference rose {m.was('kl')} nat/token, and no more completions are right: "
@@ -164,6 +159,10 @@ RULES: dict[str, tuple[Callable[[Metrics], bool], Callable[[Metrics], str]]] = {
                    and not m.now(m.right) > 0.8),
         lambda m: f"entropy fell {m.was('entropy')} nat/token, and no more completions are right: take "
                   + m.smaller_updates() + " or --entropy_coef 0.01" * (not m.grpo.entropy_coef)),
+    "ties": (
+        lambda m: m.most_tied() and not m.grpo.use_value_head,
+        lambda m: f"{m.now('tied_groups'):.0%} of groups have equal rewards, of which nothing is learned: "
+                  + m.remedy_of_ties()),
     "truncation": (
         lambda m: min(m.now("truncated"), m.ago("truncated", math.inf)) > 0.3,
         lambda m: f"{m.now('truncated'):.0%} of the completions are truncated, and were from the start: "
@@ -171,9 +170,6 @@ RULES: dict[str, tuple[Callable[[Metrics], bool], Callable[[Metrics], str]]] = {
     "clipping": (               # the clip of gspo is so narrow that this is usual
         lambda m: m.now("clip_fraction") > 0.3 and m.grpo.loss_type != "gspo",
         lambda m: f"{m.now('clip_fraction'):.0%} of the tokens are clipped: take {m.smaller_updates()}"),
-    "ties": (
-        lambda m: m.most_tied() and not m.grpo.use_value_head,
-        lambda m: f"{m.now('tied_groups'):.0%} of groups have equal rewards: {m.remedy_of_ties()}"),
 }
 
 

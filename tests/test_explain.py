@@ -128,26 +128,19 @@ def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tm
     assert repr(calls[1].examples[0]["prompt"]) in printed and "gradient norm" in printed
 
 
-def test_a_group_with_right_and_wrong_answers_is_preferred_to_one_whose_form_differs(tmp_path, capsys, monkeypatch):
-    """Of three batches of two groups: all wrong in different forms; the same and a tie; the second group of the third has one right."""
-    right = [[[0, 0, 0, 0.0], [0, 0, 0, 0]], [[0, 0, 0, 0], [1, 1, 1, 1]], [[1, 1, 1, 1], [0, 1, 0, 0]]]
-    rewards = [[[1, 2, 3, 3.0], [1, 2, 3, 4]], [[1, 2, 3, 3], [1, 1, 1, 1]], [[1, 1, 1, 2], [0, 1, 0, 0]]]
+def test_the_group_in_which_rewards_differ_most_is_explained(tmp_path, capsys):
+    """The first batch is tied, in the second one reward is unknown; of the third nothing is sampled."""
+    rewards = [[[1, 1, 1, 1.0], [2, 2, 2, 2]], [[1, 2, 3, math.nan], [1, 1, 1, 4]], [[0, 9, 0, 9], [1, 1, 1, 1]]]
     sampled = []
 
     def sample(*arguments):
-        groups = train.sample_groups(*arguments)
-        points, shown = torch.tensor(right[len(sampled)]), torch.tensor(rewards[len(sampled)])
-        sampled.append(replace(groups, rewards=shown, per_function={"points": shown, "correctness": points}))
+        sampled.append(replace(train.sample_groups(*arguments), rewards=torch.tensor(rewards[len(sampled)])))
         return sampled[-1]
 
-    for batches, tied, number in (3, 0, 3), (2, 0, 1):
-        run = start_run(tmp_path, *FLAGS, "--batch_size", "2", "--reward_functions", reward_file(tmp_path, "len(c)"))
-        sampled.clear()
-        monkeypatch.setattr(explain, "BATCHES", batches)
-        found = explain.find_group(run, sample)
-        assert len(sampled) == batches and found.rewards.tolist() == [rewards[number - 1][1 if number == 3 else 0]]
-        kind = "with right and wrong answers" if number == 3 else "of the others"
-        assert f"{tied} of 2 groups of batch {number} are tied; this is the first {kind}" in capsys.readouterr().out
+    run = start_run(tmp_path, *FLAGS, "--batch_size", "2", "--reward_functions", reward_file(tmp_path, "len(c)"))
+    found = explain.find_group(run, sample)
+    assert len(sampled) == 2 and found.rewards.tolist() == [[1, 1, 1, 4]]
+    assert "0 of 2 groups of batch 2 are tied; this is the one in which rewards differ most" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -21,8 +21,7 @@ from engine.text_model import text_model
 from engine.policy import frozen_copy, load_policy, save_policy, update_reference
 from runs.records import read_jsonl
 from runs.run import Run
-from runs.activations import pass_bytes
-from runs.memory_estimate import model_shapes
+from runs.memory_estimate import model_shapes, pass_bytes
 from runs.startup_check import check_packing, random_rollout
 
 FLAGS = (

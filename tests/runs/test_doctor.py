@@ -70,12 +70,12 @@ GENERATED = {                   # lines, the advice in order and after which rol
     "96 % are right": (healthy(2, 300, 0.3, 0.97), {"saturated": 106}, ["take harder problems, or stop"]),
     "no group has a gradient": (
         changed(lambda t, line: {"tied_groups": 1.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3}, start=0.02, end=0.0),
-        {"ties": 20, "all_tied": 40}, ["easier problems"]),
+        {"ties": 20}, ["easier problems"]),
     "problems of unequal difficulty": (
         changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.3}), {"ties": 41}, ["30% are right, 50% wrong: --dynamic_sampling 3 replaces them"]),
     "NaN": (changed(lambda t, line: {"skipped": 1.0}), {"not_finite": 31}, ["skipped.jsonl"]),
     "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, {"not_finite": 10}, ["--learning_rate (now 5e-06)"]),
-    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, {"nothing_scored": 10}, ["reward_errors.jsonl"]),
+    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, {"unscored": 10}, ["reward_errors.jsonl"]),
     "a reward that fails now and then": (changed(lambda t, line: {"unscored": 0.25}), {"unscored": 33}, ["could not be scored"]),
     "a short limit": (
         [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], {"truncation": 10},
@@ -85,7 +85,7 @@ GENERATED = {                   # lines, the advice in order and after which rol
     "many updates on a rollout": (
         changed(lambda t, line: {"clip_fraction": 0.5}), {"clipping": 34}, ["--learning_rate"]),
     "all right or all wrong": (
-        [line | {"tied_groups": 1.0, "tied_right_groups": 0.5} for line in healthy(4, 40, 0.5, 0.5)], {"all_tied": 10},
+        [line | {"tied_groups": 1.0, "tied_right_groups": 0.5} for line in healthy(4, 40, 0.5, 0.5)], {"ties": 10},
         ["50% are right, 50% wrong: --dynamic_sampling 3"]),
 }
 RECORDED_ADVICE = {             # in order, and after which rollout
@@ -93,7 +93,7 @@ RECORDED_ADVICE = {             # in order, and after which rollout
     "healthy, with a KL penalty": {},
     "collapse over 20 rollouts": {"collapse": 12},
     "collapse at once": {"entropy_falls": 13, "length_collapse": 30, "reward_hacking": 51},
-    "all tied": {"all_tied": 10},
+    "all tied": {"ties": 10},
     "length hacking": {"length_hacking": 10},
     "reward that is noise": {"collapse": 10, "length_hacking": 28},
     "reward that pays for wrong answers": {"reward_hacking": 10, "length_hacking": 35},
@@ -150,7 +150,7 @@ def test_an_advice_is_withdrawn_when_it_no_longer_holds_and_comes_back_after_a_w
 def test_a_worse_finding_replaces_an_advice_and_a_lesser_one_waits():
     lines = [line | {"clip_fraction": 0.5 * (n > 20), "unscored": 1.0 * (n > 60)} for n, line in enumerate(healthy(6, 90, 0.5, 0.5))]
     given, _ = play(lines)
-    assert [rule for _, rule, _ in given] == ["clipping", "unscored", "nothing_scored"]
+    assert [rule for _, rule, _ in given] == ["clipping", "unscored"]
     lines = [line | {"clip_fraction": 0.5 * (n > 60), "unscored": 0.3 * (n > 20)} for n, line in enumerate(healthy(6, 90, 0.5, 0.5))]
     assert [rule for _, rule, _ in play(lines)[0]] == ["unscored"]
 

@@ -27,9 +27,10 @@ from engine.recomputation import recompute_activations
 from engine.sampler import sample_inverse_cdf
 from logprobs import compute_logits, restrict_logits
 from runs import fitting_flags, memory_estimate
-from runs.activations import pass_bytes, sampling_bytes
 from runs.fitting_flags import candidates
-from runs.memory_estimate import describe_step, memory_gb, model_shapes, resolve_memory_settings, step_tokens
+from runs.memory_estimate import (
+    describe_step, memory_gb, model_shapes, pass_bytes, resolve_memory_settings, sampling_bytes, step_tokens,
+)
 from sample import Rollout, sampling_mode
 from sources.settings import config_of
 
