@@ -159,10 +159,10 @@ def show_completions(
 
 def baseline_and_scale(config: GRPOConfig, points: Tensor, mean_reward: float) -> tuple[Tensor, float]:
     """Compute b, a value for all completions or one for each, and s, from r - b and (r - b) / s."""
-    options = config.advantage_options | {"global_mean": mean_reward}
-    centred = compute_group_advantages(points, **options | {"scale": "none"})
+    options = dict(baseline=config.baseline, global_mean=mean_reward)
+    centred = compute_group_advantages(points, **options, scale="none")
     g = int(centred.abs().argmax())
-    scaled = compute_group_advantages(points, **options)
+    scaled = compute_group_advantages(points, **options, scale=config.scale)
     b = (points - centred).flatten()
     return b if config.baseline == "leave_one_out" else b[g : g + 1], float((centred / scaled).flatten()[g])
 

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     """Run the command line. Returns the exit code: 1 if there are flags, else 0."""
     args = build_parser().parse_all(argv)
     from analysis.reward_linter import applicable_functions, lint  # slow to import
-    from data import load_examples
+    from sources import load_examples
     from reward_functions.loading import load_reward_function, require_columns
 
     data = section_of(args, DataConfig)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from config import GRPOConfig
 from data import as_text, demonstration
-from environments.loading import BUILT_IN
+from reward_functions.loading import BUILT_IN
 from reward_functions.answers import as_texts
 from reward_functions.calling import wrap_reward_functions
 from reward_functions.formats import LETTERS, choice_of

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data import demonstration
-from environments.loading import BUILT_IN
+from reward_functions.loading import BUILT_IN
 from sources import load_examples
 
 FUNCTIONS = {"correctness": 1.0, "math_equality": 1.0, "check_answer": 3.0}          # and what they give to a right answer

@@ -71,7 +71,7 @@ def first(more=""):
     run.console.rich.quiet = True
     run.begin_phase(run.phase)
     groups = train.sample_groups(run, next(run.batches))
-    advantages = compute_group_advantages(groups.rewards, **run.config.grpo.advantage_options)
+    advantages = compute_group_advantages(groups.rewards)
     return run, compute_experience(groups, advantages, run.config.grpo, run.engine, run.ranks)
 def gradient(run, experience):
     rows = torch.arange(len(experience.mask))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis import lint_command, reward_linter
-from environments.loading import BUILT_IN
+from reward_functions.loading import BUILT_IN
 from reward_functions.loading import load_reward_function
 from reward_functions.tunix import check_answer
 from rewards import correctness, same_answer
