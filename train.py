@@ -24,10 +24,7 @@ if __name__ == "__main__":                                # --help and mistakes:
 import math
 
 import torch
-from torch import Tensor
 
-from analysis.explain import explain
-from analysis.replay import replay
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
 from engine.errors import require
@@ -77,8 +74,7 @@ def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups
         rollout = sample_with_environment(
             run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
         functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
-        scores, per_function = compute_rewards_for_completions(                  # (P, G)
-            functions, config.weights, rollout, examples)
+        scores, per_function = compute_rewards_for_completions(functions, config.weights, rollout, examples)
         rewards = shape_rewards(config, rollout, scores, per_function)
         return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
 
@@ -137,7 +133,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     return metrics, experience
 
 
-def accumulate_gradients(run: Run, experience: Experience, rows: Tensor, config: GRPOConfig) -> dict:
+def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, config: GRPOConfig) -> dict:
     """Add up the gradient of one update over micro-batches. Returns total_loss, its terms and statistics.
 
     rows    completions of the experience. The denominators of means count all of them, so that micro-batches
@@ -157,9 +153,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: Tensor, config:
         terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
         run.scaler.scale(terms["total_loss"] * counts).backward()
         results.append({name: term.detach() * counts for name, term in terms.items()})
-    sums = {
-        name: run.ranks.sum(sum(float(terms[name]) for terms in results)) for name in config.loss_terms
-    }
+    sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
     share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # of forwarded tokens, or NaN
         sums[name] = sums[name] / share if share else math.nan
@@ -168,13 +162,12 @@ def accumulate_gradients(run: Run, experience: Experience, rows: Tensor, config:
 
 def total_loss(
     new: LogProbs, batch: Experience, config: GRPOConfig, denominators: dict, kl_coef: float
-) -> dict[str, Tensor]:
+) -> dict[str, torch.Tensor]:
     """Return the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
         KL         = mean of ratio * (exp(d) - d - 1), d = reference logp - logp, by default
 
-    In the KL old_logp is always the policy's, and the ratio is at most importance_cap, if that is set.
     new    under the current policy, (b, T), with gradient;  batch  the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
@@ -229,8 +222,7 @@ def optimizer_step(run: Run, loss: float) -> dict:
         progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
     scaler.update()
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
-    if run.reference is not None:
-        follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
+    follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
     run.ranks.end_program()
     return {"grad_norm": norm, "skipped": int(skipped)}
 
@@ -249,9 +241,8 @@ def learn(run: Run) -> None:
     checkpoint    every --save_steps, at the end of a phase, at a stop, and when a step raises
     stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
     """
-    progress, final = run.progress, run.folder.path / "final"
-    if progress.phase == len(run.phases) and final.exists():
-        run.console.print(f"this run is complete; a new one can begin with --model_path {final}")
+    progress = run.progress
+    if run.is_complete():
         return
     with run.started() as stop:
         if progress.step == 0:
@@ -265,25 +256,23 @@ def learn(run: Run) -> None:
                 step_evaluate_save(run, phase)
             run.end_phase()
             run.save_checkpoint()
-        write_final(run.model, run.tokenizer, final)
+        write_final(run.model, run.tokenizer, run.folder.path / "final")
         run.console.print_summary(run.folder.path)
 
 
 def step_evaluate_save(run: Run, phase: Phase) -> None:
     """Take a step of a phase and log it; evaluate and save if that is due."""
-    training, progress = run.config.training, run.progress
+    progress, before = run.progress, run.progress.phase_step
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-    before = progress.phase_step
     with run.checkpoint_on_error():
         metrics, experience = take_step(run, next(run.batches))
     with run.checkpoint_on_error():
         run.log_step(metrics, experience)
-    at_end = progress.phase_step >= phase.steps
-    if at_end or is_due(before, progress.phase_step, phase.eval_steps):
+    if is_due(before, progress.phase_step, phase.eval_steps) or progress.phase_step >= phase.steps:
         accuracy = run.log_evaluation()
-        if phase.name == "cold_start" and accuracy >= training.cold_start_accuracy:
+        if phase.name == "cold_start" and accuracy >= run.config.training.cold_start_accuracy:
             phase.steps = progress.phase_step             # ends the phase
-    if is_due(before, progress.phase_step, training.save_steps):
+    if is_due(before, progress.phase_step, run.config.training.save_steps):
         run.save_checkpoint_if_possible()
     if progress.skipped_in_a_row >= MOST_SKIPPED:
         raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
@@ -291,6 +280,9 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
 
 def main(argv: list[str], config: Config | None = None) -> None:
     """Parse the flags, unless config is given; then replay, estimate, explain, check or train."""
+    from analysis.explain import explain  # these look at a step from outside
+    from analysis.replay import replay
+
     with exit_on_setup_errors():
         config = config or parse_config(argv)
         if config.training.replay or config.training.estimate:

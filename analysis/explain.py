@@ -62,7 +62,7 @@ def explain(
     norm = optimizer_step(run, losses["total_loss"])["grad_norm"]
     console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
-        f"AdamW, learning rate {rate:.3g}")
+        f"{type(run.optimizer).__name__}, learning rate {rate:.3g}")
     if progress.skipped_in_a_row:
         console.print("   loss or gradient is not finite: skipped, nothing has changed")
 

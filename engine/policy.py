@@ -134,7 +134,9 @@ def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
 
 
 def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipped: bool) -> None:
-    """Update the reference by --reference_mode, after a step of the phase. config: a GRPOConfig."""
+    """Update a reference, if there is one, by --reference_mode, after a step of the phase."""
+    if reference is None:
+        return
     if config.reference_mode == "ema" and not skipped:
         update_reference(reference, model, config.ema_alpha)
     elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:

@@ -154,6 +154,14 @@ class Run:
         epoch = step and self.batches.position / len(self.train_set)
         return SimpleNamespace(global_step=step, max_steps=self.phases[-1].steps, epoch=epoch)
 
+    def is_complete(self) -> bool:
+        """Return whether the run has ended before, and say so."""
+        final = self.folder.path / "final"
+        complete = self.progress.phase == len(self.phases) and final.exists()
+        if complete:
+            self.console.print(f"this run is complete; a new one can begin with --model_path {final}")
+        return complete
+
     @contextmanager
     def started(self):
         """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""

@@ -5,7 +5,6 @@ import dataclasses
 import re
 import shlex
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path

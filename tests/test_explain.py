@@ -322,7 +322,7 @@ def test_a_skipped_update_is_reported(tmp_path, capsys):
 
     def skip(run, loss):
         run.progress.skipped_in_a_row = 1
-        return math.nan
+        return {"grad_norm": math.nan, "skipped": 1}
 
     explain.explain(run, train.supervised_training_step, train.sample_groups, train.accumulate_gradients, skip)
     assert "loss or gradient is not finite: skipped, nothing has changed" in capsys.readouterr().out
