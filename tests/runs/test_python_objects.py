@@ -1,11 +1,15 @@
 """train(config, reward_functions=..., dataset=..., environment=...) with Python objects, in memory and resumed."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 
 import datasets
 import pytest
 from conftest import filled
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import train
 from config import Config, GRPOConfig, TrainingConfig
@@ -132,3 +136,47 @@ def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, 
     assert message in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+CODE = re.search(r"```python run\n(.*?)\nconfig = ", PAGE.read_text().partition("## An optimiser, a teacher")[2], flags=re.DOTALL)[1]
+
+
+def length(completions, **columns):
+    return list(map(len, completions))
+
+
+@pytest.mark.slow
+def test_a_run_with_the_optimiser_and_the_teacher_of_the_page_is_resumed_bit_for_bit(tmp_path, capsys):
+    objects = {}
+    exec(CODE, objects)
+    objects = {"optimizer": objects["muon"], "reference": objects["teacher"]}
+    before = [parameter.clone() for parameter in objects["reference"].parameters()]
+    flags = dict(use_kl_penalty=True, kl_penalty_coef=0.5, cold_start_steps=0, save_steps=2, keep_checkpoints=9, max_steps=4)
+    config = filled(use_grpo=True, batch_size=4, eval_limit=0, report_to="none", generation_max_length=8, output_dir=str(tmp_path / "run"), **flags)
+    whole, _ = train.train(config, reward_functions=[length], **objects)
+    assert all(torch.equal(a, b) for a, b in zip(before, objects["reference"].parameters())), "the teacher stays as it is"
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert all(line["kl"] > 1e-3 for line in lines if line["phase"] == "grpo"), "it is not a copy of the policy"
+    for path in (tmp_path / "run/checkpoints").glob("step-00000004*"):
+        shutil.rmtree(path)
+    shutil.rmtree(tmp_path / "run/final")
+    assert not list((tmp_path / "run/checkpoints").glob("*/reference"))
+    again = Config.of(output_dir=str(tmp_path / "run"), resume=True)
+    for name in objects:
+        with pytest.raises(ValueError, match=rf"^{name}: a Python object of the program that began this run, or none; pass it again"):
+            train.train(again, reward_functions=[length], **{other: thing for other, thing in objects.items() if other != name})
+    resumed, _ = train.train(again, reward_functions=[length], **objects)
+    assert "from " + str(tmp_path / "run/checkpoints/step-00000002") in capsys.readouterr().out
+    for name, weights in whole.state_dict().items():
+        assert torch.equal(weights, resumed.state_dict()[name]), name
+
+
+def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
+    run = dict(use_grpo=True, eval_limit=0, report_to="none", cold_start_steps=0)
+    for number, (flags, teacher, message) in enumerate([
+        (dict(use_kl_penalty=False), model, "reference: nothing is compared with it"),
+        (dict(use_kl_penalty=True, reference_mode="ema"), model, "--reference_mode=ema: one that is passed is static"),
+        (dict(use_kl_penalty=True), small, "reference: its vocabulary has 100 tokens, that of the policy 263"),
+    ]):
+        with pytest.raises(ValueError, match=message):
+            set_up(Config.of(output_dir=str(tmp_path / str(number)), **run, **flags), reference=teacher)
