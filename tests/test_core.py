@@ -21,8 +21,7 @@ from conftest import PROMPTS, made_up_rollout
 
 ROOT = Path(__file__).parents[1]
 CORE = ["grpo", "logprobs", "sample", "rewards", "data", "model", "experience", "config"]
-# Rooms that core files still need: LoRA and files of models, reward functions, settings files.
-CARRIED = ["engine", "reward_functions", "sources"]
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "tokenizers"}
 
 
 def imports_of(name: str) -> set[str]:
@@ -34,17 +33,25 @@ def imports_of(name: str) -> set[str]:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
-    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    """Run Python in a folder. An installation of the project for development is not found there."""
+    if folder != ROOT:
+        (folder / "sitecustomize.py").write_text(
+            "import sys\nsys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]\n"
+            f"sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]\n")
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done
 
 
-def test_sampler_and_log_probabilities_import_the_core_alone():
-    libraries = {*sys.stdlib_module_names, "torch", "numpy", "transformers"}
+def test_core_files_import_core_files_and_libraries_alone():
+    found = {name: imports_of(name) - LIBRARIES for name in CORE}
+    assert found.pop("rewards") == {"analysis"}, "the linter, where rewards.py is a program"
+    assert found == {
+        "grpo": set(), "logprobs": set(), "data": set(), "config": set(), "sample": {"data", "logprobs"}, "model": {"rewards"},
+        "experience": {"grpo", "logprobs", "rewards", "sample"},
+    }
     assert imports_of("data") <= sys.stdlib_module_names
-    assert imports_of("logprobs") <= libraries and imports_of("grpo") <= libraries
-    assert imports_of("sample") - libraries == {"data", "logprobs"}
 
 
 def test_rewards_alone_score_with_a_function_of_ones_own_none_and_one_that_raises(tmp_path):
@@ -234,13 +241,92 @@ print(json.dumps([[answer(load_examples, source) for source in (*files, *others)
         "[{'role': 'user', 'content': '2+2?<eos>'}] is no text: pass encode_demonstration of environments.messages"]
 
 
+def test_the_policy_alone_is_loaded_saved_and_followed_and_refuses_what_rooms_do(tmp_path):
+    for name in "model", "rewards", "config", "grpo":     # config.py reads the tables of grpo.py
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    run(tmp_path, "-c", """
+import torch
+from config import Config, GRPOConfig, ModelConfig
+from model import ValueHead, frozen_copy, load_policy, save_policy, update_reference
+config = Config.of(use_grpo=True, loss_type="gspo", seed=3)
+assert (config.grpo.loss_type, config.training.seed, config.given_flags["seed"]) == ("gspo", 3, 3)
+model, tokenizer = load_policy(ModelConfig())
+assert tokenizer.decode(tokenizer("1+1=?").input_ids, skip_special_tokens=True) == "1+1=?" and not model.training
+reference = frozen_copy(model)
+with torch.no_grad():
+    model.lm_head.weight.add_(1.0)
+before = reference.lm_head.weight.clone()
+update_reference(reference, model, 0.75)
+torch.testing.assert_close(reference.lm_head.weight, before + 0.25)
+assert not any(parameter.requires_grad for parameter in reference.parameters())
+assert ValueHead(128)(torch.ones(2, 128)).tolist() == [0.0, 0.0]
+save_policy(model, tokenizer, "saved")
+again, _ = load_policy(ModelConfig("saved"))
+assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+for make, message in (
+    (lambda: load_policy(ModelConfig("some/model")), "--model_path=some/model: this loads folders of float32 weights"),
+    (lambda: load_policy(ModelConfig("saved", lora_rank=4)), "--lora_rank=4: this loads"),
+    (lambda: load_policy(ModelConfig("saved", precision="bfloat16")), "--precision=bfloat16: this loads"),
+    (lambda: GRPOConfig(num_completions_per_prompt=1), "--num_completions_per_prompt=1: must be at least 2"),
+    (lambda: Config.of(beta=1.0), "beta: unknown; the flags are model_path, "),
+):
+    try:
+        make()
+    except ValueError as error:
+        assert str(error).startswith(message) and "\\n" not in str(error), error
+    else:
+        raise AssertionError(message)
+""")
+
+
+def test_an_experience_alone_has_advantages_and_the_reference_of_a_rollout(tmp_path):
+    for name in CORE:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    run(tmp_path, "-c", """
+from contextlib import nullcontext
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from config import GRPOConfig, ModelConfig
+from experience import Groups, compute_experience
+from grpo import compute_group_advantages
+from logprobs import completion_log_probs, micro_batches
+from model import byte_tokenizer
+from sample import sample_completions_for_prompts
+
+class Engine:
+    same_arithmetic, device, on_device = True, torch.device("cpu"), nullcontext
+    def micro_batches(self, rollout, rows, parts):
+        return micro_batches(rollout, rows, 64, parts)
+    def log_probs(self, rollout, rows, policy, *, model, value_head=None):
+        return completion_log_probs(model, rollout, rows, **policy)
+
+class Ranks:
+    size = 1
+    def steps(self, batches):
+        return [(rows, 1) for rows in batches]
+    def sum(self, value):
+        return value
+
+torch.manual_seed(0)
+make = lambda: GPT2LMHeadModel(GPT2Config(vocab_size=263, n_embd=32, n_layer=2, n_head=4, eos_token_id=1)).eval()
+model, reference, tokenizer = make(), make(), byte_tokenizer()
+config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=6, use_kl_penalty=True)
+rollout = sample_completions_for_prompts(model, tokenizer, ["one", "three"], config, seed=0)
+rewards = torch.tensor([[0.0, 1.0], [2.0, float("nan")]])
+groups = Groups([{}, {}], rollout, rewards, {}, rewards)
+found = compute_experience(groups, compute_group_advantages(rewards), config, Engine(), Ranks(), reference=reference)
+assert found.advantages[:2, 0].tolist() == [-found.advantages[1, 0].item(), found.advantages[1, 0].item()] != [0, 0]
+assert not found.mask[3].any() and found.mask[:3].equal(rollout.completion_mask[:3])
+expected = completion_log_probs(reference, rollout, **config.policy).logp
+torch.testing.assert_close(found.reference_logp, expected.detach(), atol=1e-5, rtol=0)
+""")
+
+
 @pytest.mark.slow
 def test_the_loop_over_the_core_alone_trains_as_train_py_does_bit_for_bit(tmp_path):
     flags = ["--cold_start_steps", "2", "--max_steps", "3", "--seed", "1", "--output_dir"]
     for name in CORE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    for name in CARRIED:
-        shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples/minimal.py", tmp_path / "examples")
     assert len((tmp_path / "examples/minimal.py").read_text().splitlines()) <= 120
