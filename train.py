@@ -254,6 +254,8 @@ def learn(run: Run) -> None:
                     run.save_and_print_how_to_resume()
                     return
                 step_evaluate_save(run, phase)
+            if run.evaluated_at != progress.step:
+                run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
         write_final(run.model, run.tokenizer, run.folder.path / "final")
@@ -268,7 +270,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
         metrics, experience = take_step(run, next(run.batches))
     with run.checkpoint_on_error():
         run.log_step(metrics, experience)
-    if is_due(before, progress.phase_step, phase.eval_steps) or progress.phase_step >= phase.steps:
+    if is_due(before, progress.phase_step, phase.eval_steps):
         accuracy = run.log_evaluation()
         if phase.name == "cold_start" and accuracy >= run.config.training.cold_start_accuracy:
             phase.steps = progress.phase_step             # ends the phase

@@ -104,6 +104,7 @@ class Run:
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
     reference: torch.nn.Module | AdapterReference | None = None                  # None without a KL penalty
     value_head: ValueHead | None = None
+    evaluated_at: int | None = None                       # step of the last evaluation
     seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/metrics.py
 
     @property
@@ -338,6 +339,7 @@ class Run:
                 environment=self.environment, trainer_state=self.trainer_state,
             )
         self.folder.log(self.progress.step, "eval", result)
+        self.evaluated_at = self.progress.step
         self.console.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
         return result.get("eval_accuracy", math.nan)
 
