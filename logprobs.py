@@ -63,8 +63,8 @@ def completion_log_probs(
     attention_mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
     positions = torch.arange(ids.shape[1], device=device) * attention_mask
     inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
-    pass_row, token = mask.nonzero(as_tuple=True)                                              # (N,) each
-    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + token
+    pass_row, column = mask.nonzero(as_tuple=True)                                             # (N,) each
+    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column
     chosen = rollout.completion_ids[rows][mask].to(device)
     pass_row, predictor = pass_row.to(device), predictor.to(device)
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -119,21 +119,21 @@ def head_log_probs(
     logits = restrict_logits(compute_logits(model, hidden), **policy, chosen=chosen)           # (n, V)
     log_p = logits.log_softmax(dim=-1)
     lowest = torch.finfo(log_p.dtype).min                 # in place of -inf: that times 0 would be NaN
-    p, finite = log_p.exp(), log_p.clamp(min=lowest)
-    logp, entropy = log_p.gather(-1, chosen[:, None])[:, 0], -(p * finite).sum(dim=-1)
+    p, finite_log_p = log_p.exp(), log_p.clamp(min=lowest)
+    logp, entropy = log_p.gather(-1, chosen[:, None])[:, 0], -(p * finite_log_p).sum(dim=-1)
     if reference_hidden is None:
         return logp, entropy, torch.zeros_like(logp)
     with torch.no_grad():
         log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / policy["temperature"]
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1).clamp(min=lowest)
-    return logp, entropy, (p * (finite - log_q)).sum(dim=-1)
+    return logp, entropy, (p * (finite_log_p - log_q)).sum(dim=-1)
 
 
 def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, padding included; a longer row is alone.
 
     Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
-    gradient to rounding, since losses take their denominators from the whole step.
+    gradient to rounding, since losses take their denominators from the whole update.
 
     parts  least number of batches; fewer if there are fewer rows
     """

@@ -34,7 +34,7 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, restrict_logits
 
-DROP_BELOW = 0.75               # ended rows are dropped when so few go on; it copies the cache
+DROP_BELOW = 0.75               # ended rows are dropped when this share goes on: that copies the cache
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Rollout:
     sampling_logp: Tensor       # (B, T) nats, under the distribution that was sampled from; 0 elsewhere
     finished: Tensor            # (B,) bool, False if the length limit came first
     completions: list           # B texts without stop token; with an environment, lists of messages
-    turn_points: Tensor | None = None   # (B, T) rewards of turns, at their last tokens; NaN: it raised
+    turn_points: Tensor | None = None   # (B, T) points of turns, at their ends; NaN: the environment raised
 
 
 def sample_completions_for_prompts(
@@ -95,7 +95,7 @@ def sample_batch(
     stops, uniforms = torch.tensor(stop_token_ids(model, tokenizer), device=device), uniforms.to(device)
     ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
     drawn = torch.zeros(num_rows, limit, dtype=torch.bool, device=device)        # tokens of the policy
-    forced = torch.zeros_like(drawn)                      # tokens of an environment, ahead of their turn
+    forced = torch.zeros_like(drawn)                      # tokens of an environment, not yet forwarded
     logp = torch.zeros(num_rows, limit, device=device)
     stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
 

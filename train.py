@@ -4,21 +4,21 @@ GRPO and supervised training of a language model.
     python train.py --use_grpo --num_completions_per_prompt 4      a small model, without downloads
     python train.py --help                                         every flag
 
-Reading order: grpo_training_step, with sampling above it and the loss below it; then learn, the loop around
-the steps. examples/minimal.py is the same without checkpoints, processes and flags.
+Reading order here: grpo_training_step, with sampling above it and the loss below it; then learn, the loop
+around the steps. examples/minimal.py is the same without checkpoints, processes and flags.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens. Units:
 rewards in points, log-probabilities (logp) and KL in nats. Scores are weighted sums of reward functions;
 rewards are scores clipped and penalised. A group of equal rewards is tied. A rollout holds completions and
-their logp when they were sampled; an experience adds what updates need: advantages, old_logp (usually that of
-sampling), and logp of the reference, a copy of the policy that is frozen or follows it.
+their logp when they were sampled; an experience adds what updates need: advantages, old_logp (usually equal
+to it), logp of the reference, a copy of the policy that is frozen or follows it. A run holds the model,
+its optimiser, the data and the progress, which counts updates: so do --eval_steps and --save_steps.
 """
 
 import sys
 
 if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
     from runs.command_line import check_flags, parse_config
-
     check_flags("train.py", parse_config)
 
 import math
@@ -32,9 +32,8 @@ from engine.policy import follow_policy
 from engine.sharding import clip_gradient
 from environments.conversations import sample_with_environment
 from environments.messages import encode_demonstration
-from experience import (
-    Experience, Groups, compute_experience, demonstrations_as_experience, minibatches, shape_rewards,
-)
+from experience import Experience, Groups, compute_experience, demonstrations_as_experience
+from experience import minibatches, shape_rewards
 from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
@@ -58,7 +57,7 @@ __all__ = [
 
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
-    """Sample and score a group of completions for each prompt. --dynamic_sampling replaces tied groups."""
+    """Sample and score groups. --dynamic_sampling replaces tied ones by groups of new prompts."""
     groups = sample_and_score(run, examples)
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
         if num_tied := int(groups.tied.sum()):
@@ -67,7 +66,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
 
 def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups:
-    """Sample and score a group for each prompt: of its slice on each rank. All ranks get all groups."""
+    """Sample and score a group for each prompt: each rank a slice of them. All ranks get all groups."""
     config = run.config.grpo
 
     def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:
@@ -85,7 +84,7 @@ def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups
 
 @timed("step_seconds")
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Sample a group for each prompt, score it, make completions above their group's mean more likely.
+    """Sample a group for each prompt, score it, make those above its mean more likely, the others less.
 
         A      (reward - mean(group)) / std(group)        the group is the baseline: no critic
         ratio  exp(logp - old_logp)                       policy now / policy that sampled
@@ -99,14 +98,14 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     # 1. Sample G completions of each prompt, and score them.
     groups = sample_groups(run, examples)
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
-    require(len(groups.rollout.completion_ids) == P * G, f"{groups.rollout.completion_ids.shape=} {P=} {G=}")
+    require(len(groups.rollout.completions) == P * G, f"{len(groups.rollout.completions)=} {P=} {G=}")
 
-    # 2. Compare each completion with the others of its group. Equal rewards: zeros, nothing to learn.
+    # 2. Compare each completion with the others of its group. Equal rewards: zeros.
     advantages = compute_group_advantages(                                       # (P, G)
         groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
     off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
     centered = config.baseline in CENTERED_BASELINES
-    require(off_center <= 1e-3 * max(1.0, largest) or not centered, f"rows must sum to 0: {off_center=}")
+    require(off_center <= 1e-3 * max(1.0, largest) or not centered, f"a group must sum to 0: {off_center=}")
 
     # 3. Compute once what all updates share, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
@@ -118,14 +117,14 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        if not updates:                                   # nothing has changed since sampling: ratios are 1
-            measured = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
-            run.engine.require_ratios_of_1(measured)
+        if not updates:                                   # nothing has changed since sampling
+            deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
+            run.engine.require_ratios_of_1(deviation)
         elif 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled
             break
         updates.append(losses | optimizer_step(run, losses["total_loss"]))
-        if progress.phase_step == run.phase.steps:
+        if progress.phase_step == run.phase.steps:        # counts updates
             break
 
     metrics = summarize_groups(groups, experience) | summarize_updates(updates)
@@ -143,7 +142,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, counts in run.ranks.steps(micro_batches):       # counts: 0 keeps ranks in step
+    for micro_batch, counts in run.ranks.steps(micro_batches):       # counts: 0 for a repeat
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.policy,
             value_head=run.value_head if config.use_value_head else None,
@@ -154,9 +153,9 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         run.scaler.scale(terms["total_loss"] * counts).backward()
         results.append({name: term.detach() * counts for name, term in terms.items()})
     sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
-    share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # of forwarded tokens, or NaN
-        sums[name] = sums[name] / share if share else math.nan
+    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
+    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # means of forwarded tokens
+        sums[name] = sums[name] / forwarded if forwarded else math.nan
     return sums
 
 
@@ -168,7 +167,7 @@ def total_loss(
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
         KL         = mean of ratio * (exp(d) - d - 1), d = reference logp - logp, by default
 
-    new    under the current policy, (b, T), with gradient;  batch  the same rows of the experience
+    new, batch  (b, T), under the current policy with gradient; the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
     aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
@@ -191,7 +190,7 @@ def total_loss(
 
 @timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Make demonstrations more likely: one update with advantage 1 and the loss -logp * A."""
+    """Make demonstrations more likely: one update with the loss -logp, that is with advantage 1."""
     rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_demonstration)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
@@ -204,7 +203,7 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
 def optimizer_step(run: Run, loss: float) -> dict:
     """Take one optimiser step with the accumulated gradient. Returns grad_norm, before clipping, and skipped.
 
-    A step whose loss or gradient is not finite is skipped: it counts, and leaves weights and schedule.
+    A step whose loss or gradient is not finite is skipped: it counts, and leaves parameters and schedule.
     """
     progress, finite = run.progress, math.isfinite(loss)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -213,13 +212,13 @@ def optimizer_step(run: Run, loss: float) -> dict:
     norm = clip_gradient(parameters, run.config.training.max_grad_norm)
     progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     skipped = not (finite and math.isfinite(norm))
-    if not skipped:
+    if skipped:
+        progress.skipped += 1
+        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
+    else:
         scaler.step(run.optimizer)
         run.scheduler.step()
         progress.skipped_in_a_row = 0
-    else:
-        progress.skipped += 1
-        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
     scaler.update()
     run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
     follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
@@ -237,24 +236,23 @@ def train(config: Config, **objects) -> tuple:
 def learn(run: Run) -> None:
     """Take the steps of all phases, and write what they learned to final/ in the run folder.
 
-    evaluation    in front of the first step, every --eval_steps, and at the end of a phase
-    checkpoint    every --save_steps, at the end of a phase, at a stop, and when a step raises
+    evaluation    before the first step of a new run, every --eval_steps, and at the end of a phase
+    checkpoint    every --save_steps, at the end of a phase, at a stop, and when a step raises or diverges
     stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
     """
-    progress = run.progress
     if run.is_complete():
         return
     with run.started() as stop:
-        if progress.step == 0:
+        if run.progress.step == 0:
             run.log_evaluation()
-        for phase in run.phases[progress.phase :]:
+        for phase in run.phases[run.progress.phase :]:
             run.begin_phase(phase)
-            while progress.phase_step < phase.steps:
+            while run.progress.phase_step < phase.steps:
                 if stop.requested():
                     run.save_and_print_how_to_resume()
                     return
                 step_evaluate_save(run, phase)
-            if run.evaluated_at != progress.step:
+            if run.evaluated_at != run.progress.step:
                 run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
@@ -268,7 +266,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
     with run.checkpoint_on_error():
         metrics, experience = take_step(run, next(run.batches))
-    with run.checkpoint_on_error():
+    with run.checkpoint_on_error():                       # again: the step itself is complete
         run.log_step(metrics, experience)
     if is_due(before, progress.phase_step, phase.eval_steps):
         accuracy = run.log_evaluation()
@@ -282,7 +280,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
 
 def main(argv: list[str], config: Config | None = None) -> None:
     """Parse the flags, unless config is given; then replay, estimate, explain, check or train."""
-    from analysis.explain import explain  # these look at a step from outside
+    from analysis.explain import explain  # here: only for --explain and --replay
     from analysis.replay import replay
 
     with exit_on_setup_errors():
