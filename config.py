@@ -5,9 +5,9 @@ The configuration: every flag with its type, default, help text and bounds.
     Config(grpo=GRPOConfig(loss_type="gspo"), training=TrainingConfig(use_grpo=True, output_dir="run"))
 
 Later sources override earlier ones: defaults, profile (or the run that is resumed), settings.json, flags. In
-Python the fields that are passed are the flags, and train() fills in the others (sources/settings.py). Wrong
-values and incompatible flags are rejected with a ValueError of one line; flags without effect are listed at
-the start of a run.
+Python the fields that are passed are the flags. Wrong values and incompatible flags are rejected with a
+ValueError of one line; flags without effect are listed at the start of a run. Profiles, saved settings and
+names of other systems come from sources/settings.py, which train.py imports.
 """
 
 import ast
@@ -508,11 +508,18 @@ class Config(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self):
-        """Raise ValueError for flags that are valid alone and not together."""
+        """Fill in what was not passed, by fill_in, and raise ValueError for incompatible sections."""
         for f in dataclasses.fields(self):
             if not isinstance(getattr(self, f.name), f.type):
                 found = f"{f.name}={getattr(self, f.name)!r:.60}"
                 raise TypeError(f"Config: {found} must be a {f.type.__name__}")
+        values = fill_in(self.given_flags)
+        sections_of(values)                               # rejects unknown names, in config.json of a run
+        for f in dataclasses.fields(self):
+            section = getattr(self, f.name)
+            of_section = {name: values[name] for name in values.keys() & f.type.__dataclass_fields__.keys()}
+            object.__setattr__(self, f.name, filled := dataclasses.replace(section, **of_section))
+            object.__setattr__(filled, "given", section.given)
         training, config = self.training, self.grpo
         config.reject_incompatible()
         updates = self.updates_per_rollout
@@ -581,3 +588,8 @@ def explain_fields(unknown: list[str]) -> str:
 def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
     """Return a sentence about names that are no flags. sources/foreign_names.py puts a better one here."""
     return f"{', '.join(typed)}: unknown; the flags are {', '.join(known)}"
+
+
+def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return flags with what they imply: here nothing. sources/settings.py puts its own fill_in here."""
+    return flags

@@ -9,26 +9,23 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
 """
 
 import sys
-
-if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
-    from runs.command_line import check_flags  # refuses an old Python
-    from analysis.infer_flags import parse_arguments
-
-    check_flags("infer.py", parse_arguments)
-
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_answers
+from runs.command_line import check_flags, exit_on_mistake, section_of  # first, see runs/__init__.py
 from analysis.infer_flags import parse_arguments, sampling_config
+
+if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
+    check_flags("infer.py", parse_arguments)
+
+from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_answers
 from analysis.report import write_report
 from config import ModelConfig
 from engine.adapters import has_adapter, merged_copy
 from engine.devices import keep_freed_memory
 from engine.policy import load_policy, save_policy
 from environments.loading import load_environment
-from runs.command_line import exit_on_mistake, section_of
 from runs.training_data import with_instruction
 
 

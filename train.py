@@ -15,13 +15,13 @@ to it), logp of the reference, a copy of the policy that is frozen or follows it
 its optimiser, the data and the progress, which counts updates: so do --eval_steps and --save_steps.
 """
 
+import math
 import sys
 
-if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
-    from runs.command_line import check_flags, parse_config
-    check_flags("train.py", parse_config)
+from runs.command_line import check_flags, parse_config  # first, see runs/__init__.py
 
-import math
+if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
+    CONFIG = check_flags("train.py", parse_config)
 
 import torch
 
@@ -39,7 +39,6 @@ from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
-from runs.command_line import parse_config
 from runs.exit import MOST_SKIPPED, Diverged, exit_on_run_errors, exit_on_setup_errors
 from runs.fitting_flags import print_estimate
 from runs.groups import replace_tied, sample_on_all_ranks
@@ -117,10 +116,11 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        if not updates:                                   # nothing has changed since sampling
+        unchanged = run.device.type != "xla" or not updates      # XLA: zeros as gradients move weights too
+        if unchanged and all(math.isnan(update["ratio_deviation"]) for update in updates):
             deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
             run.engine.require_ratios_of_1(deviation)
-        elif 0 < config.max_policy_kl < losses["policy_kl"]:
+        if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled
             break
         updates.append(losses | optimizer_step(run, losses["total_loss"]))
@@ -297,4 +297,4 @@ def main(argv: list[str], config: Config | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], CONFIG)

@@ -18,12 +18,12 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from config import FLAGS, Config
-from sources.foreign_names import explain_unknown
+from sources.foreign_names import explain_unknown, without_removed
 from sources.run_owner import refuse_foreign_code
-from sources.settings import config_of, read_settings
+from sources.settings import read_settings
 
 DESCRIPTION = """\
 Train a language model with GRPO or supervised fine-tuning.
@@ -137,10 +137,10 @@ def exit_on_mistake(program: str):
         sys.exit(2)
 
 
-def check_flags(program: str, parse: Callable[[list[str]], object]) -> None:
-    """Parse the command line of a program: --help and mistakes end it here."""
+def check_flags(program: str, parse: Callable[[list[str]], Any]) -> Any:
+    """Parse the command line of a program, and return the result: --help and mistakes end it here."""
     with exit_on_mistake(program):
-        parse(sys.argv[1:])
+        return parse(sys.argv[1:])
 
 
 def printable(text: str) -> str:
@@ -237,6 +237,6 @@ def parse_config(argv: list[str]) -> Config:
     flags = vars(parser.parse_all(words, "a file of settings comes before all flags"))
     if is_file and Path(argv[0]).name == "config.json":   # of a run, which another user may have written
         refuse_foreign_code(Path(argv[0]).parent, settings, flags)
-    config = config_of(settings | flags)
+    config = Config.of(**without_removed(settings | flags))
     config.grpo.validate_functions()
     return config

@@ -10,7 +10,6 @@ from engine.devices import available_gb, best_device, peak_memory_gb
 from engine.precision import resolve_precision
 from runs.memory_estimate import FULL, describe_step, memory_gb, resolve_memory_settings
 from runs.setup import parse_mesh
-from sources.settings import config_of
 
 
 def print_estimate(config: Config) -> None:
@@ -32,7 +31,7 @@ def print_estimate(config: Config) -> None:
         if any(shown <= flags.items() for shown in fitting):
             continue
         try:
-            changed = config_of(config.given_flags | flags)
+            changed = Config.of(**config.given_flags | flags)
             if changed.model.precision == "auto":
                 changed = replace(changed, model=replace(changed.model, precision=auto))
             mesh = parse_mesh(changed)

@@ -22,9 +22,9 @@ from engine.devices import (
 )
 from engine.plain import Engine
 from engine.policy import check_context_length, load_policy, load_tokenizer, move
-from engine.precision import resolve_precision
+from engine.precision import precision_of, resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
-from engine.sharding import shard, sharded_like
+from engine.sharding import replicated_sums, shard, sharded_like
 from engine.vllm_engine import VLLM, refuse_engine
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
@@ -41,7 +41,6 @@ from runs.training_data import (
 )
 from sample import stop_token_ids
 from sources.foreign_names import without_removed
-from sources.settings import config_of
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -158,7 +157,6 @@ def set_up(
     reference                      another model with the same tokenizer, such as a teacher, for the KL
                                    penalty; None: a copy of the policy
     """
-    config = config_of(config.given_flags)
     device = best_device(config.model.device)
     ranks = make_ranks(device)
     refuse_engine(config.grpo, device)
@@ -214,6 +212,7 @@ def set_up(
         console.print(f"  note   {line}")
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
+        ranks.agree(replicated_sums("reference", reference))
     engine = start_up_check(
         policy, tokenizer, train_set, config, functions, environment, ranks, engine, reference, longest,
         console.print)
@@ -260,6 +259,10 @@ def validate_reference(
             f"reference: its vocabulary has {sizes[0]} tokens, that of the policy {sizes[1]}; take a model "
             "with the same tokenizer"
         )
+    in_16_bits = any(parameter.dtype != torch.float32 for parameter in reference.parameters())
+    if in_16_bits and precision_of(reference) == "float32":
+        raise ValueError(
+            "reference: its weights are in 16 bits; load it with load_policy of engine/policy.py")
     reference.eval().requires_grad_(False)
 
 

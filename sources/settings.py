@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from config import Config, sections_of
+import config
 from data import parse_json
 from sources.foreign_names import without_removed
 from sources.run_owner import refuse_foreign_code
@@ -25,16 +25,6 @@ def read_settings(path: Path) -> dict[str, Any]:
         is_section = isinstance(value, dict) and name != "chat_template_kwargs"
         flat |= value if is_section else {name: value}
     return flat
-
-
-def config_of(flags: dict[str, Any]) -> Config:
-    """Return the configuration of flags and of what they imply, see fill_in. Raises ValueError, one line."""
-    flags = without_removed(flags)
-    sections_of(flags)                                    # rejects unknown names and wrong types
-    sections = sections_of(fill_in(flags))
-    for section in sections:
-        object.__setattr__(section, "given", section.given & flags.keys())
-    return Config(*sections)
 
 
 def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
@@ -109,3 +99,5 @@ PROFILES: dict[str, dict[str, Any]] = {
         eval_steps=100,
     ),
 }
+
+config.fill_in = fill_in                                  # in Python's Config(...) too

@@ -27,7 +27,6 @@ from runs.command_line import parse_config
 from runs.records import read_jsonl
 from runs.setup import set_up
 from sample import Rollout, left_pad
-from sources.settings import config_of
 
 for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL):
     if signal.getsignal(number) == signal.SIG_IGN:        # as in a background job or under nohup: runs would inherit it
@@ -196,11 +195,6 @@ def without_curves(monkeypatch):
 def exhaustive(*values, **options):
     """Parameters of a test that `make test` leaves out, because it has other ones."""
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.exhaustive], **options)
-
-
-def filled(config=None, /, **flags):
-    """A configuration with what its flags imply, as train() fills it in."""
-    return config_of(flags if config is None else config.given_flags)
 
 
 def length_reward(folder):

@@ -8,7 +8,7 @@ import pickle
 from typing import get_args
 
 import pytest
-from conftest import filled
+
 
 import train
 from config import FLAGS, Config, GRPOConfig, ModelConfig, TrainingConfig, table_keys
@@ -153,21 +153,21 @@ def test_a_phase_is_as_many_steps_long_as_its_epochs_have_updates():
 
 
 def test_a_profile_applies_in_python_as_on_the_command_line():
-    assert filled(Config(training=TrainingConfig(use_grpo=True))) == parse_config(["--use_grpo"]) == filled(use_grpo=True)
-    assert filled() == parse_config([]) and filled().training.profile == "demo_supervised"
-    config = filled(Config(
-        grpo=GRPOConfig(num_completions_per_prompt=4), training=TrainingConfig(use_grpo=True, profile="conservative")))
+    assert Config(training=TrainingConfig(use_grpo=True)) == parse_config(["--use_grpo"]) == Config.of(use_grpo=True)
+    assert Config() == parse_config([]) and Config().training.profile == "demo_supervised"
+    config = Config(
+        grpo=GRPOConfig(num_completions_per_prompt=4), training=TrainingConfig(use_grpo=True, profile="conservative"))
     assert (config.grpo.num_completions_per_prompt, config.training.batch_size, config.training.learning_rate) == (4, 8, 1e-6)
     assert config == parse_config("--use_grpo --profile conservative --num_completions_per_prompt 4".split())
-    real = filled(Config(ModelConfig("some/model"), training=TrainingConfig(use_grpo=True)))
+    real = Config(ModelConfig("some/model"), training=TrainingConfig(use_grpo=True))
     assert real.training.profile == "" and real.grpo == GRPOConfig(), "no profile for a real model"
 
 
 def test_a_field_that_is_passed_with_its_default_value_wins_over_the_profile():
-    assert filled(use_grpo=True, batch_size=4).training.batch_size == 4
-    config = filled(use_grpo=True)
+    assert Config.of(use_grpo=True, batch_size=4).training.batch_size == 4
+    config = Config.of(use_grpo=True)
     changed = dataclasses.replace(config, training=dataclasses.replace(config.training, batch_size=4))
-    assert filled(changed).training.batch_size == 4 and filled(changed).grpo == config.grpo, "a configuration stays as it is"
+    assert changed.training.batch_size == 4 and changed.grpo == config.grpo, "a configuration stays as it is"
     copied = copy.deepcopy(pickle.loads(pickle.dumps(TrainingConfig(batch_size=4))))
     assert copied.given == {"batch_size"}
 
@@ -203,13 +203,13 @@ def test_python_objects_in_a_section_are_answered_with_their_place():
 
 
 def test_resumed_settings_and_flags_are_judged_together_in_python_as_on_the_command_line(tmp_path):
-    saved = filled(use_grpo=True, overlong="penalise")
+    saved = Config.of(use_grpo=True, overlong="penalise")
     (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
     flags = dict(resume=True, output_dir=str(tmp_path))
-    config = filled(Config(grpo=GRPOConfig(ppo_epochs=2), training=TrainingConfig(**flags)))
-    assert config == filled(ppo_epochs=2, **flags) and config.grpo.overlong == "penalise"
+    config = Config(grpo=GRPOConfig(ppo_epochs=2), training=TrainingConfig(**flags))
+    assert config == Config.of(ppo_epochs=2, **flags) and config.grpo.overlong == "penalise"
     (tmp_path / "config.json").write_text('{"no_such_flag": 1}')
-    for build in lambda: filled(**flags), lambda: filled(Config(training=TrainingConfig(**flags))):
+    for build in lambda: Config.of(**flags), lambda: Config(training=TrainingConfig(**flags)):
         with pytest.raises(ValueError, match="no_such_flag: unknown flag"):
             build()
     with pytest.raises(ValueError, match="cls: unknown flag"):
@@ -220,7 +220,7 @@ def test_resumed_settings_and_flags_are_judged_together_in_python_as_on_the_comm
     ("reward_weights", [-5e-05, 1.0, 0.5]), ("instruction", "- be brief"), ("instruction", "--help"), ("cold_start_accuracy", -1e-9),
 ])
 def test_settings_of_a_run_are_read_as_data_whatever_they_begin_with(name, value, tmp_path):
-    saved = filled(use_grpo=True, **{name: value})
+    saved = Config.of(use_grpo=True, **{name: value})
     (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
     assert parse_config([str(tmp_path / "config.json")]) == saved
     given = ["--output_dir", str(tmp_path), "--resume"], ["--replay", str(tmp_path / "rollouts.jsonl")], [str(tmp_path / "config.json")]
@@ -247,8 +247,8 @@ def test_a_field_of_another_section_is_named_with_its_section():
 
 def test_incompatible_flags_are_rejected_with_the_values_of_the_profile():
     with pytest.raises(ValueError, match="--kl_target"):                         # the demonstration has no KL penalty
-        filled(use_grpo=True, kl_target=0.1)
-    assert filled(use_grpo=True, profile="guess_letter", max_turns=3).grpo.environment == "guess_letter"
+        Config.of(use_grpo=True, kl_target=0.1)
+    assert Config.of(use_grpo=True, profile="guess_letter", max_turns=3).grpo.environment == "guess_letter"
 
 
 def test_with_vllm_tokens_are_weighted_unless_the_user_says_otherwise(tmp_path):

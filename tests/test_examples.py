@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import exhaustive, filled
+from conftest import exhaustive
 
 import train
 from analysis.reward_linter import lint
@@ -59,7 +59,7 @@ def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, 
     train.main([f"examples/{situation}.json"])
     runpy.run_path(str(EXAMPLES / f"{situation}.py"), run_name="__main__")
     assert all((tmp_path / f"run{number}/final").exists() for number in (1, 2))
-    by_file, by_script = map(filled, shortened)
+    by_file, by_script = shortened
     names = dict(reward_functions=by_file.grpo.reward_functions, environment=by_file.grpo.environment)   # objects in the script
     assert dataclasses.replace(by_script, grpo=dataclasses.replace(by_script.grpo, **names)) == by_file
     assert by_file == parse_config([f"examples/{situation}.json"])

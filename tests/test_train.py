@@ -36,8 +36,9 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     "", "--importance_cap 2", "--use_value_head", "--ppo_epochs 2 --minibatch_size 8", "--reward_functions {tied}",
+    "--reward_functions {tied} --minibatch_size 4",
 ])
-def test_a_wrong_sampler_ends_the_run_in_the_first_update_of_a_rollout(tmp_path, monkeypatch, capsys, flags):
+def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tmp_path, monkeypatch, capsys, flags):
     """Log-probabilities are shifted from the second rollout on; with {tied} from the first, of which all groups are tied."""
     (tmp_path / "tied.py").write_text(
         "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"          # call 1: the start-up check
@@ -70,7 +71,7 @@ def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
     exec(compile(source, "train.py", "exec", optimize=1), vars(optimized))
     run, shape = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0"), train.shape_rewards
     for name, wrong, message in (
-        ("compute_group_advantages", lambda rewards, **options: torch.ones_like(rewards), "rows must sum to 0"),
+        ("compute_group_advantages", lambda rewards, **options: torch.ones_like(rewards), "a group must sum to 0"),
         ("shape_rewards", lambda *args: shape(*args)[:, :3], "groups.rewards.shape"),
     ):
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match=message):

@@ -32,7 +32,6 @@ from runs.memory_estimate import (
     describe_step, memory_gb, model_shapes, pass_bytes, resolve_memory_settings, sampling_bytes, step_tokens,
 )
 from sample import Rollout, sampling_mode
-from sources.settings import config_of
 
 ALONE = {"replicate": 1, "fsdp": 1, "tp": 1}
 
@@ -339,7 +338,7 @@ def test_mistakes_of_an_estimate_are_one_line(flags, error, tmp_path, monkeypatc
 def test_candidates_leave_out_what_was_given(configured):
     config = Config.of(use_grpo=True, model_path=configured, precision="float32", mesh="fsdp=2")
     assert all("precision" not in flags and "mesh" not in flags for flags in candidates(config, "bfloat16", "cuda"))
-    changed = config_of(config.given_flags | {"lora_rank": 8})
+    changed = Config.of(**config.given_flags | {"lora_rank": 8})
     assert changed.model.lora_rank == 8 and changed.training.given == {"use_grpo", "mesh"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from conftest import filled
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -80,7 +80,7 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_sa
     stop_at_two.__name__, stop_at_two.calls, stop_at_two.limit = "shorter", 0, 4    # start-up check, evaluation, two steps
     with pytest.raises(KeyboardInterrupt):
         train.train(config_of(tmp_path / "run", max_steps=4), reward_functions=[stop_at_two], dataset=EXAMPLES)
-    again = filled(Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True)))
+    again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
     assert (again.training.max_steps, again.grpo.reward_functions) == (4, ["python:shorter"]), "settings of the run"
     for missing in [{}, dict(reward_functions=[shorter]), dict(dataset=EXAMPLES)]:
         with pytest.raises(ValueError, match=r"a Python object of the program that began this run; pass it again: train\("):
@@ -151,7 +151,7 @@ def test_a_run_with_the_optimiser_and_the_teacher_of_the_page_is_resumed_bit_for
     objects = {"optimizer": objects["muon"], "reference": objects["teacher"]}
     before = [parameter.clone() for parameter in objects["reference"].parameters()]
     flags = dict(use_kl_penalty=True, kl_penalty_coef=0.5, cold_start_steps=0, save_steps=2, keep_checkpoints=9, max_steps=4)
-    config = filled(use_grpo=True, batch_size=4, eval_limit=0, report_to="none", generation_max_length=8, output_dir=str(tmp_path / "run"), **flags)
+    config = Config.of(use_grpo=True, batch_size=4, eval_limit=0, report_to="none", generation_max_length=8, output_dir=str(tmp_path / "run"), **flags)
     whole, _ = train.train(config, reward_functions=[length], **objects)
     assert all(torch.equal(a, b) for a, b in zip(before, objects["reference"].parameters())), "the teacher stays as it is"
     lines = read_jsonl(tmp_path / "run/metrics.jsonl")

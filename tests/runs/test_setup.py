@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUICK, filled, run_folder, start_run
+from conftest import QUICK, run_folder, start_run
 from forked import Ranks
 
 import train
-from config import ModelConfig
+from config import Config, ModelConfig
 from engine import shared
 from engine.policy import load_policy, save_policy
 
@@ -104,10 +104,10 @@ def test_supervised_training_may_be_evaluated_greedily(tmp_path):
     ("built_in", {"engine": "vllm", "importance_cap": 3.0}, 3.0),
 ])
 def test_a_resumed_run_with_another_engine_has_its_default_importance_cap(tmp_path, began, flags, cap):
-    saved = filled(use_grpo=True, engine=began, **({"importance_cap": 1.5} if began == "vllm" else {}))
+    saved = Config.of(use_grpo=True, engine=began, **({"importance_cap": 1.5} if began == "vllm" else {}))
     assert saved.grpo.importance_cap == (1.5 if began == "vllm" else 0.0)
     (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
-    assert filled(output_dir=str(tmp_path), resume=True, **flags).grpo.importance_cap == cap
+    assert Config.of(output_dir=str(tmp_path), resume=True, **flags).grpo.importance_cap == cap
 
 
 def test_a_call_of_vllm_that_raises_on_one_rank_fails_on_all(tmp_path):

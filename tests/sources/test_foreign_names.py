@@ -11,15 +11,15 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from conftest import build_gpt2, filled
+from conftest import build_gpt2
 
 from analysis.infer_flags import parse_arguments
-from config import FLAGS
+from config import Config, FLAGS
 from engine.policy import save_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from sources import foreign_names
-from sources.foreign_names import REMOVED, explain_unknown
+from sources.foreign_names import REMOVED, explain_unknown, without_removed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming-from.md").read_text()
@@ -128,7 +128,7 @@ def test_the_settings_that_the_page_gives_instead_are_accepted(system, tmp_path)
     here = settings_here(system)
     (tmp_path / "settings.json").write_text(json.dumps(here))
     config = parse_config([str(tmp_path / "settings.json")])
-    assert config == filled(**here) and config.training.use_grpo
+    assert config == Config.of(**without_removed(here)) and config.training.use_grpo
 
 
 @pytest.mark.parametrize("system", ["ReLax", "StateSet's GRPO guide"])           # model and data of Agent-Tunix are on the hub
@@ -146,7 +146,7 @@ def test_the_settings_that_the_page_gives_instead_train(system, type_line, tmp_p
 def test_iterations_of_rollouts_are_counted_in_optimiser_steps():
     """What the page says: 1000 rollouts of 256 x 4 completions, 2 epochs in minibatches of 64, are 32,000 steps."""
     here, there = settings_here("ReLax"), json.loads(typed("ReLax")[1])
-    per_rollout = filled(**here).updates_per_rollout
+    per_rollout = Config.of(**here).updates_per_rollout
     assert here["max_steps"] == there["num_iterations"] * per_rollout == 32_000
     assert here["reference_update_freq"] == there["reference_update_freq"] * per_rollout
 

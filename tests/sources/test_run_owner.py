@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import filled
+
+from config import Config
+
 
 from engine.errors import RunError
 from engine.ranks import OneRank
@@ -27,12 +29,12 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
         run_folder("--output_dir", tmp_path).open(0)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="another process writes to it"):
-        RunFolder(filled(resume=True, output_dir=str(tmp_path)), OneRank())    # before it reads a checkpoint
-    RunFolder(filled(resume=True, output_dir=str(tmp_path), check=True), OneRank())  # which writes nothing
+        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())    # before it reads a checkpoint
+    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True), OneRank())  # which writes nothing
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    failed = RunFolder(filled(resume=True, output_dir=str(tmp_path)), OneRank())      # a notebook's run that failed, and the next one
-    assert failed.lock.is_locked and RunFolder(filled(resume=True, output_dir=str(tmp_path)), OneRank()).lock.is_locked
+    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())      # a notebook's run that failed, and the next one
+    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank()).lock.is_locked
 
 
 def test_a_run_locks_its_folder_until_it_ends(tmp_path):
@@ -70,21 +72,21 @@ AGAIN = dict(reward_functions=["s.py:s"], reward_weights=[1.0], environment="", 
 
 def test_code_of_a_foreign_run_is_named_again(tmp_path):
     run = saved(tmp_path / "run", **CODE)
-    assert filled(resume=True, output_dir=str(run)).model.trust_remote_code
+    assert Config.of(resume=True, output_dir=str(run)).model.trust_remote_code
     copy = run.rename(tmp_path / "copy")
     for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code True"), (
             {name: value for name, value in AGAIN.items() if name != "environment"}, "--environment e.py:e"):
         with pytest.raises(ValueError, match=f" runs code, .*; if you trust it, give again {missing}$"):
-            filled(resume=True, output_dir=str(copy), **given)
+            Config.of(resume=True, output_dir=str(copy), **given)
     with pytest.raises(ValueError, match="give again"):
-        filled(replay=str(copy / "rollouts.jsonl"))
-    assert filled(resume=True, output_dir=str(copy), **AGAIN).grpo.reward_functions == ["s.py:s"]
+        Config.of(replay=str(copy / "rollouts.jsonl"))
+    assert Config.of(resume=True, output_dir=str(copy), **AGAIN).grpo.reward_functions == ["s.py:s"]
     copy.rename(run)
-    filled(resume=True, output_dir=str(run))
+    Config.of(resume=True, output_dir=str(run))
     for text in "", "[]", "{", json.dumps(owner_of(run) | {"user": os.getuid() + 1}):
         (run / OWNER).write_text(text)
         with pytest.raises(ValueError, match="give again"):
-            filled(resume=True, output_dir=str(run))
+            Config.of(resume=True, output_dir=str(run))
     with pytest.raises(ValueError, match=r"runs code.*give again --reward_functions correctness r.py:r"):
         parse_config([str(run / "config.json"), "--seed", "1"])                  # the file is not that of this user's run
     assert parse_config([str(run / "config.json"), "--reward_functions", "s.py:s", "--reward_weights", "1", "--environment", "",
@@ -93,13 +95,13 @@ def test_code_of_a_foreign_run_is_named_again(tmp_path):
     parse_config([str(run / "settings.json"), "--max_turns", "2"])               # a file of settings that the user names
     (run / "settings.json").rename(run / "config.json")
     with pytest.raises(ValueError, match="give again"):
-        filled(resume=True, output_dir=str(run))
+        Config.of(resume=True, output_dir=str(run))
 
 
 def test_a_foreign_run_without_code_is_resumed_and_becomes_that_of_its_user(tmp_path):
     run = saved(tmp_path / "run", reward_functions=["correctness", "python:f"], reward_weights=[1.0, 1.0])
     copy = run.rename(tmp_path / "copy")
-    folder = RunFolder(filled(resume=True, output_dir=str(copy)), OneRank())
+    folder = RunFolder(Config.of(resume=True, output_dir=str(copy)), OneRank())
     assert not is_own(copy), "until its settings are written anew"
     folder.open(0)
     assert is_own(copy)

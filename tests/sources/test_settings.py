@@ -1,7 +1,9 @@
 """Settings from files, from a run and from profiles."""
 
 import pytest
-from conftest import filled
+
+from config import Config
+
 
 from runs.flag_notes import flag_notes
 from sources.settings import PROFILES, fill_in, profile_values, read_settings
@@ -22,24 +24,24 @@ def test_the_demonstration_counts_examples_at_every_batch_size_and_its_learning_
 
 
 def test_flags_win_over_the_adapted_values_and_other_profiles_are_not_adapted():
-    config = filled(use_grpo=True, batch_size=2, eval_steps=7, learning_rate=1e-3)
+    config = Config.of(use_grpo=True, batch_size=2, eval_steps=7, learning_rate=1e-3)
     assert (config.training.eval_steps, config.training.learning_rate, config.training.cold_start_steps) == (7, 1e-3, 9600)
-    assert filled(use_grpo=True, profile="balanced", batch_size=64).training.learning_rate == PROFILES["balanced"]["learning_rate"]
-    assert filled(batch_size=2).training.learning_rate == 5e-4, "demo_supervised: 2e-3 at 32"
+    assert Config.of(use_grpo=True, profile="balanced", batch_size=64).training.learning_rate == PROFILES["balanced"]["learning_rate"]
+    assert Config.of(batch_size=2).training.learning_rate == 5e-4, "demo_supervised: 2e-3 at 32"
     assert profile_values("", 2) == {}
     with pytest.raises(ValueError, match="--profile=experimental: choose one of demo, guess_letter"):
-        filled(profile="experimental")
+        Config.of(profile="experimental")
 
 
 @pytest.mark.parametrize("size", [0, -1, "2", None, 2.5])
 def test_a_batch_size_that_is_none_changes_no_profile_and_is_rejected_later(size):
     assert profile_values("demo", size) == PROFILES["demo"]
     with pytest.raises(ValueError, match="--batch_size"):
-        filled(use_grpo=True, batch_size=size)
+        Config.of(use_grpo=True, batch_size=size)
 
 
 def test_adapted_values_are_no_flags_without_effect():
-    notes = flag_notes(filled(use_grpo=True, batch_size=2, cold_start_steps=0))
+    notes = flag_notes(Config.of(use_grpo=True, batch_size=2, cold_start_steps=0))
     assert not any("cold_start" in note for note in notes), notes
 
 
