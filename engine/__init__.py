@@ -7,7 +7,7 @@ def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048, **of_vll
     max_tokens  tokens of a forward pass in training, the same on all ranks
     of_vllm     max_length, memory: see VLLM
     """
-    # Here, since data.py and model.py import files of this folder.
+    # Here: engine/errors.py, which the sandbox imports, loads without torch.
     from engine.plain import Engine
     from engine.shared import Shared
     from engine.vllm_engine import VLLM

@@ -39,8 +39,7 @@ def select(groups: Groups, keep: Tensor) -> Groups:
     return Groups(
         list(compress(groups.examples, keep.tolist())), select_groups(groups.rollout, keep),
         groups.scores[keep], {name: points[keep] for name, points in groups.per_function.items()},
-        groups.rewards[keep], groups.replaced,
-        groups.reports.select(rows),
+        groups.rewards[keep], groups.replaced, groups.reports.select(rows),
     )
 
 

@@ -37,8 +37,8 @@ PASS_TOKENS = 8192, 4096, 2048  # defaults of --max_tokens_per_forward on an acc
 FRAGMENTS, FRAGMENTS_WITH_ADAPTER = 1.1, 1.8
 HEAP = 5e8                      # bytes that passes on a CPU took beyond that, as measured (docs/scale.md)
 LOGITS = 6.5                    # tensors of the size of logits that exist at once, with top-p over all tokens
-MATRICES = 1.15                 # kept by a layer: this many times the inputs and outputs of its matrices,
-IN_PYTHON = 1.32                # and so many times that if an activation is several operations in Python
+MATRICES = 1.15                 # bytes that a layer keeps, in inputs and outputs of its matrices
+IN_PYTHON = 1.32                # factor of that where an activation is several operations in Python
 BACKWARD = 1.2                  # bytes of a layer in its backward pass, in bytes that it keeps
 FORWARD = 3                     # the same without a gradient, in inputs and outputs of its widest matrix
 
