@@ -4,18 +4,108 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PROMPTS, shared_log_probs
+from conftest import PROMPTS, made_up_rollout, shared_log_probs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
 from engine import chunked_head, make_engine, shared as shared_engine
 from config import GRPOConfig
-from engine.packing import micro_batches
+from engine import packing
 from engine.recomputation import recompute_activations
 from grpo import policy_loss
-from logprobs import completion_log_probs, restrict_logits
+from logprobs import completion_lengths, completion_log_probs, in_chunks, micro_batches, restrict_logits
 from engine.policy import frozen_copy
 from sample import sample_completions_for_prompts
+
+
+def kept_by_hand(logits, temperature, top_k, top_p):
+    """Ids that survive, from a sorted list of Python floats."""
+    probs = (torch.tensor(logits, dtype=torch.float64) / temperature).softmax(0).tolist()
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])[: top_k or None]
+    total, kept, before = sum(probs[i] for i in order), [], 0.0
+    for i in order:
+        if before / total < top_p:
+            kept.append(i)
+        before += probs[i]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.5, 0, 0.8), (1.0, 3, 1.0), (2.0, 5, 0.7), (1.0, 1, 0.1)])
+def test_the_kept_support_is_that_of_a_sorted_list(temperature, top_k, top_p):
+    logits = [0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]
+    restricted = restrict_logits(torch.tensor([logits]), temperature=temperature, top_k=top_k, top_p=top_p)[0]
+    assert restricted.isfinite().nonzero()[:, 0].tolist() == kept_by_hand(logits, temperature, top_k, top_p)
+    kept = restricted.isfinite()
+    torch.testing.assert_close(restricted[kept], torch.tensor(logits)[kept] / temperature)
+
+
+def test_the_support_at_its_edges():
+    logits = torch.tensor([[0.0, 2.0, 2.0, -1.0], [1.0, 0.0, 3.0, 2.0]])
+    for top_k, top_p, kept in [
+        (1, 1.0, [[0, 1, 1, 0], [0, 0, 1, 0]]),           # tokens of one probability are kept together
+        (9, 1.0, [[1, 1, 1, 1], [1, 1, 1, 1]]),           # more than there are
+        (0, 1e-9, [[0, 1, 1, 0], [0, 0, 1, 0]]),          # never none
+        (0, 0.95, [[1, 1, 1, 0], [1, 0, 1, 1]]),
+        (3, 0.87, [[0, 1, 1, 0], [0, 0, 1, 1]]),
+    ]:
+        restricted = restrict_logits(logits, temperature=1.0, top_k=top_k, top_p=top_p)
+        assert restricted.isfinite().long().tolist() == kept, (top_k, top_p)
+    assert restrict_logits(logits, temperature=1.0, top_k=0, top_p=1.0) is logits
+    assert restrict_logits(logits.bfloat16(), temperature=0.5, top_k=0, top_p=1.0).equal(2 * logits)
+
+
+def test_a_sampled_token_always_belongs_to_the_support():
+    logits = torch.tensor([[5.0, 4.0, 0.0, -9.0]])
+    restricted = restrict_logits(logits, temperature=1.0, top_k=2, top_p=1.0, chosen=torch.tensor([3]))
+    assert restricted.isfinite().tolist() == [[True, True, False, True]]
+
+
+@pytest.mark.parametrize("options, scale", [(dict(logit_scale=0.5), 0.5), (dict(logits_scaling=4.0), 0.25)])
+def test_the_scale_of_cohere_and_granite(options, scale):
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(**options)))
+    raw = torch.tensor([[1.0, -3.0]])
+    assert logprobs.scale_and_softcap(model, raw).equal(scale * raw)
+    assert logprobs.scale_and_softcap(SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace)), raw) is raw
+
+
+def test_rows_are_batched_by_length_within_a_budget():
+    rollout = made_up_rollout([4, 2], [5, 1, 7, 3])       # 9, 5, 9 and 5 tokens with their prompts
+    rows = torch.tensor([3, 2, 0, 1])
+
+    def batches(max_tokens, parts=1):
+        return [batch.tolist() for batch in micro_batches(rollout, rows, max_tokens, parts)]
+
+    assert batches(36) == [[2, 0, 3, 1]], "the longest first, all padded to its length"
+    assert batches(35) == [[2, 0, 3], [1]] and batches(18) == [[2, 0], [3, 1]] and batches(17) == [[2], [0], [3, 1]]
+    assert batches(1) == [[2], [0], [3], [1]], "a longer row is alone"
+    assert batches(10**9, parts=2) == [[2, 0], [3, 1]] and batches(10**9, parts=3) == [[2], [0], [3], [1]]
+    assert batches(20, parts=9) == [[2], [0], [3], [1]], "fewer than asked for if there are fewer rows"
+    assert micro_batches(rollout, rows[:0], 10, 2) == []
+
+
+def test_a_completion_ends_with_the_policys_last_token_and_has_the_environments_before_it():
+    mask = torch.tensor([[True, False, True, False], [False] * 4, [True] * 4])
+    assert completion_lengths(mask).tolist() == [3, 0, 4]
+
+
+def test_the_head_sees_few_tokens_at_once_and_again_backward():
+    """In 16 bits the results are float32; the last chunk is shorter, and a reference goes along with its tokens."""
+    hidden = torch.randn(10, 3, dtype=torch.bfloat16, requires_grad=True)
+    chosen, other, seen = torch.arange(10), torch.arange(10.0), []
+
+    def head(hidden, chosen, reference):
+        seen.append(chosen.tolist())
+        assert len(hidden) == len(chosen) and (reference is None or reference.equal(chosen.float()))
+        return hidden.float().square().sum(-1), chosen.float(), torch.zeros(len(chosen)) if reference is None else reference
+
+    parts = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    results = in_chunks(head, 4, hidden, chosen, other)
+    assert seen == parts and [r.dtype for r in results] == [torch.float32] * 3
+    assert results[0].equal(hidden.float().square().sum(-1)) and results[1].equal(other) and results[2].equal(other)
+    results[0].sum().backward()
+    assert sorted(seen[3:]) == parts and hidden.grad.equal(2 * hidden)
+    with torch.no_grad():
+        assert in_chunks(head, 4, hidden, chosen, None)[2].eq(0).all() and seen[6:] == parts
 
 
 def dense_log_probs(model, rollout, row, temperature):
@@ -75,7 +165,7 @@ def test_packing_and_any_split_give_the_same_gradient(architecture, tokenizer, s
         "packed": [everything],
         "rows out of order": [torch.randperm(len(everything))],
         "groups torn apart": [torch.tensor([3, 0, 9]), torch.tensor([1, 2, 4, 5, 6, 7, 8]), everything[10:]],
-        "small budget": micro_batches(rollout, everything, 100),
+        "small budget": packing.micro_batches(rollout, everything, 100),
     }
     for name, batches in splits.items():
         for log_probs in shared_log_probs, completion_log_probs:
@@ -104,8 +194,11 @@ def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer,
     monkeypatch.setattr(chunked_head, "TOKENS_AT_ONCE", 100)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 1)
     assert rollout.completion_mask.sum() > 500, "several chunks"
+    sizes, head = [], logprobs.head_log_probs
+    monkeypatch.setattr(logprobs, "head_log_probs", lambda *args: sizes.append(len(args[4])) or head(*args))
     with torch.no_grad():
         both = shared_log_probs(model, rollout).logp, completion_log_probs(model, rollout).logp
+        assert set(sizes[:-1]) == {64} and sum(sizes) == rollout.completion_mask.sum(), "at least 64 at once"
         for row, mask in enumerate(rollout.completion_mask):
             logp, _ = dense_log_probs(model, rollout, row, 1.0)
             for ours in both:
