@@ -1,7 +1,7 @@
 """Sampling: the right distribution, the same numbers as in training, masks by position, reproducible streams."""
 
+from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +14,129 @@ from engine.plain import Engine
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
 from runs.groups import join_rollouts, select_groups
-from sample import Rollout, left_pad, pad_rows, stop_token_ids
+from logprobs import restrict_logits
+from sample import (
+    Rollout, demonstrations_as_rollout, left_pad, occurrences, pad_rows, positions_of, sample_completions_for_prompts,
+    sample_inverse_cdf, stop_token_ids, uniform_streams,
+)
+
+
+@pytest.fixture(params=["plain", "shared"])
+def engine(request, model, tokenizer):
+    return make_engine(request.param, model, tokenizer)
+
+
+def sample_by_hand(model, prompt, uniforms, policy, stops, reply):
+    """One completion alone, each token from a forward pass over everything before it: ids, mask, whether it has ended."""
+    ids, drawn, added = [], [], []
+    while len(ids) < len(uniforms):
+        drawn.append(not added)
+        if added:
+            ids.append(added.pop(0))
+            continue
+        logits = restrict_logits(model(torch.tensor([prompt + ids])).logits[:, -1], **policy)
+        ids.append(sample_inverse_cdf(logits, uniforms[len(ids), None])[0].item())
+        if ids[-1] in stops:
+            added = reply(ids)[: len(uniforms) - len(ids)]
+            if not added:
+                return ids, drawn, True
+    return ids, drawn, False
+
+
+@pytest.mark.parametrize("with_environment", [False, True])
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt2"], indirect=True)
+def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture, tokenizer, with_environment, monkeypatch):
+    _, model = architecture
+    model.generation_config.eos_token_id = list(range(3, 40))                    # completions and turns end early
+    config = GRPOConfig(num_completions_per_prompt=3, generation_max_length=14, generation_top_k=100, generation_top_p=0.95)
+    stops, asked, shown, shapes = stop_token_ids(model, tokenizer), [], [], []
+
+    def reply(ids):
+        return [70 + len(ids)] * (sum(ids) % 5 - 1) if with_environment else []
+
+    prompts = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
+    uniforms = uniform_streams(prompts, [0, 0, 0, 1], 3, 14, seed=2)
+    with torch.no_grad():
+        expected = [sample_by_hand(model, prompts[row // 3], uniforms[row], config.policy, stops, reply) for row in range(12)]
+    assert {ended for _, _, ended in expected} == {True, False} and any(False in drawn for _, drawn, _ in expected) == with_environment
+    forward = model.base_model.forward
+    monkeypatch.setattr(model.base_model, "forward", lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs))
+    for size in 0, 7:                                     # all at once, and two prompts at once
+        asked.clear(), shown.clear(), shapes.clear()
+        rollout = sample_completions_for_prompts(
+            model, tokenizer, PROMPTS, replace(config, generation_batch_size=size), seed=2,
+            reply=(lambda row, ids: asked.append((row, ids)) or reply(ids)) if with_environment else None,
+            on_tokens=lambda ids: shown.extend(ids.tolist()))
+        longest = max(len(ids) for ids, _, _ in expected)
+        assert rollout.completion_ids.tolist() == [ids + [0] * (longest - len(ids)) for ids, _, _ in expected]
+        assert rollout.completion_mask.tolist() == [drawn + [False] * (longest - len(drawn)) for _, drawn, _ in expected]
+        assert rollout.finished.tolist() == [ended for _, _, ended in expected] and shown == expected[0][0]
+        assert rollout.completions == [
+            tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True) for ids, _, ended in expected]
+        turns = [(row, ids[: t + 1]) for row, (ids, drawn, _) in enumerate(expected) for t in range(len(ids)) if drawn[t] and ids[t] in stops]
+        assert sorted(asked) == (turns if with_environment else [])
+        if not size:                                      # rows leave when a quarter of those that are forwarded has ended
+            lengths, sizes = [len(ids) for ids, _, _ in expected], [12]
+            for t in range(1, longest):
+                going = sum(length > t for length in lengths)
+                sizes.append(going if going <= 0.75 * sizes[-1] else sizes[-1])
+            assert shapes == [(4, max(map(len, prompts))), *((rows, 1) for rows in sizes[1:])] and sizes[-1] < 12
+    with torch.no_grad():
+        trained = make_engine("plain", model, tokenizer).log_probs(rollout, None, config.policy)
+    torch.testing.assert_close(rollout.sampling_logp, trained.logp, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prompt_that_came_before_in_the_batch_of_all_ranks_has_other_numbers(engine, settings):
+    assert occurrences(PROMPTS) == [0, 0, 0, 1] and occurrences([[1, 2], [3], [1, 2], [1, 2]]) == [0, 0, 1, 2]
+    whole, part = engine.sample(PROMPTS, settings, seed=0), engine.sample(PROMPTS[3:], settings, seed=0, earlier=[1])
+    assert whole.completions[12:] == part.completions != whole.completions[4:8]
+
+
+def test_demonstrations_are_a_rollout_of_one_completion_for_each_prompt(model, tokenizer):
+    examples = [{"prompt": prompt, "completion": text} for prompt, text in zip(PROMPTS, ["ab", "", "cde"])]
+    rollout = demonstrations_as_rollout(model, tokenizer, examples)
+    assert [[tokenizer.decode(ids[mask]) for ids, mask in zip(*pair)] for pair in (
+        (rollout.prompt_ids, rollout.prompt_mask), (rollout.completion_ids, rollout.completion_mask))] == [
+            [tokenizer.decode(encode_prompt(tokenizer, prompt)) for prompt in PROMPTS[:3]], ["ab<eos>", "<eos>", "cde<eos>"]]
+    assert rollout.finished.all() and rollout.completions == ["ab", "", "cde"] and not rollout.sampling_logp.any()
+    assert rollout.prompt_mask[:, -1].all() and rollout.completion_mask[:, 0].all()
+
+
+def test_positions_count_tokens_and_not_padding():
+    mask = torch.tensor([[False, False, True, True], [True] * 4])
+    assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert [x.tolist() for x in left_pad([[7, 8], [5, 6, 7, 8]], 9)] == [[[9, 9, 7, 8], [5, 6, 7, 8]], mask.tolist()]
+    assert pad_rows([[1.5], [2, 3]], -1).tolist() == [[1.5, -1], [2, 3]]
+
+
+def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
+    streams = uniform_streams([[1, 2], [3], [1, 2]], [0, 0, 1], 2, 5, seed=0)
+    assert streams.shape == (6, 5) and len({tuple(row) for row in streams.tolist()}) == 6
+    assert (streams[2] == uniform_streams([[3]], [0], 2, 9, seed=0)[0, :5]).all()
+
+
+@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_inverse_cdf], ids=["plain", "shared"])
+@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 0.9), (2.0, 0, 0.6)])
+def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, draw):
+    """Chi-square against the enumerated probabilities of eight tokens."""
+    n = 20000
+    logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]])
+    logits = restrict_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    tokens, logp = draw(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(0)))
+    probs = logits[0].softmax(0)
+    counts = Counter(tokens.tolist())
+    assert all(probs[token] > 0 for token in counts)
+    chi_square = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in enumerate(probs.tolist()) if p > 0)
+    assert chi_square < 30, "of at most 7 degrees of freedom; 30 has probability 1e-4"
+    torch.testing.assert_close(logp, probs.log()[tokens])
+
+
+@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_inverse_cdf], ids=["plain", "shared"])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(draw):
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(4, -1)
+    tokens, logp = draw(logits, torch.tensor([0.0, 0.5 - 2**-24, 0.5, 1 - 2**-24]))
+    assert tokens.tolist() == [1, 1, 2, 2]                # an interval contains its start and not its end
+    torch.testing.assert_close(logp, torch.tensor([0.5] * 4).log())
 
 
 def test_sampler_and_trainer_agree_on_every_log_probability(architecture, tokenizer, settings):
@@ -26,10 +148,10 @@ def test_sampler_and_trainer_agree_on_every_log_probability(architecture, tokeni
         assert rollout.completion_mask.any(dim=1).all()
 
 
-def test_shapes_and_masks_by_position(shared, model, tokenizer):
+def test_shapes_and_masks_by_position(engine, model, tokenizer):
     model.generation_config.eos_token_id = [1, 40, 41, 42, 43, 44, 45, 46]       # several stop ids, so that rows end early
     config = GRPOConfig(num_completions_per_prompt=8, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    rollout = shared.sample(PROMPTS, config, seed=0)
+    rollout = engine.sample(PROMPTS, config, seed=0)
     stops = set(stop_token_ids(model, tokenizer))
     assert stops == {1, 40, 41, 42, 43, 44, 45, 46}
     assert len(rollout.completions) == len(rollout.completion_ids) == 32 and rollout.prompt_ids.shape[0] == 4
@@ -67,57 +189,39 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
-def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(shared, monkeypatch):
-    shared.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
+def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(engine, monkeypatch):
+    engine.model.generation_config.eos_token_id = list(range(1, 30))             # rows end at different times
     config = GRPOConfig(num_completions_per_prompt=4, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    together = shared.sample(PROMPTS[:3], config, seed=7)
+    together = engine.sample(PROMPTS[:3], config, seed=7)
     assert len(set(together.completion_mask.sum(1).tolist())) > 3
     for i, prompt in enumerate(PROMPTS[:3]):
-        alone = shared.sample([prompt], config, seed=7)
+        alone = engine.sample([prompt], config, seed=7)
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
     monkeypatch.setattr(sampler, "INITIAL_CAPACITY", 5)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
-    at_once, queued = (shared.sample(
+    at_once, queued = (engine.sample(
         PROMPTS * 2, replace(config, generation_batch_size=size), seed=7, num_completions=1) for size in (8, 3))
     assert queued.completions == at_once.completions      # some begin while others are long
     torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
         monkeypatch.setitem(sampler.STEPS_BETWEEN_CHECKS, "cpu", steps)
-        seldom = shared.sample(PROMPTS[:3], config, seed=7)
+        seldom = engine.sample(PROMPTS[:3], config, seed=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)
-    other_seed = shared.sample(PROMPTS[:3], config, seed=8)
+    other_seed = engine.sample(PROMPTS[:3], config, seed=8)
     assert other_seed.completions != together.completions
     assert len(set(together.completions)) > 6, "siblings differ"
 
 
-def test_temperature_zero_takes_the_likeliest_token(shared, model, tokenizer):
+def test_temperature_zero_takes_the_likeliest_token(engine, model, tokenizer):
     config = GRPOConfig(generation_temperature=0.0, generation_max_length=8)
-    rollout = shared.sample(PROMPTS, config, seed=0)
+    rollout = engine.sample(PROMPTS, config, seed=0)
     for row, completion in enumerate(rollout.completion_ids):
         ids = encode_prompt(tokenizer, PROMPTS[row // 4])
         for token in completion[rollout.completion_mask[row]].tolist():
             assert token == model(torch.tensor([ids])).logits[0, -1].argmax()
             ids.append(token)
     assert not rollout.sampling_logp.any() and rollout.completion_mask.sum() > 64
-
-
-def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch):
-    """Groups of two completions, three at once."""
-    trace, ends = [], iter([1, 1, 3, 2, 5])               # rows that end in each call of decode
-
-    def prefill(model, prompts, new, state, cache, group_size):
-        trace.append(f"new {''.join(map(str, new))}")
-        return [p * group_size + g for p in new for g in range(group_size)]
-
-    def decode(model, active, state, cache, group_size):
-        trace.append(f"decode {len(active)}")
-        return active[next(ends) :]
-
-    for name, stand_in in ("prefill", prefill), ("decode", decode), ("PrefixCache", lambda _: None):
-        monkeypatch.setattr(sampler, name, stand_in)
-    sampler.sample_from_queue(None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3)
-    assert ", ".join(trace) == "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"
 
 
 @pytest.mark.parametrize("with_turns", [False, True])
@@ -146,16 +250,17 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
     assert with_turns or chosen.turn_points is joined.turn_points is None
 
 
-def test_sampling_leaves_the_model_as_it_was(shared, model, settings):
+def test_sampling_leaves_the_model_as_it_was(engine, model, settings):
     def look(tokens):
-        assert not model.training and not torch.is_grad_enabled()
-        assert model.config._attn_implementation == "prefix_attention"
+        assert not model.training and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        assert model.config._attn_implementation == ("prefix_attention" if engine.shares_prompts else "sdpa")
         raise KeyError
 
-    model.train()
-    with pytest.raises(KeyError):
-        shared.sample(PROMPTS, settings, seed=0, on_tokens=look)
-    assert model.training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
+    for training in True, False:
+        model.train(training)
+        with pytest.raises(KeyError), torch.autocast("cpu", torch.bfloat16):
+            engine.sample(PROMPTS, settings, seed=0, on_tokens=look)
+        assert model.training == training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
 
 
 class Scripted(VLLM):

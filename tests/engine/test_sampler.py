@@ -1,40 +1,17 @@
-"""Sampling a token: the right distribution, possible tokens only, a random stream for each completion."""
+"""The sampler of the shared engine: intervals, lengths, the queue."""
 
-from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine.sampler import SamplingState, find_interval, sample_inverse_cdf
-from logprobs import restrict_logits
-from sample import uniform_streams
+from engine import sampler
+from engine.sampler import SamplingState, find_interval
 
 
-def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
-    streams = uniform_streams([[1, 2], [3], [1, 2]], [0, 0, 1], 2, 5, seed=0)
-    assert streams.shape == (6, 5) and len({tuple(row) for row in streams.tolist()}) == 6
-    assert (streams[2] == uniform_streams([[3]], [0], 2, 9, seed=0)[0, :5]).all()
-
-
-@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 0.9), (2.0, 0, 0.6)])
-def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p):
-    """Chi-square against the enumerated probabilities of eight tokens."""
-    n = 20000
-    logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]])
-    logits = restrict_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, logp = sample_inverse_cdf(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(0)))
-    probs = logits[0].softmax(0)
-    counts = Counter(tokens.tolist())
-    assert all(probs[token] > 0 for token in counts)
-    chi_square = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in enumerate(probs.tolist()) if p > 0)
-    assert chi_square < 30, "of at most 7 degrees of freedom; 30 has probability 1e-4"
-    torch.testing.assert_close(logp, probs.log()[tokens])
-
-
-def test_the_ends_of_the_unit_interval_draw_possible_tokens():
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
-    tokens, _ = sample_inverse_cdf(logits, torch.tensor([0.0, 1.0]))    # what u * total may round up to
-    assert tokens.tolist() == [1, 2]
+def test_what_u_times_the_total_may_round_up_to_draws_a_possible_token():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    assert sampler.sample_inverse_cdf(logits, torch.tensor([1.0]))[0].tolist() == [2]
 
 
 @pytest.mark.parametrize("lengths,ends,goal,index,distance", [
@@ -56,3 +33,21 @@ def test_a_completion_of_full_length_gets_no_more_tokens():
     ids, drawn, mask, logp, stopped = state.results()
     assert torch.equal(drawn, mask) and ids.tolist() == [[2, 2, 2]] * 2 and mask.all() and not stopped.any()
     torch.testing.assert_close(logp, torch.full((2, 3), 0.2).log())
+
+
+def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch):
+    """Groups of two completions, three at once."""
+    trace, ends = [], iter([1, 1, 3, 2, 5])               # rows that end in each call of decode
+
+    def prefill(model, prompts, new, state, cache, group_size):
+        trace.append(f"new {''.join(map(str, new))}")
+        return [p * group_size + g for p in new for g in range(group_size)]
+
+    def decode(model, active, state, cache, group_size):
+        trace.append(f"decode {len(active)}")
+        return active[next(ends) :]
+
+    for name, stand_in in ("prefill", prefill), ("decode", decode), ("PrefixCache", lambda _: None):
+        monkeypatch.setattr(sampler, name, stand_in)
+    sampler.sample_from_queue(None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3)
+    assert ", ".join(trace) == "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"
