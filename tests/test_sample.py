@@ -47,7 +47,7 @@ def sample_by_hand(model, prompt, uniforms, policy, stops, reply):
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2"], indirect=True)
 def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture, tokenizer, with_environment, monkeypatch):
     _, model = architecture
-    model.generation_config.eos_token_id = list(range(3, 40))                    # completions and turns end early
+    model.generation_config.eos_token_id = list(range(3, 70 if with_environment else 40))     # many end early
     config = GRPOConfig(num_completions_per_prompt=3, generation_max_length=14, generation_top_k=100, generation_top_p=0.95)
     stops, asked, shown, shapes = stop_token_ids(model, tokenizer), [], [], []
 
@@ -80,7 +80,8 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
             for t in range(1, longest):
                 going = sum(length > t for length in lengths)
                 sizes.append(going if going <= 0.75 * sizes[-1] else sizes[-1])
-            assert shapes == [(4, max(map(len, prompts))), *((rows, 1) for rows in sizes[1:])] and sizes[-1] < 12
+            assert shapes == [(4, max(map(len, prompts))), *((rows, 1) for rows in sizes[1:])]
+            assert with_environment or sizes[-1] < 12
     with torch.no_grad():
         trained = make_engine("plain", model, tokenizer).log_probs(rollout, None, config.policy)
     torch.testing.assert_close(rollout.sampling_logp, trained.logp, atol=1e-5, rtol=1e-5)
