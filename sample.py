@@ -72,10 +72,12 @@ def sample_completions_for_prompts(
     earlier = occurrences(prompts) if earlier is None else earlier
     uniforms = uniform_streams(prompt_ids, earlier, group_size, config.generation_max_length, seed)
     prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
-    parts, policy = [], sampling_policy(config)
+    policy = sampling_policy(config)
+    parts = []
     with sampling_mode(model):
         for first in range(0, len(prompts), prompts_at_once):
-            batch, start = prompt_ids[first : first + prompts_at_once], first * group_size
+            batch = prompt_ids[first : first + prompts_at_once]
+            start = first * group_size
             numbers = uniforms[start : start + len(batch) * group_size]
             parts.append(sample_batch(model, tokenizer, batch, numbers, policy, start, reply, on_tokens))
     return make_rollout(tokenizer, prompt_ids, *map(torch.cat, zip(*parts, strict=True)))
@@ -91,8 +93,10 @@ def sample_batch(
     first_row  number of the first completion among those of all batches, for reply and on_tokens
     returns    what make_rollout takes, on the CPU
     """
-    device, (num_rows, limit) = next(model.parameters()).device, uniforms.shape
-    stops, uniforms = torch.tensor(stop_token_ids(model, tokenizer), device=device), uniforms.to(device)
+    device = next(model.parameters()).device
+    num_rows, limit = uniforms.shape
+    uniforms = uniforms.to(device)
+    stops = torch.tensor(stop_token_ids(model, tokenizer), device=device)
     ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
     drawn = torch.zeros(num_rows, limit, dtype=torch.bool, device=device)        # tokens of the policy
     forced = torch.zeros_like(drawn)                      # tokens of an environment, not yet forwarded
@@ -101,7 +105,8 @@ def sample_batch(
 
     # One pass over the prompts. Positions count real tokens alone: padding does not move a prompt.
     prompt_ids, attention_mask = (x.to(device) for x in left_pad(prompts, 0))    # (P, Tp)
-    position_ids, cache = positions_of(attention_mask), DynamicCache(config=model.config.get_text_config())
+    position_ids = positions_of(attention_mask)
+    cache = DynamicCache(config=model.config.get_text_config())
     logits = next_logits(model, prompt_ids, attention_mask, position_ids, cache)     # (P, V)
     # What they have left in the cache is copied for each completion (reorder_cache selects rows).
     rows = torch.arange(num_rows, device=device)          # the completions that are forwarded, (b,)
@@ -112,7 +117,8 @@ def sample_batch(
         token, token_logp = sample_inverse_cdf(restrict_logits(logits, **policy), uniforms[rows, t])
         from_policy = ~forced[rows, t] & ~stopped[rows]  # neither an environment's nor after the end
         ids[rows, t] = torch.where(from_policy, token, ids[rows, t])
-        logp[rows, t], drawn[rows, t] = torch.where(from_policy, token_logp.float(), 0.0), from_policy
+        logp[rows, t] = torch.where(from_policy, token_logp.float(), 0.0)
+        drawn[rows, t] = from_policy
         ended = rows[from_policy & torch.isin(token, stops)]
         stopped[ended] = True
         for row in ended.tolist() if reply else []:       # the environment writes the tokens that follow
@@ -178,8 +184,7 @@ def sampling_mode(model):
     training = model.training
     try:
         model.eval()
-        # A model in 16 bits has float32 weights and switches autocast on in each pass (engine/precision.py).
-        # Its copies of the weights live as long as the outermost context: this one, for all tokens.
+        # A model in 16 bits switches autocast on in each pass; this outer context keeps the cast weights.
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
@@ -251,13 +256,12 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     encode  (tokenizer, prompt, completion, stop_ids) -> token ids, and True where they are the policy's
     """
     stops = stop_token_ids(model, tokenizer)
-    texts = [example["completion"] for example in examples]
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
     rows = [encode(tokenizer, e["prompt"], e["completion"], stops) for e in examples]
     completion_ids, mask = map(pad_rows, zip(*rows, strict=True))
     return Rollout(
         *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, torch.zeros(mask.shape),
-        finished=torch.ones(len(texts), dtype=torch.bool), completions=texts,
+        finished=torch.ones(len(rows), dtype=torch.bool), completions=[e["completion"] for e in examples],
     )
 
 
