@@ -64,7 +64,7 @@ def completion_log_probs(
     positions = torch.arange(ids.shape[1], device=device) * attention_mask
     inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
     pass_row, column = mask.nonzero(as_tuple=True)                                             # (N,) each
-    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column
+    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column    # one earlier
     chosen = rollout.completion_ids[rows][mask].to(device)
     pass_row, predictor = pass_row.to(device), predictor.to(device)
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -77,14 +77,14 @@ def completion_log_probs(
         with torch.no_grad():
             reference_hidden = call(reference, partial(hidden_states, reference))
 
-    def forward_head() -> list[Tensor | None]:
+    def forward() -> list[Tensor | None]:
         hidden, head = hidden_states(model), partial(head_log_probs, model, policy, reference)
         size = max(64, LOGITS_AT_ONCE // len(model.get_output_embeddings().weight))
         logp, entropy, kl = in_chunks(head, size, hidden, chosen, reference_hidden)
         values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
         return [logp, entropy, None if reference is None else kl, values]
 
-    mask, results = mask.to(device), call(model, forward_head)                                # (N,) each
+    mask, results = mask.to(device), call(model, forward)                                     # (N,) each
     zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
     return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
 
@@ -98,7 +98,7 @@ def in_chunks(
     """
     if torch.is_grad_enabled():
         head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
-    # Before the chunks, so that nothing small is left between what they free (dev/LOG.md).
+    # Allocated before the chunks: a small tensor between what they free would fragment it (dev/LOG.md).
     results = hidden.new_empty(len(hidden), 3, dtype=torch.promote_types(hidden.dtype, torch.float32))
     columns = hidden, chosen, reference_hidden
     chunks = zip(*(repeat(None) if c is None else c.split(size) for c in columns), strict=False)
@@ -112,7 +112,7 @@ def head_log_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logp, entropy and exact KL (0 without a reference), (n,) nats each, of tokens chosen (n,).
 
-        H = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
+        entropy = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
 
     hidden, reference_hidden  (n, H), final hidden states of the model and the reference
     """

@@ -99,7 +99,7 @@ def sample_batch(
     stops = torch.tensor(stop_token_ids(model, tokenizer), device=device)
     ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
     drawn = torch.zeros(num_rows, limit, dtype=torch.bool, device=device)        # tokens of the policy
-    forced = torch.zeros_like(drawn)                      # tokens of an environment, not yet forwarded
+    forced = torch.zeros_like(drawn)                      # tokens of an environment
     logp = torch.zeros(num_rows, limit, device=device)
     stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
@@ -115,7 +115,7 @@ def sample_batch(
     logits, attention_mask, position_ids = (x[prompt_of] for x in (logits, attention_mask, position_ids))
     for t in range(limit):
         token, token_logp = sample_inverse_cdf(restrict_logits(logits, **policy), uniforms[rows, t])
-        from_policy = ~forced[rows, t] & ~stopped[rows]  # neither an environment's nor after the end
+        from_policy = ~forced[rows, t] & ~stopped[rows]  # elsewhere the token is not used
         ids[rows, t] = torch.where(from_policy, token, ids[rows, t])
         logp[rows, t] = torch.where(from_policy, token_logp.float(), 0.0)
         drawn[rows, t] = from_policy
@@ -125,7 +125,7 @@ def sample_batch(
             added = reply(first_row + row, ids[row, : t + 1].tolist())[: limit - t - 1]
             ids[row, t + 1 : t + 1 + len(added)] = torch.tensor(added, dtype=torch.long, device=device)
             forced[row, t + 1 : t + 1 + len(added)] = True
-            stopped[row] = not added
+            stopped[row] = not added                      # else there is another turn
         if on_tokens and first_row == 0 and (drawn | forced)[0, t]:
             on_tokens(ids[0, t : t + 1].cpu())
         active = (~stopped[rows]).nonzero()[:, 0]
@@ -163,14 +163,14 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     log_p = logits.log_softmax(dim=-1)
     # A sum over a large vocabulary needs float64, which mps does not have.
     p = log_p.exp().to("cpu" if logits.device.type == "mps" else logits.device)
-    ends = p.cumsum(dim=-1, dtype=torch.float64)
-    goal = uniforms[:, None].to(p.device) * ends[:, -1:]
-    token = torch.searchsorted(ends, goal, right=True).clamp(max=p.shape[1] - 1).to(logits.device)
+    cdf = p.cumsum(dim=-1, dtype=torch.float64)
+    goal = uniforms[:, None].to(p.device) * cdf[:, -1:]
+    token = torch.searchsorted(cdf, goal, right=True).clamp(max=p.shape[1] - 1).to(logits.device)
     return token[:, 0], log_p.gather(-1, token)[:, 0]
 
 
 def sampling_policy(config) -> dict:
-    """Return temperature, top_k and top_p of sampling. Temperature 0 is the most likely token alone."""
+    """Return temperature, top_k, top_p of sampling. Temperature 0: the most likely token or one of them."""
     greedy = config.generation_temperature == 0
     return dict(
         temperature=1.0 if greedy else config.generation_temperature,
@@ -184,7 +184,7 @@ def sampling_mode(model):
     training = model.training
     try:
         model.eval()
-        # A model in 16 bits switches autocast on in each pass; this outer context keeps the cast weights.
+        # Copies of a 16-bit model's weights live as long as the outermost autocast: this one, for all tokens.
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
@@ -232,21 +232,21 @@ def random_generators(
 
 
 def make_rollout(
-    tokenizer, prompts: list[list[int]], ids: Tensor, drawn: Tensor, mask: Tensor, logp: Tensor,
+    tokenizer, prompts: list[list[int]], ids: Tensor, drawn: Tensor, written: Tensor, logp: Tensor,
     stopped: Tensor,
 ) -> Rollout:
     """Return sampled completions as a Rollout, without the columns after the longest one.
 
-    drawn, mask  (B, T) bool: the tokens of the policy; these and an environment's
-    stopped      (B,) bool: the last token is a stop token
+    drawn    (B, T) bool, the tokens of the policy;  written: these and an environment's
+    stopped  (B,) bool, the last token is a stop token
     """
-    longest = int(mask.any(dim=0).sum())
-    ids, drawn, mask, logp = (x[:, :longest] for x in (ids, drawn, mask, logp))
+    longest = int(written.any(dim=0).sum())
+    ids, drawn, written, logp = (x[:, :longest] for x in (ids, drawn, written, logp))
     assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
-    ends = (mask.sum(dim=1) - stopped.long()).tolist()    # without the stop token
+    ends = (written.sum(dim=1) - stopped.long()).tolist()  # without the stop token
     texts = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
     completions = tokenizer.batch_decode(texts, skip_special_tokens=True)
-    ids = ids.masked_fill(~mask, tokenizer.pad_token_id)
+    ids = ids.masked_fill(~written, tokenizer.pad_token_id)
     return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, drawn, logp, stopped, completions)
 
 

@@ -103,8 +103,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     advantages = compute_group_advantages(                                       # (P, G)
         groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
     off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
-    centered = config.baseline in CENTERED_BASELINES
-    require(off_center <= 1e-3 * max(1.0, largest) or not centered, f"a group must sum to 0: {off_center=}")
+    may_differ = config.baseline not in CENTERED_BASELINES
+    require(may_differ or off_center <= 1e-3 * max(1.0, largest), f"a group must sum to 0: {off_center=}")
 
     # 3. Compute once what all updates share, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
@@ -116,8 +116,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        unchanged = run.device.type != "xla" or not updates      # XLA: zeros as gradients move weights too
-        if unchanged and all(math.isnan(update["ratio_deviation"]) for update in updates):
+        if not updates:                                   # the policy is still the one that sampled
             deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
             run.engine.require_ratios_of_1(deviation)
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
@@ -142,7 +141,8 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, counts in run.ranks.steps(micro_batches):       # counts: 0 for a repeat
+    # A rank with fewer micro-batches repeats one, with counts = 0: a sharded model needs all ranks in a pass.
+    for micro_batch, counts in run.ranks.steps(micro_batches):
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.policy,
             value_head=run.value_head if config.use_value_head else None,
@@ -153,9 +153,9 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         run.scaler.scale(terms["total_loss"] * counts).backward()
         results.append({name: term.detach() * counts for name, term in terms.items()})
     sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
-    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # means of forwarded tokens
-        sums[name] = sums[name] / forwarded if forwarded else math.nan
+    share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]       # of tokens forwarded
+    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # their means
+        sums[name] = sums[name] / share if share else math.nan
     return sums
 
 
@@ -165,7 +165,7 @@ def total_loss(
     """Return the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
-        KL         = mean of ratio * (exp(d) - d - 1), d = reference logp - logp, by default
+        KL         = mean of ratio * (exp(d) - d - 1), d = reference logp - logp (docs/algorithm.md)
 
     new, batch  (b, T), under the current policy with gradient; the same rows of the experience
     """
@@ -214,7 +214,7 @@ def optimizer_step(run: Run, loss: float) -> dict:
     skipped = not (finite and math.isfinite(norm))
     if skipped:
         progress.skipped += 1
-        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # else float16's scale falls
+        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # float16 often overflows
     else:
         scaler.step(run.optimizer)
         run.scheduler.step()

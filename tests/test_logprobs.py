@@ -80,7 +80,15 @@ def test_rows_are_batched_by_length_within_a_budget():
     assert batches(1) == [[2], [0], [3], [1]], "a longer row is alone"
     assert batches(10**9, parts=2) == [[2, 0], [3, 1]] and batches(10**9, parts=3) == [[2], [0], [3], [1]]
     assert batches(20, parts=9) == [[2], [0], [3], [1]], "fewer than asked for if there are fewer rows"
-    assert micro_batches(rollout, rows[:0], 10, 2) == []
+    assert micro_batches(rollout, rows[:0], 10, 2) == [] and len(micro_batches(rollout, rows, 36)) == 1
+
+
+def test_a_pass_has_no_column_after_its_longest_row(model, monkeypatch):
+    rollout, shapes, forward = made_up_rollout([4, 2], [5, 1, 7, 3]), [], model.base_model.forward
+    monkeypatch.setattr(model.base_model, "forward", lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs))
+    completion_log_probs(model, rollout)
+    completion_log_probs(model, rollout, torch.tensor([3, 1]))
+    assert shapes == [(4, 9), (2, 5)]
 
 
 def test_a_completion_ends_with_the_policys_last_token_and_has_the_environments_before_it():
