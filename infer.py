@@ -6,10 +6,10 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
     python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers out.jsonl --samples 4
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --against_model outputs/sft/final
     python infer.py --report outputs/demo --against outputs/other
+    python infer.py --compare outputs/compare
 """
 
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from analysis.infer_flags import parse_arguments, sampling_config
 if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
     check_flags("infer.py", parse_arguments)
 
-from analysis.chat import ChatModel, chat, load_dataset, run_evaluation, write_answers
+from analysis.chat import ChatModel, answer_questions, chat, run_evaluation
+from analysis.comparison import write_comparison
 from analysis.report import write_report
 from config import ModelConfig
 from engine.adapters import has_adapter, merged_copy
@@ -34,6 +35,9 @@ def main(argv: list[str]) -> None:
     args = parse_arguments(argv)
     if args.report:
         print(write_report(Path(args.report), Path(args.against) if args.against else None))
+        return
+    if args.compare:
+        print(write_comparison([Path(path) for path in args.compare]))
         return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
     source = section_of(args, ModelConfig)
@@ -62,16 +66,6 @@ def merge_adapter(source: ModelConfig, folder: str) -> None:
         raise ValueError(f"--merge_into={folder}: {source.model_path or 'the built-in model'} has no adapter")
     save_policy(merged_copy(model), tokenizer, folder)
     print(f"{folder}: {source.model_path} with its adapter added to its weights")
-
-
-def answer_questions(args, source: ModelConfig) -> None:
-    """Write the answers to the prompts of --questions into the file --answers, or print them."""
-    examples = load_dataset(args, args.questions, args.limit or None)
-    chat_model = ChatModel.load(source, sampling_config(args), args.seed)
-    with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:
-        write_answers(chat_model, examples, args.samples, args.generation_batch_size, file)
-    if args.answers:
-        print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Left out on purpose: serving, and a cache kept between the user's turns: each fo
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -165,6 +166,16 @@ def write_answers(
             line = json.dumps(record, ensure_ascii=file.encoding.lower() != "utf-8", default=str)
             file.write(UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
         file.flush()
+
+
+def answer_questions(args, source: ModelConfig) -> None:
+    """Write the answers to the prompts of --questions into the file --answers, or print them."""
+    examples = load_dataset(args, args.questions, args.limit or None)
+    chat_model = ChatModel.load(source, sampling_config(args), args.seed)
+    with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:
+        write_answers(chat_model, examples, args.samples, args.generation_batch_size, file)
+    if args.answers:
+        print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
 
 
 def run_evaluation(args, source: ModelConfig) -> None:

@@ -256,8 +256,16 @@ def estimate_points(*models: list[list[float | None]]) -> dict:
     mean = float(values.mean()) if len(values) else None
     if not len(values) or np.ptp(values) < 1e-12:
         return {"mean": mean, "low": None, "high": None, "interval": "no interval"} | counts
+    low, high = t_interval(values)
+    return {"mean": mean, "low": low, "high": high, "interval": "Student's t"} | counts
+
+
+def t_interval(values: np.ndarray) -> tuple[float, float]:
+    """Return Student's 95 % interval of the mean of values (n,): mean +- t s / sqrt(n). NaN if n is 1."""
+    if len(values) < 2:
+        return math.nan, math.nan
     half = student_quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
-    return {"mean": mean, "low": mean - half, "high": mean + half, "interval": "Student's t"} | counts
+    return float(values.mean()) - half, float(values.mean()) + half
 
 
 def student_quantile(freedom: int) -> float:

@@ -12,7 +12,7 @@ EXAMPLES = """
   python infer.py --model_path RUN/final --question "47+85=?"
   python infer.py --model_path RUN/final --evaluate arithmetic --limit 256
   python infer.py --report RUN --against OTHER_RUN"""
-MODES = "question", "chat", "questions", "evaluate", "merge_into", "report"
+MODES = "question", "chat", "questions", "evaluate", "merge_into", "report", "compare"
 NEEDS = {                       # flag -> flags of which it needs one
     "answers": ["questions"], "json": ["evaluate"], "against_model": ["evaluate"], "against": ["report"],
     "reward_functions": ["evaluate"], "reward_weights": ["reward_functions"],
@@ -36,6 +36,7 @@ def build_parser() -> OneLineParser:
     add("--merge_into", metavar="FOLDER", help="add the LoRA adapter to the weights and write them to FOLDER")
     add("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--against", metavar="RUN", default="", help="another run, shown beside the first one in the report")
+    add("--compare", metavar="RUN", nargs="+", help="print how runs differ: a folder of train.py --compare")
     add("--samples", type=int, default=1,
         help="completions per problem [%(default)s]; with several, --evaluate prints pass@k too")
     add("--against_model", metavar="MODEL", default="", help="evaluate it too, and print the difference")

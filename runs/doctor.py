@@ -206,5 +206,7 @@ def verdict(history: list[dict], config) -> str:
     m = Metrics(history, config)
     names = filter(None, ["mean_reward", m.right])
     changes = [f"{name} {m.ago(name, math.inf):.2f} -> {m.now(name):.2f}" for name in names]
-    advice = open_advice(history)
+    advice, tied, right = open_advice(history), m.now("tied_groups"), m.now("tied_right_groups")
+    of_these = f", {right:.0%} all right and {tied - right:.0%} all wrong" if m.right and right >= 0 else ""
+    changes.append(f"tied groups {tied:.0%}{of_these}")
     return f"{', '.join(changes)} in {len(history)} rollouts; open advice: {advice or 'none'}"

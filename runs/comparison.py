@@ -1,0 +1,158 @@
+"""
+Comparison of variants: each is trained with several seeds from one cold start, and evaluated.
+
+    python train.py --compare settings.json --variant base "" --variant gspo "--loss_type gspo" --seeds 0 1 2
+
+    DIR/settings.json          the settings of all runs
+    DIR/cold_start             the policy that they begin with, if there is a cold start
+    DIR/base/seed-0            a run folder; with evaluation.json, several completions for each problem
+    DIR/base/seed-0.txt        what its programs printed
+    DIR/base-twin/seed-0       the first variant with other random numbers: how far chance goes
+
+Given again, the command goes on: complete runs are skipped, others resumed. Several machines can share DIR: a
+run that another process writes to is left to it. The table is that of infer.py --compare DIR.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from analysis.infer_flags import build_parser
+from config import Config
+from runs.command_line import OneLineParser, parse_config
+from sources.readers import READERS
+
+ROOT = Path(__file__).parents[1]
+FIXED = "--seed", "--output_dir", "--resume", "--model_path", "--cold_start_steps"     # not of a variant
+# A run that ends with its cold start: one step of GRPO, which changes nothing.
+COLD_START_ALONE = "--num_epochs", "1e-6", "--learning_rate", "0"
+TWIN = "-twin"
+
+
+def run_comparison(argv: list[str]) -> int:
+    """Train and evaluate all variants, and print the table. Returns the exit code: 1 if a run is missing.
+
+    raises  ValueError, one line, before anything runs
+    """
+    parser = OneLineParser(prog="train.py", allow_abbrev=False)
+    parser.add_argument("--compare", required=True)
+    parser.add_argument("--variant", nargs=2, action="append", required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/compare"))
+    args = parser.parse_all(argv)
+    config = parse_config([args.compare])
+    variants = {name: shlex.split(flags) for name, flags in args.variant}
+    check_comparison(config, args, variants)
+    save_settings(config, args.output_dir / "settings.json")
+    twin_seed = max(args.seeds) + 1
+    first = next(iter(variants))
+    runs = [
+        (name, seed, shift) for seed in args.seeds for name, shift in
+        [(first, 0), (first + TWIN, twin_seed), *((name, 0) for name in variants if name != first)]
+    ]
+    begin = ["--cold_start_steps", "0"]
+    if config.training.cold_start_steps:
+        cold_start, seed = args.output_dir / "cold_start", str(config.training.seed)
+        if not train_run(cold_start, args.output_dir, [*COLD_START_ALONE, "--seed", seed]):
+            return 1
+        begin += ["--model_path", str(cold_start / "final")]
+    missing = 0
+    for name, seed, shift in runs:
+        folder, flags = args.output_dir / name / f"seed-{seed}", variants[name.removesuffix(TWIN)]
+        flags = [*flags, *begin, "--seed", str(seed + shift)]
+        trained = train_run(folder, args.output_dir, flags)
+        missing += not (trained and evaluate_run(folder, config, args.samples))
+
+    from analysis.comparison import write_comparison      # here: it imports torch, which takes seconds
+
+    print(write_comparison([args.output_dir]))
+    return int(missing > 0)
+
+
+def check_comparison(config: Config, args, variants: dict[str, list[str]]) -> None:
+    """Raise ValueError, one line, for what the user has to change."""
+    for name, flags in variants.items():
+        if not re.fullmatch(r"[\w.-]*\w", name) or name.endswith(TWIN) or name == "cold_start":
+            raise ValueError(f"--variant {name!r}: name it by letters, digits, dots and hyphens")
+        if fixed := [flag for flag in flags if flag.partition("=")[0] in FIXED]:
+            raise ValueError(f"--variant {name}: leave out {fixed[0]}, which the comparison sets")
+        try:
+            parse_config([args.compare, *flags])
+        except ValueError as error:
+            raise ValueError(f"--variant {name}: {error}") from None
+    data = config.data
+    own_split = data.eval_dataset or Path(data.dataset).suffix not in READERS
+    wrong = {
+        f"--variant {args.variant[-1][0]}: give each variant another name": len(variants) < len(args.variant),
+        f"--seeds={args.seeds[0]}: give at least two, each once":
+            len(set(args.seeds)) < max(2, len(args.seeds)),
+        f"--samples={args.samples}: must be at least 1": args.samples < 1,
+        f"{args.compare}: use_grpo is false; it compares runs of GRPO": not config.training.use_grpo,
+        f"--eval_limit={data.eval_limit}: runs are compared on held-out problems": not data.eval_limit,
+        f"--dataset={data.dataset}: each seed would hold out other problems; name an eval_dataset":
+            not own_split,
+        "--compare: start it without torchrun": os.environ.get("WORLD_SIZE", "1") != "1",
+    }
+    if message := next((message for message, holds in wrong.items() if holds), ""):
+        raise ValueError(message)
+
+
+def save_settings(config: Config, path: Path) -> None:
+    """Write the settings of all runs. Raises ValueError if the folder holds a comparison of others."""
+    config = replace(config, training=replace(config.training, output_dir=""))
+    text = json.dumps(config.as_dict(), indent=2) + "\n"
+    if path.exists() and path.read_text() != text:
+        raise ValueError(f"--output_dir={path.parent}: holds a comparison with other settings; name another")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def train_run(folder: Path, parent: Path, flags: list[str]) -> bool:
+    """Train a run to its end, unless it has been. Returns False, and prints why, if it did not get there."""
+    resume = ["--resume"] * (folder / "config.json").exists()
+    command = ["train.py", str(parent / "settings.json"), *flags, "--output_dir", str(folder), *resume]
+    return (folder / "final").exists() or run_program(command, folder)
+
+
+def evaluate_run(folder: Path, config: Config, samples: int) -> bool:
+    """Write evaluation.json on the held-out problems, with the settings of sampling that all runs share."""
+    data, new, target = config.data, folder / "evaluation.new", folder / "evaluation.json"
+    command = [
+        "infer.py", "--model_path", str(folder / "final"), "--evaluate", data.eval_dataset or data.dataset,
+        "--split", data.eval_split, "--limit", str(data.eval_limit), "--samples", str(samples),
+        "--json", str(new),
+    ]
+    values = {name: value for section in config.as_dict().values() for name, value in section.items()}
+    for name in vars(build_parser().parse_args([])).keys() & values.keys() - {"model_path", "seed"}:
+        if value := values[name]:
+            words = value if isinstance(value, list) else [value]
+            command += [f"--{name}", *map(str, words)] if isinstance(value, list) else [f"--{name}={value}"]
+    return target.exists() or (run_program(command, folder) and new.replace(target).exists())
+
+
+def run_program(command: list[str], folder: Path) -> bool:
+    """Run a program of the project, its output in a file beside the run's folder, and print how it ended.
+
+    After Ctrl-C, which the program gets too, wait until it has saved its run.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    started, log = time.monotonic(), folder.with_suffix(".txt")
+    with log.open("a") as output:
+        command = [sys.executable, str(ROOT / command[0]), *command[1:]]
+        program = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = program.wait()
+        except KeyboardInterrupt:
+            program.wait()
+            raise
+    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+    end = f"{time.monotonic() - started:.0f} s" if code == 0 else f"ended with code {code}: {last}"
+    print(f"{folder.parent.name}/{folder.name} {Path(command[1]).name}: {end}", flush=True)
+    return code == 0
