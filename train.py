@@ -19,9 +19,10 @@ import math
 import sys
 
 from runs.command_line import check_flags, parse_config  # first, see runs/__init__.py
+from runs.comparison import parse_or_compare
 
 if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
-    CONFIG = check_flags("train.py", parse_config)
+    CONFIG = check_flags("train.py", parse_or_compare)
 
 import torch
 
@@ -109,8 +110,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     # 3. Compute once what all updates share, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
         groups, advantages, config, run.engine, run.ranks, reference=run.reference,
-        value_head=run.value_head, kl_coef=progress.kl_coef,
-    )
+        value_head=run.value_head, kl_coef=progress.kl_coef)
 
     # 4. Update the policy: once, or several times with --ppo_epochs and --minibatch_size.
     updates = []

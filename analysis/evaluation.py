@@ -11,6 +11,7 @@ them.
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -268,6 +269,7 @@ def t_interval(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()) - half, float(values.mean()) + half
 
 
+@cache
 def student_quantile(freedom: int) -> float:
     """Return t with P(|T| < t) = 95 %. T**2 / (T**2 + freedom) has the distribution Beta(1/2, freedom/2)."""
     share = beta_quantile(0.95, 0.5, freedom / 2)

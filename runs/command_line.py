@@ -31,11 +31,10 @@ Train a language model with GRPO or supervised fine-tuning.
     python train.py --use_grpo                   the demonstration, no downloads
     python train.py --use_grpo --model_path MODEL --dataset DATA
     python train.py --output_dir RUN --resume    continue a run
-    python train.py --compare settings.json --variant NAME FLAGS ... --seeds 0 1 2
-                                                 several runs of each variant
 
 A file of settings, such as config.json of a run, comes before all flags. Flags
-override the file, which overrides the profile, which overrides the defaults."""
+override the file, which overrides the profile, which overrides the defaults.
+--compare trains variants with several seeds each: docs/rewards.md."""
 COMMON = {                      # flags that --help shows; --help_all shows every one
     "model_path", "precision", "lora_rank", "dataset", "eval_dataset", "prompt_column", "instruction",
     "max_prompt_length", "num_completions_per_prompt", "generation_max_length", "generation_temperature",
@@ -232,11 +231,7 @@ def run_train() -> None:
 
 
 def parse_config(argv: list[str]) -> Config:
-    """Return the configuration of a command line. Raises ValueError, one line. --compare ends the program."""
-    if argv[:1] == ["--compare"]:
-        from runs.comparison import run_comparison        # here: it calls this function
-
-        raise SystemExit(run_comparison(argv))
+    """Return the configuration of a command line. Raises ValueError, one line."""
     is_file = argv and not argv[0].startswith("-") and "=" not in Path(argv[0]).name
     settings, words = (read_settings(Path(argv[0])), argv[1:]) if is_file else ({}, argv)
     parser = build_parser(show_all="--help_all" in words)

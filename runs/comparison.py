@@ -35,6 +35,13 @@ COLD_START_ALONE = "--num_epochs", "1e-6", "--learning_rate", "0"
 TWIN = "-twin"
 
 
+def parse_or_compare(argv: list[str]) -> Config:
+    """Return the configuration of train.py's command line; with --compare, run that and end the program."""
+    if argv[:1] == ["--compare"]:
+        sys.exit(run_comparison(argv))
+    return parse_config(argv)
+
+
 def run_comparison(argv: list[str]) -> int:
     """Train and evaluate all variants, and print the table. Returns the exit code: 1 if a run is missing.
 
@@ -42,14 +49,13 @@ def run_comparison(argv: list[str]) -> int:
     """
     parser = OneLineParser(prog="train.py", allow_abbrev=False)
     parser.add_argument("--compare", required=True)
-    parser.add_argument("--variant", nargs=2, action="append", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/compare"))
-    args = parser.parse_all(argv)
+    pairs, rest = split_variants(argv)
+    args, variants = parser.parse_all(rest), {name: shlex.split(flags) for name, flags in pairs}
     config = parse_config([args.compare])
-    variants = {name: shlex.split(flags) for name, flags in args.variant}
-    check_comparison(config, args, variants)
+    check_comparison(config, args, variants, len(pairs))
     save_settings(config, args.output_dir / "settings.json")
     twin_seed = max(args.seeds) + 1
     first = next(iter(variants))
@@ -76,8 +82,16 @@ def run_comparison(argv: list[str]) -> int:
     return int(missing > 0)
 
 
-def check_comparison(config: Config, args, variants: dict[str, list[str]]) -> None:
-    """Raise ValueError, one line, for what the user has to change."""
+def split_variants(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the pairs after each --variant, of which argparse takes the second for a flag, and the rest."""
+    starts = [i for i, word in enumerate(words) if word == "--variant"]
+    pairs = [(words + ["", ""])[i + 1 : i + 3] for i in starts]
+    taken = {i + offset for i in starts for offset in range(3)}
+    return [tuple(pair) for pair in pairs], [word for i, word in enumerate(words) if i not in taken]
+
+
+def check_comparison(config: Config, args, variants: dict[str, list[str]], given: int) -> None:
+    """Raise ValueError, one line, for what the user has to change. given: number of --variant."""
     for name, flags in variants.items():
         if not re.fullmatch(r"[\w.-]*\w", name) or name.endswith(TWIN) or name == "cold_start":
             raise ValueError(f"--variant {name!r}: name it by letters, digits, dots and hyphens")
@@ -90,7 +104,7 @@ def check_comparison(config: Config, args, variants: dict[str, list[str]]) -> No
     data = config.data
     own_split = data.eval_dataset or Path(data.dataset).suffix not in READERS
     wrong = {
-        f"--variant {args.variant[-1][0]}: give each variant another name": len(variants) < len(args.variant),
+        '--variant: give at least one, NAME "FLAGS", each with another name': len(variants) < max(1, given),
         f"--seeds={args.seeds[0]}: give at least two, each once":
             len(set(args.seeds)) < max(2, len(args.seeds)),
         f"--samples={args.samples}: must be at least 1": args.samples < 1,

@@ -193,6 +193,8 @@ class Run:
         if self.make_optimizer:
             named = chain(*(module.named_parameters() for module in modules))
             self.optimizer = self.make_optimizer([pair for pair in named if pair[1].requires_grad])
+            if not isinstance(self.optimizer, torch.optim.Optimizer):
+                raise RunError(f"optimizer: returned a {type(self.optimizer).__name__}, no torch Optimizer")
         else:
             parameters = [{"params": trainable_parameters(module)} for module in modules]
             self.optimizer = make_optimizer(parameters, phase, training, self.device)

@@ -125,7 +125,7 @@ def start_up_check(
         set_random_states(states)
     if engine is not inner:
         findings = [finding for finding in findings if finding.name != "sampler"]     # that does not sample
-        findings.append(check_engine(engine, inner, ranks, examples, grpo))
+        findings.append(check_engine(engine, ranks, examples, grpo))
     for finding in findings:
         is_note = finding.ok is not True and finding.name != "first prompt"
         if training.check or is_note:

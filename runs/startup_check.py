@@ -156,17 +156,17 @@ def check_sampler(plain: Engine, rollout: Rollout, config) -> Finding:
     return compare(plain.model, "sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
 
 
-def check_engine(engine: Engine, trainer: Engine, ranks, examples: list[dict], config) -> Finding:
-    """Compare the log-probabilities that another engine sampled with and the trainer's. Call on all ranks.
+def check_engine(engine: Engine, ranks, examples: list[dict], config) -> Finding:
+    """Compare the log-probabilities that vLLM or a caller's engine sampled with and those of training.
 
-    engine  vLLM's, or a caller's own;  trainer  plain or shared
+    Call on all ranks.
     """
     prompt = encode_prompt(engine.tokenizer, examples[0]["prompt"])
     with engine.sampling():
         rollout = engine.sample(of_two_lengths(prompt), shortened(config, 64), seed=0, num_completions=8)
-    found = compare_with_sampler(log_probs_of_rollout(trainer, ranks, rollout, config.policy).logp, rollout)
+    found = compare_with_sampler(log_probs_of_rollout(engine, ranks, rollout, config.policy).logp, rollout)
     ok = found["sampler_deviation"] <= engine.ratio_tolerance
-    fix = "it computes this model differently: take --engine auto, or --precision float32"
+    fix = "sample and log_probs compute other probabilities: take --engine auto, or --precision float32"
     return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, largest difference "
                    f"{found['engine_deviation']:.1e} nat", fix)
 

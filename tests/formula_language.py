@@ -29,7 +29,7 @@ class Dual:
         return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
 
     def __truediv__(self, other):
-        return self * (1 / other)
+        return self * other**-1
 
     def __pow__(self, n):
         return Dual(self.value**n, n * self.value ** (n - 1) * self.slope)

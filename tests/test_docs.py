@@ -48,7 +48,7 @@ def test_every_train_command_is_accepted(page):
     text = page.read_text().replace("\\\n", " ")
     for command in re.findall(r"^ {4}(?:[A-Z_]+=\d+ )?(?:python|torchrun .*?) train\.py (.*)$", text, flags=re.MULTILINE):
         words = shlex.split(command, comments=True)
-        if "--resume" not in words:                       # that one asks for a run folder
+        if "--resume" not in words and "--compare" not in words:      # they ask for a run folder, a file of settings
             parse_config(words)
 
 
@@ -65,7 +65,7 @@ def test_every_flag_exists(page):
     names |= {"question", "chat", "questions", "answers", "evaluate", "merge_into", "report", "against"}          # of infer.py
     names |= {"samples", "against_model", "json", "limit", "help_all"}
     names |= {"logprobs"}                                                        # of vllm serve
-    names |= {"seeds", "kills", "lint", "figure"}                                          # of bench/ and rewards.py
+    names |= {"compare", "variant", "rollouts", "seeds", "kills", "lint", "figure"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"folder", "batch_sizes", "jobs", "tiny"}                           # of bench/
     names |= {"requirement", "tb"}                                               # of pip and pytest

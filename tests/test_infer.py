@@ -64,7 +64,7 @@ def test_the_help_describes_every_flag_and_shows_its_default(capsys, monkeypatch
     with pytest.raises(SystemExit):
         infer.main(["--help"])
     flags = dict(re.findall(r"^  --(\w+)(?: \S+)?(?: \[\S+ \.\.\.\])?(?:\n +|  +)(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE))
-    assert len(flags) == 34 and not [flag for flag, text in flags.items() if text.startswith("--")], "no help for it"
+    assert len(flags) == 35 and not [flag for flag, text in flags.items() if text.startswith("--")], "no help for it"
     for flag, default in ("split", "test"), ("seed", 0), ("precision", "auto"), ("generation_top_p", 1.0), ("samples", 1):
         assert f"[{default}]" in flags[flag] and len(flags[flag]) > 12, flag
 

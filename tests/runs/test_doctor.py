@@ -128,7 +128,7 @@ def test_the_demonstration_of_the_lecture_gets_one_advice_and_a_verdict():
     lines = map(json.loads, (Path(__file__).parents[2] / "docs/figures/curve.jsonl").read_text().splitlines())
     given, history = play([line for line in lines if line["phase"] == "grpo"])
     assert [(rule, "--dynamic_sampling 3" in sentence) for _, rule, sentence in given] == [("ties", True)], "as the page says"
-    assert verdict(history, CONFIG) == "mean_reward 0.33 -> 0.63 in 100 rollouts; open advice: ties"
+    assert verdict(history, CONFIG) == "mean_reward 0.33 -> 0.63, tied groups 59% in 100 rollouts; open advice: ties"
 
 
 @pytest.mark.slow
@@ -187,6 +187,15 @@ def test_the_verdict_names_the_course_of_a_run_and_the_open_advice():
     assert f"mean_reward {first:.2f} -> {last:.2f}, reward/correctness" in verdict(rises, CONFIG)
     assert verdict(rises, CONFIG).endswith("in 150 rollouts; open advice: none")
     assert verdict([{"mean_reward": 1.0}], CONFIG) == "mean_reward 1.00 -> 1.00 in 1 rollouts; open advice: none"
+
+
+@pytest.mark.parametrize("right, remedy", [(0.7, "take harder problems"), (0.0, "take easier problems"), (0.4, "--dynamic_sampling 3")])
+def test_groups_that_are_all_right_are_told_from_those_that_are_all_wrong(right, remedy):
+    history = [line | {"tied_groups": 0.8, "tied_right_groups": right, "reward/correctness": right} for line in healthy(8, 40)]
+    wrong = 0.8 - right
+    assert verdict(history, CONFIG).endswith(f"tied groups 80%, {right:.0%} all right and {wrong:.0%} all wrong in 40 rollouts; open advice: none")
+    given, _ = play(history)
+    assert given[0][1] == "ties" and remedy in given[0][2]
 
 
 def test_the_expected_share_of_ties_is_what_chance_gives():

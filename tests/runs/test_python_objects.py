@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import train
 from config import Config, GRPOConfig, TrainingConfig
+from engine.errors import RunError
 from rewards import correctness
 from runs.records import read_jsonl
 from runs.setup import set_up
@@ -182,3 +183,10 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
     ]):
         with pytest.raises(ValueError, match=message):
             set_up(Config.of(output_dir=str(tmp_path / str(number)), **run, **flags), reference=teacher)
+
+
+def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
+    config = Config.of(use_grpo=True, eval_limit=0, report_to="none", cold_start_steps=0, output_dir=str(tmp_path / "run"))
+    run = set_up(config, optimizer=lambda pairs: [1, 2])
+    with pytest.raises(RunError, match="optimizer: returned a list, no torch Optimizer"):
+        run.begin_phase(run.phases[0])
