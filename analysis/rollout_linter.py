@@ -5,8 +5,8 @@ that must not cost any.
     python rewards.py --lint --rollouts RUN/rollouts.jsonl
 
 The answer of a text: the last <answer>...</answer>, in it or else anywhere the last \boxed{...}, else where
-the data's answer is last found and not part of a longer word or number. Without one it is not changed.
-P groups of G completions, each with the data's gold as column G (no text if the data has none).
+the data's answer is last found and not part of a longer word or number. Without one it is not changed. Of a
+conversation only the last message is scored. P groups of G completions, with the data's gold as column G.
 """
 
 import re
@@ -45,95 +45,80 @@ FORMS = f"(.*<answer>[^<]*){BOXED}([^<]*</answer>.*)", TAGGED, f"(.*){BOXED}(.*)
 REASONING = re.compile(r"(?s)(?<=<reasoning>).*?(?=</reasoning>)|(?<=<think>).*?(?=</think>)")
 
 
-def split_at_answer(text: str, truth: str | None) -> tuple[str, ...]:
+def split_at_answer(text: str, truth: str) -> tuple[str, ...]:
     """Return what is before, opens, is, closes and follows the answer; five empty texts without one."""
-    bare = [rf"(.*)(?<![\w.,-])()({re.escape(truth)})()(?!\w|[.,]\d)(.*)"] if truth else []
-    found = (regex.fullmatch(form, text, regex.DOTALL) for form in (*FORMS, *bare))
-    return next((match.groups() for match in found if match), ("",) * 5)
+    bare = rf"(.*)(?<![\w.,-])()({re.escape(truth)})()(?!\w|[.,]\d)(.*)"
+    found = (regex.fullmatch(form, text, regex.DOTALL) for form in (*FORMS, bare))
+    return next((match.groups() for match in found if match and match[3]), ("",) * 5)
 
 
 def changes_of(
-    text: str, prompt: str, truth: str | None, others: Iterable[str], signs: str = "", boxed: bool = False
+    text: str, prompt: str, truth: str, others: Iterable[str], signs: str = "", boxed: bool = False
 ) -> dict[str, str]:
     r"""Return the changed texts by the name of the change, without those that are equal to the text.
 
-    truth     the data's answer, None if unknown;  others  answers of other problems, of which one is taken
-    signs     contains $ or % if an answer to this problem has them: only then `unit` adds one
-    boxed     \boxed is asked for or used somewhere, so the answer may be in one
+    truth   the data's answer, "" if unknown;  others  answers of other problems, of which one is taken
+    signs   `unit` adds a $ or % that is in here, as in the answers to this problem
+    boxed   \boxed is asked for or used somewhere, so an answer may be in one
 
-    Words such as "12 apples" are not tried: a prompt may ask for a number alone.
+    Words such as "12 apples" are not tried, because a prompt may ask for a number alone.
     """
     thought = REASONING.search(text)
     start, end = thought.span() if thought else (0, 0)
     before, opening, answer, closing, after = split_at_answer(text, truth)
+    right, new = truth or answer, {}                      # new: what takes the answer's place
+    other = next((other for other in others if not same_answer(other, right)), "")
+    if answer and other:
+        new = {"other answer": other, "hedged": f"{right} or maybe {other}"}
+        new["candidates"] = (f"{closing}\n{opening}" if opening else " or ").join([other, right, f"{other}1"])
+    if re.fullmatch(r"-?\d+(\.\d+)?", answer):
+        whole, point, decimals = answer.partition(".")
+        new["thousands"] = f"{int(whole):,}{point}{decimals}"
+        new["notation"] = f"{answer}.0" if not point else answer[1:] if whole == "0" else f"{answer}0"
+        new |= {"unit": f"${answer}"} if "$" in signs else {"unit": f"{answer} %"} if "%" in signs else {}
+    if answer and boxed and "\\boxed" not in opening:
+        new["boxed"] = f"\\boxed{{{answer}}}"
+    if answer and "<answer>" not in text:
+        new["white space"] = f" {answer} "
     texts = {
         "echo": prompt, "repeated": "\n".join([text] * 3), "cut": text[: len(text) // 2],
         "claim": text[:start] + CLAIM + text[start:], "padded": text[:end] + FILLER + text[end:],
         "no reasoning": text[:start] + "..." + text[end:] if thought else text[len(before) :],
         "white space": re.sub(r"\s*(</?(?:reasoning|think|answer)>)\s*", r"\n\1\n", text).strip(),
         "line break": text[:start] + text[start:end].replace(" ", "\n", 1) + text[end:],
-    }
-    right = answer if not truth or same_answer(answer, truth) else truth
-    other, new = next((o for o in others if o != right and not same_answer(o, right)), ""), {}
-    if answer and other:
-        new = {"other answer": other, "hedged": f"{right} or maybe {other}"}
-        new["candidates"] = (f"{closing}\n{opening}" if opening else " or ").join([other, right, f"{other}1"])
-    if re.fullmatch(r"-?\d+(\.\d+)?", answer):
-        digits, point, decimals = answer.partition(".")
-        new["thousands"] = f"{int(digits):,}{point}{decimals}"
-        new["notation"] = f"{answer}.0" if not point else answer[1:] if digits == "0" else f"{answer}0"
-        new |= {"unit": f"${answer}" if "$" in signs else f"{answer} %"} if signs else {}
-    if answer and boxed and "\\boxed" not in opening:
-        new["boxed"] = f"\\boxed{{{answer}}}"
-    if answer and "<answer>" not in text:
-        new["white space"] = f" {answer} "
-    texts |= {name: before + opening + value + closing + after for name, value in new.items()}
+    } | {name: before + opening + value + closing + after for name, value in new.items()}
     return {name: changed for name, changed in texts.items() if changed != text}
 
 
-def with_last(completion: str | list[dict], text: str | None) -> str | list[dict]:
-    """Return a completion with another text, or last turn of the conversation; as it is for None."""
-    if text is None or isinstance(completion, str):
-        return completion if text is None else text
-    return [*completion[:-1], completion[-1] | {"content": text}]
-
-
-def with_text(completion: str | list[dict], text: str | None) -> str | list[dict]:
-    """Return a completion with a text in its last turn; as it is for None."""
-    if text is None or isinstance(completion, str):
-        return completion if text is None else text
-    return [*completion[:-1], completion[-1] | {"content": text}]
-
-
-def read_groups(path: Path, data: Sequence[dict], limit: int) -> tuple[list[tuple[dict, list]], str]:
+def read_groups(path: Path, data: Sequence[dict], limit: int) -> tuple[list[tuple[dict, list[str]]], str]:
     """Return (example, completions) of saved groups, and a line about them. Raises ValueError, one line.
 
     data    has the examples, found by their prompts
     limit   groups, spread evenly from the first to the newest; 0: enough for 256 completions
     """
-    saved: list[tuple[str, int, list]] = []
+    saved = []
     for records in read_steps(path):
         for _, group in groupby(records if records[0]["phase"] == "grpo" else [], key=itemgetter("group")):
-            keys, rows = zip(*((prompt_key(row["prompt"]), row["completion"]) for row in group), strict=True)
-            saved.append((keys[0], records[0]["step"], list(rows)))
-    wanted = {key for key, *_ in saved}
-    examples = {key: row for row in data if (key := prompt_key(row["prompt"])) in wanted}
+            rows = list(group)
+            key, siblings = prompt_key(rows[0]["prompt"]), [text_of(row["completion"]) for row in rows]
+            saved.append((key, records[0]["step"], siblings))
+    keys = {key for key, *_ in saved}
+    examples = {key: example for example in data if (key := prompt_key(example["prompt"])) in keys}
     found = [group for group in saved if group[0] in examples and len(group[2]) == len(saved[-1][2])]
     if not found:
         raise ValueError(
-            f"--rollouts={path}: of {len(saved)} groups of GRPO in it none has a prompt of the data; give "
-            "--dataset and --prompt_column of the run"
+            f"--rollouts={path}: of {len(saved)} groups of GRPO in it none has a prompt of the data; give the "
+            "run's --dataset and --prompt_column"
         )
     size = len(found[0][2])
-    picked = np.linspace(0, len(found) - 1, min(limit or -(-256 // size), len(found))).round().astype(int)
-    line = f"{len(picked)} groups of {size} completions, steps {found[0][1]} to {found[-1][1]}"
-    if len(saved) > len(found):
-        line += f"; left out: {len(saved) - len(found)} saved groups whose prompts are not in the data"
-    return [(examples[found[i][0]], found[i][2]) for i in picked], line
+    rows = np.linspace(0, len(found) - 1, min(limit or -(-256 // size), len(found))).round().astype(int)
+    line = f"{len(rows)} groups of {size} completions, steps {found[0][1]} to {found[-1][1]}; left out because "
+    line += f"their prompts are not in the data: {len(saved) - len(found)} of {len(saved)} saved groups"
+    return [(examples[found[i][0]], found[i][2]) for i in rows], line
 
 
 def lint_rollouts(
-    functions: list[Callable], weights: list[float], groups: list[tuple[dict, list]], config
+    functions: list[Callable], weights: list[float], groups: list[tuple[dict, list[str]]], config
 ) -> tuple[list[str], list[str]]:
     """Return the lines of a table and the worst example of each of its rows, and the flags.
 
@@ -145,75 +130,73 @@ def lint_rollouts(
     alone in its group (a gold in place of the first).
     """
     texts = [[*siblings, completions_of(example).get("gold", "")] for example, siblings in groups]
-    examples, prompts = [example for example, _ in groups], [as_text(e["prompt"]) for e, _ in groups]
+    examples = [example for example, _ in groups]
+    prompts = [as_text(example["prompt"]) for example in examples]
     truths = ["".join(as_texts(example.get("answer"))[:1]) for example in examples]
     truths = [extract_boxed(truth) or truth for truth in truths]
-    answers = [                                           # of each group, the data's first
-        list(filter(None, [truth, *(split_at_answer(text_of(text), truth)[2] for text in row[:-1])]))
+    answers = [                                           # to each problem, the data's first
+        list(filter(None, [truth, *(split_at_answer(text, truth)[2] for text in row[:-1])]))
         for row, truth in zip(texts, truths, strict=True)
     ]
-    boxed = any("\\boxed" in text for text in (*prompts, *(text_of(t) for row in texts for t in row[:-1])))
-    changes = [                                           # P * (G + 1)
-        changes_of(text_of(text), prompts[p], truths[p], chain(*answers[p + 1 :], *answers[:p]),
-                   "".join(answers[p]), boxed)
-        for p, row in enumerate(texts) for text in row
-    ]
+    boxed = any("\\boxed" in text for text in chain(prompts, *(siblings for _, siblings in groups)))
+    changes = []                                          # P * (G + 1)
+    for p, row in enumerate(texts):
+        others, signs = [*chain(*answers[p + 1 :], *answers[:p])], "".join(answers[p])
+        changes += [changes_of(text, prompts[p], truths[p], others, signs, boxed) for text in row]
     failures: dict[str, str] = {}
 
     def score(change: str) -> dict[str, np.ndarray]:
-        """Return points (P, G + 1) of each function and the total, NaN where the change changes nothing."""
-        new = [found.get(change) for found in changes]
-        pairs = zip(chain(*texts), new, strict=True)
-        total, points, failed = score_texts(functions, weights, [with_text(*pair) for pair in pairs], examples)
+        """Return points (P, G + 1) of each function and the total, NaN for completions without the change."""
+        new = [found.get(change, text) for found, text in zip(changes, chain(*texts), strict=True)]
+        total, points, failed = score_texts(functions, weights, new, examples)
         for f in reversed(failed):
             failures[f["function"]] = f"{f['function']} failed on {f['completion']!r:.60}: {f['error']}"
-        same = torch.tensor([bool(change) and text is None for text in new]).view_as(total)
+        same = torch.tensor([change not in found for found in changes]).view_as(total) & bool(change)
         points = points | {"the total": total}
         return {name: values.masked_fill(same, torch.nan).numpy() for name, values in points.items()}
 
     def advantage(change: str, p: int, g: int) -> float:
         """Return the advantage of a changed completion in its group."""
         rewards = torch.tensor(before["the total"][:, :-1])
-        g, rewards[p, g % rewards.shape[1]] = g % rewards.shape[1], after[change]["the total"][p, g]
-        return float(compute_group_advantages(rewards, baseline=config.baseline, scale=config.scale)[p, g])
+        place = p, g % rewards.shape[1]
+        rewards[place] = after[change]["the total"][p, g]
+        return compute_group_advantages(rewards, baseline=config.baseline, scale=config.scale)[place].item()
 
-    before = score("")
-    after = {change: score(change) for change in dict.fromkeys(chain(*changes))}
-    table, worst, flags = ["| points | change | at fault | completions | advantage |", "|---" * 5 + "|"], [], []
+    before, after = score(""), {change: score(change) for change in dict.fromkeys(chain(*changes))}
+    table, worst, flags = ["| points | change | at fault | of | advantage |", "|---" * 5 + "|"], [], []
     for name in list(before)[: None if len(functions) > 1 else 1]:
-        points = before[name]
-        every = np.stack([points, *(found[name] for found in after.values())])
-        if name in failures or np.isnan(points).all() or np.nanmax(every) - np.nanmin(every) < EPSILON:
+        points = before[name]                             # (P, G + 1)
+        every = np.concatenate([points, *(found[name] for found in after.values())])
+        if name in failures or np.unique(every[~np.isnan(every)].round(9)).size < 2:
             flags.append(failures.get(name, f"{name} gives the same points, or none, to every completion"))
             continue
-        saved = np.arange(points.shape[1]) < points.shape[1] - 1                 # (G + 1,), not the gold
+        saved = np.arange(points.shape[1]) < points.shape[1] - 1                 # not the golds
         best = points >= np.nanmax(points) - EPSILON
-        if not (best & saved).any():
-            worst.append(f"{name}: no completion has as many points as golds, which are changed in their place")
-        best &= saved | ~(best & saved).any()
+        if (best & saved).any():
+            best &= saved
+        else:
+            worst.append(f"{name}: golds are changed, because they get more than every completion")
         lowered = (after.get("other answer", before)[name] - points)[best]
         lowered = lowered[~np.isnan(lowered)] < -EPSILON
         by_answer = name == "the total" or len(functions) == 1 or lowered.sum() * 2 >= len(lowered) > 0
-        wrong, anything = saved & ~best, saved & (points == points)
-        for tier, cases in list(zip(TIERS, (best, wrong, anything, best), strict=True))[0 if by_answer else 2 :]:
-            phrase, names, sign, limit = tier
-            kinds = []
+        tiers = zip(TIERS, (best, saved & ~best, saved, best), strict=True)
+        for (phrase, names, sign, limit), cases in list(tiers)[0 if by_answer else 2 :]:
+            faulty = []
             for change in filter(after.get, names):
-                gain = sign * (after[change][name] - points)                     # (P, G + 1)
-                counted, fault = cases & ~np.isnan(gain), cases & (gain > limit)
+                gain = np.where(cases, sign * (after[change][name] - points), np.nan)
+                known, fault = ~np.isnan(gain), gain > limit                     # (P, G + 1)
                 if not fault.any():
                     continue
-                kinds.append(f"`{change}`")
-                by_group = zip(fault, counted, strict=True)
-                share = estimate_mean(np.array([at[of].mean() for at, of in by_group if of.any()]))
-                mean = np.mean([advantage(change, *place) for place in np.argwhere(fault)])
+                by_group = [at[of].mean() for at, of in zip(fault, known, strict=True) if of.any()]
+                share = estimate_mean(np.array(by_group))
+                i = np.where(fault, gain, -np.inf).argmax()
+                faulty.append(f"`{change}`")
                 table.append(
-                    f"| `{name}` | {phrase.format(kinds[-1])} | {share['mean']:.0%} [{share['low']:.0%}, "
-                    f"{share['high']:.0%}] | {fault.sum()} of {counted.sum()} | {mean:+.2f} |"
+                    f"| `{name}` | {phrase.format(faulty[-1])} | {share['mean']:.0%} [{share['low']:.0%}, "
+                    f"{share['high']:.0%}] | {fault.sum()} of {known.sum()} | "
+                    f"{np.mean([advantage(change, *place) for place in np.argwhere(fault)]):+.2f} |"
                 )
-                row = np.where(fault, gain, -np.inf).argmax()
-                old, new = points.flat[row], after[change][name].flat[row]
-                worst.append(f"{name}, {change}: {old:g} -> {new:g} points: {changes[row][change]!r:.200}")
-            if kinds:
-                flags.append(f"{name} gives {phrase.format(', '.join(kinds))}")
+                old, new = points.flat[i], after[change][name].flat[i]
+                worst.append(f"{name}, {change}, {old:g} -> {new:g} points: {changes[i][change]!r:.200}")
+            flags += [f"{name} gives {phrase.format(', '.join(faulty))}"] if faulty else []
     return [*table, "", *worst], flags
