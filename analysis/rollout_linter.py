@@ -107,14 +107,15 @@ def read_groups(path: Path, data: Sequence[dict], limit: int) -> tuple[list[tupl
     found = [group for group in saved if group[0] in examples and len(group[2]) == len(saved[-1][2])]
     if not found:
         raise ValueError(
-            f"--rollouts={path}: of {len(saved)} groups of GRPO in it none has a prompt of the data; give the "
+            f"--rollouts={path}: of {len(saved)} groups of GRPO in it none is in the data; give the "
             "run's --dataset and --prompt_column"
         )
     size = len(found[0][2])
-    rows = np.linspace(0, len(found) - 1, min(limit or -(-256 // size), len(found))).round().astype(int)
-    line = f"{len(rows)} groups of {size} completions, steps {found[0][1]} to {found[-1][1]}; left out because "
-    line += f"their prompts are not in the data: {len(saved) - len(found)} of {len(saved)} saved groups"
-    return [(examples[found[i][0]], found[i][2]) for i in rows], line
+    count = min(limit or -(-256 // size), len(found))
+    picked = [found[round(i)] for i in np.linspace(len(found) - 1, 0, count)][::-1]
+    line = f"{count} groups of {size} completions, steps {picked[0][1]} to {picked[-1][1]}"
+    line += f"; {len(saved) - len(found)} of {len(saved)} saved groups are not in the data"
+    return [(examples[key], siblings) for key, _, siblings in picked], line
 
 
 def lint_rollouts(
