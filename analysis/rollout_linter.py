@@ -6,7 +6,7 @@ that must not cost any.
 
 The answer of a text: the last <answer>...</answer>, in it or else anywhere the last \boxed{...}, else where
 the data's answer is last found and not part of a longer word or number. Without one it is not changed. Of a
-conversation only the last message is scored. P groups of G completions, with the data's gold as column G.
+conversation only the last message is scored. P groups of G completions, and the data's gold as column G.
 """
 
 import re
@@ -67,7 +67,7 @@ def changes_of(
     start, end = thought.span() if thought else (0, 0)
     before, opening, answer, closing, after = split_at_answer(text, truth)
     right, new = truth or answer, {}                      # new: what takes the answer's place
-    other = next((other for other in others if not same_answer(other, right)), "")
+    other = next((other for other in others if other and not same_answer(other, right)), "")
     if answer and other:
         new = {"other answer": other, "hedged": f"{right} or maybe {other}"}
         new["candidates"] = (f"{closing}\n{opening}" if opening else " or ").join([other, right, f"{other}1"])
@@ -118,6 +118,20 @@ def read_groups(path: Path, data: Sequence[dict], limit: int) -> tuple[list[tupl
     return [(examples[key], siblings) for key, _, siblings in picked], line
 
 
+def changes_of_groups(examples: list[dict], texts: list[list[str]]) -> list[dict[str, str]]:
+    """Return changes_of each text. examples: P; texts: P lists of one length."""
+    prompts = [as_text(example["prompt"]) for example in examples]
+    truths = ["".join(as_texts(example.get("answer"))[:1]) for example in examples]
+    truths = [extract_boxed(truth) or truth for truth in truths]
+    pairs = zip(truths, texts, strict=True)
+    answers = [[truth, *(split_at_answer(text, truth)[2] for text in row)] for truth, row in pairs]
+    boxed, changes = any("\\boxed" in text for text in chain(prompts, *(row[:-1] for row in texts))), []
+    for p, row in enumerate(texts):
+        others, signs = [*chain(*answers[p + 1 :], *answers[:p])], "".join(answers[p])
+        changes += [changes_of(text, prompts[p], truths[p], others, signs, boxed) for text in row]
+    return changes
+
+
 def lint_rollouts(
     functions: list[Callable], weights: list[float], groups: list[tuple[dict, list[str]]], config
 ) -> tuple[list[str], list[str]]:
@@ -130,20 +144,9 @@ def lint_rollouts(
     total always is. Shares are means over groups. The advantage is the mean of the changed completions, each
     alone in its group (a gold in place of the first).
     """
-    texts = [[*siblings, completions_of(example).get("gold", "")] for example, siblings in groups]
     examples = [example for example, _ in groups]
-    prompts = [as_text(example["prompt"]) for example in examples]
-    truths = ["".join(as_texts(example.get("answer"))[:1]) for example in examples]
-    truths = [extract_boxed(truth) or truth for truth in truths]
-    answers = [                                           # to each problem, the data's first
-        list(filter(None, [truth, *(split_at_answer(text, truth)[2] for text in row[:-1])]))
-        for row, truth in zip(texts, truths, strict=True)
-    ]
-    boxed = any("\\boxed" in text for text in chain(prompts, *(siblings for _, siblings in groups)))
-    changes = []                                          # P * (G + 1)
-    for p, row in enumerate(texts):
-        others, signs = [*chain(*answers[p + 1 :], *answers[:p])], "".join(answers[p])
-        changes += [changes_of(text, prompts[p], truths[p], others, signs, boxed) for text in row]
+    texts = [[*siblings, completions_of(example).get("gold", siblings[0])] for example, siblings in groups]
+    changes = changes_of_groups(examples, texts)          # P * (G + 1)
     failures: dict[str, str] = {}
 
     def score(change: str) -> dict[str, np.ndarray]:
@@ -173,10 +176,9 @@ def lint_rollouts(
             continue
         saved = np.arange(points.shape[1]) < points.shape[1] - 1                 # not the golds
         best = points >= np.nanmax(points) - EPSILON
-        if (best & saved).any():
-            best &= saved
-        else:
+        if not (best & saved).any():
             worst.append(f"{name}: golds are changed, because they get more than every completion")
+        best &= saved | ~(best & saved).any()
         lowered = (after.get("other answer", before)[name] - points)[best]
         lowered = lowered[~np.isnan(lowered)] < -EPSILON
         by_answer = name == "the total" or len(functions) == 1 or lowered.sum() * 2 >= len(lowered) > 0
