@@ -158,7 +158,8 @@ def test_the_texts_of_tagged_completions():
 
 @pytest.mark.parametrize("text,truth,other,candidates,white_space", [
     ("So \\boxed{\\frac{1}{2}}.", "1/2", "7", "So \\boxed{7}\n\\boxed{1/2}\n\\boxed{71}.", "So \\boxed{ \\frac{1}{2} }."),
-    ("12 + 1.2 = 13.2, 2 of 12 3", "12", "7", "12 + 1.2 = 13.2, 2 of 7 or 12 or 71 3", "12 + 1.2 = 13.2, 2 of  12  3"),
+    ("1 + 12 = 13, not 0.12, 12.5 or 123", "12", "7", "1 + 7 or 12 or 71 = 13, not 0.12, 12.5 or 123", "1 +  12  = 13, not"),
+    ("12 <answer></answer>", "12", "7", "7 or 12 or 71 <answer></answer>", "12"),
     ("<answer>\\boxed{4} kg</answer>", "", "7", "<answer>\\boxed{7}\n\\boxed{4}\n\\boxed{71} kg</answer>", "\n<answer>\n"),
 ])
 def test_the_place_of_an_answer(text, truth, other, candidates, white_space):
