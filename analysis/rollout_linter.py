@@ -6,7 +6,8 @@ that must not cost any.
 
 The answer of a text: the last <answer>...</answer>, in it or else anywhere the last \boxed{...}, else where
 the data's answer is last found and not part of a longer word or number. Without one it is not changed. Of a
-conversation only the last message is scored. P groups of G completions, and the data's gold as column G.
+conversation only the last message is scored. P groups of G completions, and the data's gold as column G. A
+function that compares siblings gets that too, and the completions of a group all changed alike.
 """
 
 import re
@@ -83,7 +84,8 @@ def changes_of(
     texts = {
         "echo": prompt, "repeated": "\n".join([text] * 3), "cut": text[: len(text) // 2],
         "claim": text[:start] + CLAIM + text[start:], "padded": text[:end] + FILLER + text[end:],
-        "no reasoning": text[:start] + "..." + text[end:] if thought else text[len(before) :],
+        "no reasoning": text[:start] + re.sub(r"(?s)\S.*", "...", text[start:end]) + text[end:] if thought
+        else text[len(before) :],
         "white space": re.sub(r"\s*(</?(?:reasoning|think|answer)>)\s*", r"\n\1\n", text).strip(),
         "line break": text[:start] + text[start:end].replace(" ", "\n", 1) + text[end:],
     } | {name: before + opening + value + closing + after for name, value in new.items()}

@@ -65,7 +65,7 @@ def test_every_flag_exists(page):
     names |= {"question", "chat", "questions", "answers", "evaluate", "merge_into", "report", "against"}          # of infer.py
     names |= {"samples", "against_model", "json", "limit", "help_all"}
     names |= {"logprobs"}                                                        # of vllm serve
-    names |= {"seeds", "kills", "lint", "figure"}                                          # of bench/ and rewards.py
+    names |= {"seeds", "kills", "lint", "rollouts", "figure"}                                          # of bench/ and rewards.py
     names |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}       # of torchrun
     names |= {"folder", "batch_sizes", "jobs", "tiny"}                           # of bench/
     names |= {"requirement", "tb"}                                               # of pip and pytest

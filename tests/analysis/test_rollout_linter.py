@@ -171,6 +171,7 @@ def test_texts_that_would_be_equal_or_need_an_answer_are_left_out():
     assert set(changes_of("no idea", "p", "12", ["7"])) == {"echo", "repeated", "cut", "claim", "padded"}
     for text in "", "no idea", "...", "<think>...</think> 12", "<reasoning>a</reasoning>\n<answer>.5</answer>":
         assert text not in changes_of(text, text, "12", ["12"]).values()
+    assert "no reasoning" not in changes_of("<reasoning> </reasoning><answer>5</answer>", "p", "5", []), "dots would be more than that"
     assert changes_of("<answer>0.5</answer>", "p", "0.5", [])["notation"] == "<answer>.5</answer>"
     assert changes_of("<answer>3.25</answer>", "p", "3.25", [], "5%")["notation"] == "<answer>3.250</answer>"
     assert changes_of("<answer>3.25</answer>", "p", "3.25", [], "5%")["unit"] == "<answer>3.25 %</answer>"
