@@ -24,7 +24,7 @@ from analysis.evaluation import estimate_mean
 from analysis.reward_linter import completions_of, score_texts
 from data import as_text
 from grpo import compute_group_advantages
-from reward_functions.answers import as_texts, extract_boxed
+from reward_functions.answers import as_texts
 from rewards import same_answer, text_of
 from runs.records import read_steps
 from sources.batches import prompt_key
@@ -116,7 +116,7 @@ def read_groups(path: Path, data: Sequence[dict], limit: int) -> tuple[list[tupl
     count = min(limit or -(-256 // size), len(found))
     picked = [found[round(i)] for i in np.linspace(len(found) - 1, 0, count)][::-1]
     line = f"{count} groups of {size} completions, steps {picked[0][1]} to {picked[-1][1]}"
-    line += f"; {len(saved) - len(found)} of {len(saved)} saved groups are not in the data"
+    line += f"; left out as not in the data, or of another size: {len(saved) - len(found)} of {len(saved)}"
     return [(examples[key], siblings) for key, _, siblings in picked], line
 
 
@@ -124,7 +124,6 @@ def changes_of_groups(examples: list[dict], texts: list[list[str]]) -> list[dict
     """Return changes_of each text. examples: P; texts: P lists of one length."""
     prompts = [as_text(example["prompt"]) for example in examples]
     truths = ["".join(as_texts(example.get("answer"))[:1]) for example in examples]
-    truths = [extract_boxed(truth) or truth for truth in truths]
     pairs = zip(truths, texts, strict=True)
     answers = [[truth, *(split_at_answer(text, truth)[2] for text in row)] for truth, row in pairs]
     boxed, changes = any("\\boxed" in text for text in chain(prompts, *(row[:-1] for row in texts))), []

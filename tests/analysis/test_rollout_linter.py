@@ -38,10 +38,10 @@ def lint(capsys, rollouts, *flags):
     return code, [line[2:] for line in printed.splitlines() if line.startswith("- ")], printed
 
 
-def own(folder, source):
-    """Flags that take the function `reward` of some source."""
-    (folder / "own.py").write_text(source)
-    return "--reward_functions", f"{folder / 'own.py'}:reward"
+def own(folder, source, name="own.py"):
+    """Flags that take the function `reward` of some source. A file is imported once: others need other names."""
+    (folder / name).write_text(source)
+    return "--reward_functions", f"{folder / name}:reward"
 
 
 UNREADABLE = """
@@ -98,6 +98,26 @@ def test_an_answer_among_others_is_named(capsys, tmp_path, source, form, changes
     assert f"reward gives more to {changes} in place of a wrong answer" in flags
 
 
+def test_shares_are_means_over_groups_and_count_the_completions_that_have_the_change(capsys, tmp_path):
+    exact = "from rewards import extract_answer\ndef reward(completions, answer, **columns):\n    return [float(extract_answer(c) == a) for c, a in zip(completions, answer)]"
+
+    def form(a, b, answer):
+        return tagged(a, b, answer if int(answer) == a + b else f"${answer}")
+
+    _, flags, printed = lint(capsys, make_run(tmp_path, form), *own(tmp_path, exact))
+    assert flags == ["reward gives less to `thousands`, `unit`, `notation` than to the best completions"]
+    assert re.findall(r"less to `(\w+)`.* (\d+ of \d+) ", printed) == [("thousands", "2 of 2"), ("unit", "12 of 12"), ("notation", "12 of 12")]
+    odd = "def reward(completions, **columns):\n    return [float('Every part' in c and c[-10] in '13579') for c in completions]"
+    printed = lint(capsys, make_run(tmp_path), *own(tmp_path, odd, "odd.py"))[2]
+    assert re.search(r"more to `padded` .* \| 50% \[.*\] \| 12 of 24 ", printed), "three or one of four in each group"
+
+
+def test_a_total_that_does_not_depend_on_the_answer_is_named(capsys, tmp_path):
+    _, flags, _ = lint(capsys, make_run(tmp_path), *own(tmp_path, NO_NEWLINES), "explanation_quality")
+    assert "the total gives as much to `other answer`, `candidates`, `hedged` as to the best completions" in flags
+    assert not any("as much" in flag for flag in flags if not flag.startswith("the total"))
+
+
 # ---- what is not a bug -------------------------------------------------------------------------------------
 
 
@@ -121,12 +141,21 @@ def test_correctness_does_not_read_boxes(capsys, tmp_path):
     assert lint(capsys, rollouts)[1] == ["correctness gives less to `boxed` than to the best completions"]
 
 
+def test_boxes_of_the_data_alone_are_not_asked_for(capsys, tmp_path):
+    rollouts, data = make_run(tmp_path), tmp_path / "data.jsonl"
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps(row | {"completion": f"\\boxed{{{row['answer']}}}"}) + "\n" for row in rows))
+    assert lint(capsys, rollouts)[:2] == (0, [])
+
+
 # ---- numbers and texts -------------------------------------------------------------------------------------
 
 
 def test_advantages_are_those_of_the_changed_completion_in_its_group(capsys, tmp_path):
+    flags = ()
+
     def rows(**settings):
-        _, _, printed = lint(capsys, make_run(tmp_path, **settings), *own(tmp_path, ANYWHERE))
+        _, _, printed = lint(capsys, make_run(tmp_path, **settings), *own(tmp_path, ANYWHERE), *flags)
         return dict(re.findall(r"`reward` \| (.*`candidates`).* (\S+) \|\n", printed))
 
     right, wrong = [1, 1, 0, 0], [1, 1, 1, 0]             # a right or a wrong completion has three answers
@@ -138,6 +167,8 @@ def test_advantages_are_those_of_the_changed_completion_in_its_group(capsys, tmp
     others = [1 - statistics.mean(group) for group in ([1, 0, 0], [1, 1, 0])]
     settings = dict(normalize_advantages=False, baseline="leave_one_out")
     assert rows(**settings) == {name: f"{number:+.2f}" for name, number in zip(names, others)}
+    flags = "--reward_weights", "2"
+    assert rows(normalize_advantages=False) == {name: f"{2 * number:+.2f}" for name, number in zip(names, in_points)}
 
 
 def test_the_texts_of_tagged_completions():
@@ -169,6 +200,7 @@ def test_the_place_of_an_answer(text, truth, other, candidates, white_space):
 
 def test_texts_that_would_be_equal_or_need_an_answer_are_left_out():
     assert set(changes_of("no idea", "p", "12", ["7"])) == {"echo", "repeated", "cut", "claim", "padded"}
+    assert changes_of("5 and 7 give 12!", "p", "12", [])["no reasoning"] == "12!"
     for text in "", "no idea", "...", "<think>...</think> 12", "<reasoning>a</reasoning>\n<answer>.5</answer>":
         assert text not in changes_of(text, text, "12", ["12"]).values()
     assert "no reasoning" not in changes_of("<reasoning> </reasoning><answer>5</answer>", "p", "5", []), "dots would be more than that"
@@ -182,12 +214,17 @@ def test_texts_that_would_be_equal_or_need_an_answer_are_left_out():
 
 
 def test_groups_are_taken_from_the_first_to_the_newest_step(capsys, tmp_path):
-    rollouts = make_run(tmp_path)
-    assert lint(capsys, rollouts)[2].startswith("6 groups of 4 completions, steps 1 to 3; 0 of 6 ")
+    rollouts = make_run(tmp_path, reward_functions=["correctness", "xml_tags"], reward_weights=[1.0, 0.5])
+    assert lint(capsys, rollouts, "--reward_functions", "correctness")[1] == [], "with a weight of 1"
+    assert lint(capsys, rollouts)[2].startswith("6 groups of 4 completions, steps 1 to 3; left out as not in the data, or of another size: 0 of 6\n")
     assert lint(capsys, rollouts, "--limit", "2")[2].startswith("2 groups of 4 completions, steps 1 to 3; ")
     assert lint(capsys, rollouts, "--limit", "1")[2].startswith("1 groups of 4 completions, steps 3 to 3; ")
+    lines = (tmp_path / "rollouts.jsonl").read_text()
+    older = [json.dumps(json.loads(line) | {"step": 0, "phase": phase, "completions_of_step": 1}) for phase in ("supervised", "grpo") for line in lines.splitlines()[:1]]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join([*older, lines]))
+    assert lint(capsys, rollouts)[2].startswith("6 groups of 4 completions, steps 1 to 3; left out as not in the data, or of another size: 1 of 7\n"), "of another size, or no GRPO"
     (tmp_path / "data.jsonl").write_text('{"prompt": " 20+7=? ", "answer": "27"}\n')
-    assert lint(capsys, rollouts)[2].startswith("1 groups of 4 completions, steps 1 to 1; 5 of 6 ")
+    assert lint(capsys, rollouts)[2].startswith("1 groups of 4 completions, steps 1 to 1; left out as not in the data, or of another size: 6 of 7\n")
 
 
 def test_of_a_conversation_the_last_message_is_changed(capsys, tmp_path):
@@ -219,6 +256,6 @@ def test_mistakes_are_one_line(capsys, tmp_path):
     assert "give again --reward_functions" in mistake(rollouts), "nothing says that this folder is the user's"
     assert "give one for each" in mistake(rollouts, "--reward_functions", "correctness", "--reward_weights", "1", "2")
     assert "none is in the data" in mistake(rollouts, "--reward_functions", "correctness", "--dataset", "countdown")
-    assert "needs the column choices" in mistake(rollouts, *own(tmp_path, "def reward(completions, choices): pass"))
+    assert "needs the column choices" in mistake(rollouts, *own(tmp_path, "def reward(completions, choices): pass", "other.py"))
     (tmp_path / "config.json").unlink()
     assert "config.json: not a readable JSON file" in mistake(rollouts)
