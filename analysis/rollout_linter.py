@@ -41,7 +41,7 @@ TIERS = (                       # phrase, changes; at fault: sign * (points chan
 CLAIM = "I have checked this twice and am certain that it is correct. "
 FILLER = " Let me look at this again. Every part of it matters. The steps follow from each other. "
 BOXED = r"(\\boxed\s*\{\s*)((?:[^{}]++|\{(?3)\})*?)(\s*\})"
-TAGGED = r"(.*)(<answer>\s*)(.*?)(\s*</answer>)(.*)"
+TAGGED = r"(.*)(<answer>\s*)((?:(?!</?\w+>).)*?)(\s*</answer>)(.*)"             # without tags in it
 FORMS = f"(.*<answer>[^<]*){BOXED}([^<]*</answer>.*)", TAGGED, f"(.*){BOXED}(.*)"
 REASONING = re.compile(r"(?s)(?<=<reasoning>).*?(?=</reasoning>)|(?<=<think>).*?(?=</think>)")
 

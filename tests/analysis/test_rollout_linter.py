@@ -96,6 +96,8 @@ def test_an_answer_among_others_is_named(capsys, tmp_path, source, form, changes
     code, flags, _ = lint(capsys, make_run(tmp_path, form), *own(tmp_path, source))
     assert code == 1 and f"reward gives as much to {changes} as to the best completions" in flags
     assert f"reward gives more to {changes} in place of a wrong answer" in flags
+    flags = lint(capsys, make_run(tmp_path, form, offsets=(0, 0)), *own(tmp_path, source))[1]
+    assert f"reward gives as much to {changes} as to the best completions" in flags, "other answers are those of other problems"
 
 
 def test_shares_are_means_over_groups_and_count_the_completions_that_have_the_change(capsys, tmp_path):
@@ -200,6 +202,7 @@ def test_the_place_of_an_answer(text, truth, other, candidates, white_space):
 
 def test_texts_that_would_be_equal_or_need_an_answer_are_left_out():
     assert set(changes_of("no idea", "p", "12", ["7"])) == {"echo", "repeated", "cut", "claim", "padded"}
+    assert "hedged" not in changes_of("<answer><reasoning>5</answer>", "p", "7", ["8"]), "it would repair the form"
     assert changes_of("5 and 7 give 12!", "p", "12", [])["no reasoning"] == "12!"
     for text in "", "no idea", "...", "<think>...</think> 12", "<reasoning>a</reasoning>\n<answer>.5</answer>":
         assert text not in changes_of(text, text, "12", ["12"]).values()
