@@ -2,12 +2,20 @@
 The command line of the linter. Imports no torch before flags are read: mistakes come at once.
 
     python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl --limit 20
+    python rewards.py --lint --rollouts RUN/rollouts.jsonl
 
-prints a table of mean points, then one line per flag. The exit code is 1 if there are flags, 0 if not.
+prints a table of mean points, or of a run's changed completions (with the run's settings, unless flags are
+given), then one line per flag. The exit code is 1 if there are flags, 0 if not.
 """
 
-from config import DataConfig
+import argparse
+from pathlib import Path
+
+from config import FLAGS, Config, DataConfig
 from runs.command_line import OneLineParser, add_flags_of_config, exit_on_mistake, section_of
+from sources.foreign_names import without_removed
+from sources.run_owner import refuse_foreign_code
+from sources.settings import read_settings
 
 
 def build_parser() -> OneLineParser:
@@ -15,7 +23,9 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="rewards.py", description="Lint reward functions.", allow_abbrev=False)
     add = parser.add_argument
     add("--lint", action="store_true", required=True, help="score correct, wrong and cheating completions")
-    add("--limit", type=int, default=8, help="use the first n examples [%(default)s]")
+    add("--rollouts", metavar="FILE", default="", help="rollouts.jsonl of a run: change its completions")
+    add("--limit", type=int, default=8,
+        help="use the first n examples [%(default)s]; n groups of --rollouts [256 completions]")
     add_flags_of_config(
         parser, reward_functions=[], reward_weights=[], dataset="arithmetic", prompt_column="",
         answer_column="", completion_column="",
@@ -25,7 +35,12 @@ def build_parser() -> OneLineParser:
 
 def main(argv: list[str]) -> int:
     """Run the command line. Returns the exit code: 1 if there are flags, else 0."""
-    args = build_parser().parse_all(argv)
+    parser = build_parser()
+    args = parser.parse_all(argv)
+    if args.rollouts:
+        for action in parser._actions:                    # without defaults: what is given
+            action.default = argparse.SUPPRESS
+        return print_result(*lint_run(Path(args.rollouts), vars(parser.parse_all(argv))))
     from analysis.reward_linter import applicable_functions, lint  # slow to import
     from sources import load_examples
     from reward_functions.loading import load_reward_function, require_columns
@@ -38,7 +53,32 @@ def main(argv: list[str]) -> int:
     weights = args.reward_weights or [1.0] * len(functions)
     if len(weights) != len(functions):
         raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions")
-    table, flags = lint(functions, weights, examples)
+    return print_result(*lint(functions, weights, examples))
+
+
+def lint_run(path: Path, given: dict) -> tuple[list[str], list[str]]:
+    """Lint the completions of a run with its settings, and flags that are given in their place."""
+    if not path.is_file():
+        raise ValueError(f"--rollouts={path}: no such file; name the rollouts.jsonl of a run")
+    settings = without_removed(read_settings(path.parent / "config.json"))
+    flags = {name: value for name, value in given.items() if name in FLAGS}
+    refuse_foreign_code(path.parent, settings, flags)
+    reset = {"reward_weights": []} if "reward_functions" in flags else {}
+    config = Config.of(**settings | reset | flags | {"eval_limit": 0})           # nothing is held out
+    config.grpo.validate_functions()
+    from analysis.rollout_linter import lint_rollouts, read_groups  # slow to import
+    from reward_functions.loading import load_reward_function, require_columns
+    from runs.training_data import load_data
+
+    groups, line = read_groups(path, load_data(config)[0], max(0, given.get("limit", 0)))
+    functions = list(map(load_reward_function, config.grpo.reward_functions))
+    require_columns(functions, [example for example, _ in groups], config.data.dataset)
+    table, flags = lint_rollouts(functions, config.grpo.weights, groups, config.grpo)
+    return [line, "", *table], flags
+
+
+def print_result(table: list[str], flags: list[str]) -> int:
+    """Print a table and flags. Returns the exit code."""
     print("\n".join(table))
     print("".join(f"\n- {flag}" for flag in flags))
     print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions")

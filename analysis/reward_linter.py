@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+from torch import Tensor
+
 from config import GRPOConfig
 from data import as_text, demonstration
 from reward_functions.loading import BUILT_IN
@@ -88,6 +90,15 @@ def texts_as_rollout(completions: list) -> SimpleNamespace:
     )
 
 
+def score_texts(
+    functions: list[Callable], weights: list[float], completions: list, examples: list[dict]
+) -> tuple[Tensor, dict[str, Tensor], list[dict]]:
+    """Return what compute_rewards_for_completions does, for completions of P examples, and failed calls."""
+    rollout = texts_as_rollout(completions)
+    wrapped, reports = wrap_reward_functions(functions, rollout, GRPOConfig(reward_errors="none"))
+    return *compute_rewards_for_completions(wrapped, weights, rollout, examples), reports.failures
+
+
 def score_kinds(function: Callable, examples: list[dict]) -> tuple[dict[str, float], float, list[dict]]:
     """Score all kinds of completions with a function, for the examples that have one of the columns it names.
 
@@ -103,13 +114,12 @@ def score_kinds(function: Callable, examples: list[dict]) -> tuple[dict[str, flo
             continue
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
         texts = completions_of(example, other, as_texts(example.get("choices") if "choices" in used else ""))
-        rollout = texts_as_rollout(list(texts.values()))
-        wrapped, reports = wrap_reward_functions([function], rollout, GRPOConfig(reward_errors="none"))
-        total, _ = compute_rewards_for_completions(wrapped, [1.0], rollout, [columns | example] * len(texts))
+        completions = list(texts.values())
+        total, _, failed = score_texts([function], [1.0], completions, [columns | example] * len(texts))
         for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
             if not math.isnan(value):
                 points.setdefault(kind.partition(":")[0], []).append(value)
-        failures += reports.failures
+        failures += failed
         count += len(texts)
     means = {kind: sum(values) / len(values) for kind, values in points.items()}
     return means, (time.perf_counter() - started) / max(1, count), failures
