@@ -203,4 +203,4 @@ def lint_rollouts(
                 old, new = points.flat[i], after[change][name].flat[i]
                 worst.append(f"{name}, {change}, {old:g} -> {new:g} points: {changes[i][change]!r:.200}")
             flags += [f"{name} gives {phrase.format(', '.join(faulty))}"] if faulty else []
-    return [*table, "", *worst], flags
+    return [*(table if table[2:] else ["no change is at fault"]), "", *worst], flags

@@ -85,7 +85,7 @@ def run_comparison(argv: list[str]) -> int:
 def split_variants(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the pairs after each --variant, of which argparse takes the second for a flag, and the rest."""
     starts = [i for i, word in enumerate(words) if word == "--variant"]
-    pairs = [(words + ["", ""])[i + 1 : i + 3] for i in starts]
+    pairs = [[*words, "", ""][i + 1 : i + 3] for i in starts]
     taken = {i + offset for i in starts for offset in range(3)}
     return [tuple(pair) for pair in pairs], [word for i, word in enumerate(words) if i not in taken]
 
