@@ -56,7 +56,10 @@ def run_comparison(argv: list[str]) -> int:
     args, variants = parser.parse_all(rest), {name: shlex.split(flags) for name, flags in pairs}
     config = parse_config([args.compare])
     check_comparison(config, args, variants, len(pairs))
-    save_settings(config, args.output_dir / "settings.json")
+    config = replace(config, training=replace(config.training, output_dir=""))
+    keep(json.dumps(config.as_dict(), indent=2), args.output_dir / "settings.json")
+    for name, flags in variants.items():
+        keep(shlex.join(flags), args.output_dir / name / "flags.txt")
     twin_seed = max(args.seeds) + 1
     first = next(iter(variants))
     runs = [
@@ -118,12 +121,10 @@ def check_comparison(config: Config, args, variants: dict[str, list[str]], given
         raise ValueError(message)
 
 
-def save_settings(config: Config, path: Path) -> None:
-    """Write the settings of all runs. Raises ValueError if the folder holds a comparison of others."""
-    config = replace(config, training=replace(config.training, output_dir=""))
-    text = json.dumps(config.as_dict(), indent=2) + "\n"
+def keep(text: str, path: Path) -> None:
+    """Write what the runs beside a file were begun with. Raises ValueError if it holds something else."""
     if path.exists() and path.read_text() != text:
-        raise ValueError(f"--output_dir={path.parent}: holds a comparison with other settings; name another")
+        raise ValueError(f"{path}: runs there have other settings; take another --output_dir or --variant")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
@@ -148,7 +149,9 @@ def evaluate_run(folder: Path, config: Config, samples: int) -> bool:
         if value := values[name]:
             words = value if isinstance(value, list) else [value]
             command += [f"--{name}", *map(str, words)] if isinstance(value, list) else [f"--{name}={value}"]
-    return target.exists() or (run_program(command, folder) and new.replace(target).exists())
+    if target.exists() and json.loads(target.read_text())["samples"] == samples:
+        return True
+    return run_program(command, folder) and new.replace(target).exists()
 
 
 def run_program(command: list[str], folder: Path) -> bool:

@@ -100,8 +100,8 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
         write_comparison([tmp_path])
     one = write_run(tmp_path / "a/seed-0", [[True]] * 2)
     other = write_run(tmp_path / "b/seed-0", [[True]] * 2, prompts=("p", "r"))
-    with pytest.raises(ValueError, match="b/seed-0: its problems are not those of .*a/seed-0"):
+    with pytest.raises(ValueError, match=r"b/seed-0: its problems are not those of .*a/seed-0"):
         write_comparison([tmp_path])
     (other / "evaluation.json").unlink()
-    with pytest.raises(ValueError, match="b/seed-0: it is not evaluated; python infer.py --model_path .*b/seed-0/final"):
+    with pytest.raises(ValueError, match=r"b/seed-0: it is not evaluated; python infer.py --model_path .*b/seed-0/final"):
         write_comparison([one, other])

@@ -34,7 +34,7 @@ def programs(monkeypatch):
         (folder / "config.json").write_text("{}")
         if command[0] == "infer.py":
             problems = [{"prompt": "p", "answer": "1", "right": [True], "points": {}}]
-            (folder / "evaluation.new").write_text(json.dumps({"results": [{"problems": problems}]}))
+            (folder / "evaluation.new").write_text(json.dumps({"samples": int(value_of("--samples", command)), "results": [{"problems": problems}]}))
         return True
 
     monkeypatch.setattr(comparison, "run_program", run_program)
@@ -122,10 +122,14 @@ def test_settings_that_cannot_be_compared_are_refused(folder, programs, change, 
         compare(folder, *TWO)
 
 
-def test_a_folder_holds_one_comparison(folder, programs):
+def test_a_folder_holds_runs_of_one_kind_and_other_samples_are_evaluated_again(folder, programs):
     compare(folder, *TWO)
+    programs.clear()
+    assert compare(folder, *TWO, "--samples", "2") == 0 and {command[0] for command, _ in programs} == {"infer.py"} and len(programs) == 6
+    with pytest.raises(ValueError, match=r"out/a/flags.txt: runs there have other settings; take another --output_dir or --variant"):
+        compare(folder, "--variant", "a", "--loss_type cispo", "--seeds", "3", "5")
     (folder / "settings.json").write_text(json.dumps(json.loads((folder / "settings.json").read_text()) | {"max_steps": 3}))
-    with pytest.raises(ValueError, match="holds a comparison with other settings; name another"):
+    with pytest.raises(ValueError, match=r"out/settings.json: runs there have other settings"):
         compare(folder, *TWO)
 
 
