@@ -69,8 +69,8 @@ def completion_log_probs(
     pass_row, predictor = pass_row.to(device), predictor.to(device)
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
-    def hidden_states(model) -> Tensor:
-        return model.base_model(**inputs).last_hidden_state[pass_row, predictor]               # (N, H)
+    def hidden_states(network) -> Tensor:
+        return network.base_model(**inputs).last_hidden_state[pass_row, predictor]               # (N, H)
 
     reference_hidden = None
     if reference is not None:
@@ -84,7 +84,8 @@ def completion_log_probs(
         values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
         return [logp, entropy, None if reference is None else kl, values]
 
-    mask, results = mask.to(device), call(model, forward)                                     # (N,) each
+    results = call(model, forward)                                                  # (N,) each
+    mask = mask.to(device)
     zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
     return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
 
@@ -143,7 +144,7 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> lis
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
             batches.append([])
         batches[-1].append(index)
-    if len(batches) < min(parts, len(rows)):
+    if len(batches) < min(parts, len(rows)):              # again, with half of the tokens
         return micro_batches(rollout, rows, min(max_tokens, max(lengths) * len(rows)) // 2, parts)
     return [rows[batch] for batch in batches]
 

@@ -34,7 +34,7 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, restrict_logits
 
-DROP_BELOW = 0.75               # ended rows are dropped when this share goes on: that copies the cache
+DROP_BELOW = 0.75               # ended rows are dropped once at most this share is active: that copies
 
 
 @dataclass
@@ -91,7 +91,7 @@ def sample_batch(
 
     uniforms   (B, T) a random number for each token
     first_row  number of the first completion among those of all batches, for reply and on_tokens
-    returns    what make_rollout takes, on the CPU
+    returns    for make_rollout, on the CPU: ids, drawn, written, logp (B, T), and stopped (B,)
     """
     device = next(model.parameters()).device
     num_rows, limit = uniforms.shape
@@ -260,8 +260,9 @@ def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=enc
     rows = [encode(tokenizer, e["prompt"], e["completion"], stops) for e in examples]
     completion_ids, mask = map(pad_rows, zip(*rows, strict=True))
     return Rollout(
-        *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask, torch.zeros(mask.shape),
-        finished=torch.ones(len(rows), dtype=torch.bool), completions=[e["completion"] for e in examples],
+        *left_pad(prompts, tokenizer.pad_token_id), completion_ids, mask,
+        sampling_logp=torch.zeros(mask.shape), finished=torch.ones(len(rows), dtype=torch.bool),
+        completions=[e["completion"] for e in examples],
     )
 
 

@@ -141,8 +141,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    # A rank with fewer micro-batches repeats one, with counts = 0: a sharded model needs all ranks in a pass.
-    for micro_batch, counts in run.ranks.steps(micro_batches):
+    for micro_batch, counts in run.ranks.steps(micro_batches):       # this rank's; 0 for one that is repeated
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.policy,
             value_head=run.value_head if config.use_value_head else None,
@@ -154,7 +153,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         results.append({name: term.detach() * counts for name, term in terms.items()})
     sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
     share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]       # of tokens forwarded
-    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # their means
+    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # means of these
         sums[name] = sums[name] / share if share else math.nan
     return sums
 
@@ -174,6 +173,7 @@ def total_loss(
     loss, terms = policy_loss(
         new.logp, batch.old_logp, batch.advantages, mask, **config.loss, **denominators, weights=batch.weights
     )
+    # What is logged of entropy and KL are means of tokens; the loss averages them as it does its own term.
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)
