@@ -6,8 +6,8 @@ that must not cost any.
 
 The answer of a text: the last <answer>...</answer>, in it or else anywhere the last \boxed{...}, else where
 the data's answer is last found and not part of a longer word or number. Without one it is not changed. Of a
-conversation only the last message is scored. P groups of G completions, and the data's gold as column G. A
-function that compares siblings gets that too, and the completions of a group all changed alike.
+conversation only the last message is scored. P groups of G completions. A function that compares siblings
+gets the completions of a group all changed alike.
 """
 
 import re
@@ -21,7 +21,7 @@ import regex
 import torch
 
 from analysis.evaluation import estimate_mean
-from analysis.reward_linter import completions_of, score_texts
+from analysis.reward_linter import score_texts
 from data import as_text
 from grpo import compute_group_advantages
 from reward_functions.answers import as_texts
@@ -126,7 +126,7 @@ def changes_of_groups(examples: list[dict], texts: list[list[str]]) -> list[dict
     truths = ["".join(as_texts(example.get("answer"))[:1]) for example in examples]
     pairs = zip(truths, texts, strict=True)
     answers = [[truth, *(split_at_answer(text, truth)[2] for text in row)] for truth, row in pairs]
-    boxed, changes = any("\\boxed" in text for text in chain(prompts, *(row[:-1] for row in texts))), []
+    boxed, changes = any("\\boxed" in text for text in chain(prompts, *texts)), []
     for p, row in enumerate(texts):
         others, signs = [*chain(*answers[p + 1 :], *answers[:p])], "".join(answers[p])
         changes += [changes_of(text, prompts[p], truths[p], others, signs, boxed) for text in row]
@@ -140,18 +140,17 @@ def lint_rollouts(
 
     groups  (example, G completions);  config  a GRPOConfig, for the baseline and scale of advantages
 
-    The best completions of a function are those with its most points: golds only if these get more than all
-    others. A function is judged by answers if another answer lowers its points in half of the cases; the
-    total always is. Shares are means over groups. The advantage is the mean of the changed completions, each
-    alone in its group (a gold in place of the first).
+    The best completions of a function are those with its most points. A function is judged by answers if
+    another answer lowers its points in half of the cases; the total always is. Shares are means over groups.
+    The advantage is the mean of the changed completions, each alone in its group.
     """
     examples = [example for example, _ in groups]
-    texts = [[*siblings, completions_of(example).get("gold", siblings[0])] for example, siblings in groups]
-    changes = changes_of_groups(examples, texts)          # P * (G + 1)
+    texts = [siblings for _, siblings in groups]
+    changes = changes_of_groups(examples, texts)          # P * G
     failures: dict[str, str] = {}
 
     def score(change: str) -> dict[str, np.ndarray]:
-        """Return points (P, G + 1) of each function and the total, NaN for completions without the change."""
+        """Return points (P, G) of each function and the total, NaN for completions without the change."""
         new = [found.get(change, text) for found, text in zip(changes, chain(*texts), strict=True)]
         total, points, failed = score_texts(functions, weights, new, examples)
         for f in reversed(failed):
@@ -162,33 +161,29 @@ def lint_rollouts(
 
     def advantage(change: str, p: int, g: int) -> float:
         """Return the advantage of a changed completion in its group."""
-        rewards = torch.tensor(before["the total"][:, :-1])
-        place = p, g % rewards.shape[1]
-        rewards[place] = after[change]["the total"][p, g]
-        return compute_group_advantages(rewards, baseline=config.baseline, scale=config.scale)[place].item()
+        rewards = torch.tensor(before["the total"])
+        rewards[p, g] = after[change]["the total"][p, g]
+        return compute_group_advantages(rewards, baseline=config.baseline, scale=config.scale)[p, g].item()
 
     before, after = score(""), {change: score(change) for change in dict.fromkeys(chain(*changes))}
     table, worst, flags = ["| points | change | at fault | of | advantage |", "|---" * 5 + "|"], [], []
     for name in list(before)[: None if len(functions) > 1 else 1]:
-        points = before[name]                             # (P, G + 1)
+        points = before[name]                             # (P, G)
         every = np.concatenate([points, *(found[name] for found in after.values())])
         if name in failures or np.unique(every[~np.isnan(every)].round(9)).size < 2:
-            flags.append(failures.get(name, f"{name} gives the same points, or none, to every completion"))
+            same = f"{name} gives the same points, or none, to every completion; try later rollouts"
+            flags.append(failures.get(name, same))
             continue
-        saved = np.arange(points.shape[1]) < points.shape[1] - 1                 # not the golds
         best = points >= np.nanmax(points) - EPSILON
-        if not (best & saved).any():
-            worst.append(f"{name}: golds are changed, because they get more than every completion")
-        best &= saved | ~(best & saved).any()
         lowered = (after.get("other answer", before)[name] - points)[best]
         lowered = lowered[~np.isnan(lowered)] < -EPSILON
         by_answer = name == "the total" or len(functions) == 1 or lowered.sum() * 2 >= len(lowered) > 0
-        tiers = zip(TIERS, (best, saved & ~best, saved, best), strict=True)
+        tiers = zip(TIERS, (best, ~best, best | ~best, best), strict=True)
         for (phrase, names, sign, limit), cases in list(tiers)[0 if by_answer else 2 :]:
             faulty = []
             for change in filter(after.get, names):
                 gain = np.where(cases, sign * (after[change][name] - points), np.nan)
-                known, fault = ~np.isnan(gain), gain > limit                     # (P, G + 1)
+                known, fault = ~np.isnan(gain), gain > limit                     # (P, G)
                 if not fault.any():
                     continue
                 by_group = [at[of].mean() for at, of in zip(fault, known, strict=True) if of.any()]
