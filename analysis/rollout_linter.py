@@ -171,7 +171,7 @@ def lint_rollouts(
         points = before[name]                             # (P, G)
         every = np.concatenate([points, *(found[name] for found in after.values())])
         if name in failures or np.unique(every[~np.isnan(every)].round(9)).size < 2:
-            same = f"{name} gives the same points, or none, to every completion; try later rollouts"
+            same = f"{name} gives the same points, or none, to every completion: nothing is learned"
             flags.append(failures.get(name, same))
             continue
         best = points >= np.nanmax(points) - EPSILON

@@ -76,7 +76,7 @@ def test_full_points_where_the_gold_answer_cannot_be_parsed_are_named(capsys, tm
     assert code == 1 and flags == ["reward gives as much to `other answer`, `candidates`, `hedged`, `echo` as to the best completions"]
     assert "as to the best completions | 50% [" in printed, "in three of six groups"
     _, flags, _ = lint(capsys, make_run(tmp_path, answer=lambda n: f"x = {n} or 5"), *own(tmp_path, UNREADABLE))
-    assert flags == ["reward gives the same points, or none, to every completion"]
+    assert flags == ["reward gives the same points, or none, to every completion: nothing is learned"]
 
 
 def test_a_form_without_newlines_is_named(capsys, tmp_path):
@@ -131,7 +131,7 @@ def test_correctness_has_no_flags(capsys, tmp_path, offsets):
 
 def test_a_policy_that_is_never_right_shows_nothing(capsys, tmp_path):
     flags = lint(capsys, make_run(tmp_path, offsets=(1, 2, 3)))[1]
-    assert flags == ["correctness gives the same points, or none, to every completion; try later rollouts"]
+    assert flags == ["correctness gives the same points, or none, to every completion: nothing is learned"]
 
 
 def test_the_default_functions_and_their_total_have_no_flags(capsys, tmp_path):
