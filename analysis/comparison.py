@@ -7,7 +7,7 @@ Compare variants: runs of several seeds each, all evaluated on the same problems
 The unit is the seed: a variant's accuracy is the mean over its seeds, and a difference that over the seeds
 which both have, with Student's t interval. A second interval has the problem as its unit (clustered: E.
 Miller, arXiv:2411.00640 sec. 2.2): would it be the same on other problems? Beside both stands the difference
-of the first variant from its twin, the same settings with other random numbers: what chance alone does.
+of the first variant from its twin, the same settings with other random numbers: a difference by chance.
 
 Shapes: S seeds, P problems. Values are shares of right completions, or mean points if no answers are known.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from analysis.evaluation import student_quantile, t_interval
 
 TWIN = "-twin"
-POWER = 0.84                    # normal quantile of 80 %: so often a difference is found
+QUANTILE = 0.84                 # of a normal distribution, 80 %: so often a difference is found
 MOST_SEEDS = 1000
 
 
@@ -42,20 +42,26 @@ def read_variants(paths: list[Path]) -> tuple[dict[str, dict[str, np.ndarray]], 
 
     A run's variant is the folder that it is in, and its name there pairs it with runs of other variants.
     """
-    found = [file for path in paths for file in (
+    found = [file for path in map(Path.resolve, paths) for file in (
         [path / "evaluation.json"] if (path / "config.json").exists()
         else sorted(path.glob("*/seed-*/evaluation.json")))]
     variants: dict[str, dict[str, np.ndarray]] = {}
     problems: list[dict] = []
+    settings: dict = {}
     for file in found:
         if not file.exists():
             command = f"python infer.py --model_path {file.parent}/final --evaluate DATA --json {file}"
             raise ValueError(f"--compare {file.parent}: it is not evaluated; {command}")
-        results = json.loads(file.read_text())["results"][0]["problems"]
-        problems = problems or results
-        if [p["prompt"] for p in results] != [p["prompt"] for p in problems]:
-            raise ValueError(f"--compare {file.parent}: its problems are not those of {found[0].parent}")
-        variants.setdefault(file.parent.parent.name, {})[file.parent.name] = problem_values(results)
+        evaluation = json.loads(file.read_text())
+        results = evaluation.pop("results")[0]["problems"]
+        if not variants:
+            problems, settings = results, evaluation
+        if [p["prompt"] for p in results] != [p["prompt"] for p in problems] or evaluation != settings:
+            raise ValueError(f"--compare {file.parent}: evaluated on other problems than {found[0].parent}")
+        runs = variants.setdefault(file.parent.parent.name, {})
+        if file.parent.name in runs:
+            raise ValueError(f"--compare {file.parent}: another run has its name and variant")
+        runs[file.parent.name] = problem_values(results)
     if not variants:
         raise ValueError(f"--compare {paths[0]}: no run in it is complete and evaluated")
     first = next((name for name in variants if name + TWIN in variants), next(iter(variants)))
@@ -75,7 +81,8 @@ def problem_values(problems: list[dict]) -> np.ndarray:
 def differences(variant: dict, other: dict) -> np.ndarray:
     """Return (S, P) variant - other of the runs that both have, without problems that were not scored."""
     both = [name for name in variant if name in other]
-    table = np.array([variant[name] - other[name] for name in both]).reshape(len(both), -1)
+    problems = len(next(iter(variant.values())))
+    table = np.array([variant[name] - other[name] for name in both]).reshape(len(both), problems)
     return table[:, ~np.isnan(table).any(axis=0)]
 
 
@@ -87,11 +94,13 @@ def compare(table: np.ndarray, chance: float) -> dict:
     """
     mean, by_seed = float(table.mean()), table.mean(axis=1)
     over_seeds, over_problems = t_interval(by_seed), t_interval(table.mean(axis=0))
-    told = [low > 0 or high < 0 for low, high in (over_seeds, over_problems)]
+    excludes_zero = [low > 0 or high < 0 for low, high in (over_seeds, over_problems)]
     verdict = "no difference shown"
-    if all(told) and abs(mean) > chance:
+    if abs(mean) <= chance:
+        verdict += ": the twin differs as much"
+    elif all(excludes_zero):
         verdict = "better" if mean > 0 else "worse"
-    elif told[0] and abs(mean) > chance:
+    elif excludes_zero[0]:
         verdict += ": take more problems (--eval_limit)"
     else:
         needed = seeds_needed(by_seed)
@@ -100,24 +109,25 @@ def compare(table: np.ndarray, chance: float) -> dict:
 
 
 def seeds_needed(by_seed: np.ndarray) -> str:
-    """Return how many seeds would tell a difference of this size from 0, in 80 % of the cases; "" if unknown.
+    """Return how many seeds would show differences by_seed (S,) in 80 % of the cases; "" if unknown.
 
-        smallest n > S with (t(n - 1) + POWER) * s / sqrt(n) <= |mean|, s the standard deviation over seeds
+        smallest n > S with (t(n - 1) + QUANTILE) * s / sqrt(n) <= |mean|, s the standard deviation over seeds
     """
     mean, deviation = abs(float(by_seed.mean())), float(by_seed.std(ddof=1)) if len(by_seed) > 1 else 0.0
     if not mean or not deviation:
         return ""
     for n in range(max(3, len(by_seed) + 1), MOST_SEEDS + 1):
-        if (student_quantile(n - 1) + POWER) * deviation / math.sqrt(n) <= mean:
+        if (student_quantile(n - 1) + QUANTILE) * deviation / math.sqrt(n) <= mean:
             return str(n)
     return f"more than {MOST_SEEDS}"
 
 
 def comparison_table(variants: dict[str, dict], measure: str) -> list[str]:
     """Return the lines of the table: each variant, and its difference from the first one."""
-    first, twin = next(iter(variants)), next((name for name in variants if name.endswith(TWIN)), "")
-    base = variants[first]
-    chance = abs(float(differences(variants[twin], base).mean())) if twin else 0.0
+    first = next(iter(variants))
+    base, twin = variants[first], first + TWIN
+    by_chance = differences(variants.get(twin, base), base)           # zeros without a twin
+    chance = abs(float(by_chance.mean())) if len(by_chance) else 0.0
     rows = [["variant", "seeds", measure, f"minus {first}", "over seeds", "over problems", ""]]
     for name, runs in variants.items():
         means = np.array([np.nanmean(values) for values in runs.values()])
@@ -127,12 +137,12 @@ def comparison_table(variants: dict[str, dict], measure: str) -> list[str]:
             found = compare(table, 0.0 if name == twin else chance)
             row += [f"{found['mean']:+.3f}"] + [
                 interval_text(found[of], "+.3f") for of in ("over_seeds", "over_problems")]
-            row.append("chance alone" if name == twin else found["verdict"])
+            row.append("by chance" if name == twin else found["verdict"])
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     form = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*rows, strict=True))
     lines = [form.format(*row).rstrip() for row in rows]
-    notes = ["", "Intervals of 95 %, Student's t. Chance alone: the same settings, other random numbers."]
-    if twin and compare(differences(variants[twin], base), 0.0)["verdict"] in ("better", "worse"):
+    notes = ["", "Intervals of 95 %, Student's t. By chance: the same settings, other random numbers."]
+    if len(by_chance) and compare(by_chance, 0.0)["verdict"] in ("better", "worse"):
         notes.append("The twin differs: these intervals are too short here. Take more seeds.")
     return lines + notes
 

@@ -71,9 +71,12 @@ def lint_run(path: Path, given: dict) -> tuple[list[str], list[str]]:
     from runs.training_data import load_data
 
     groups, line = read_groups(path, load_data(config)[0], max(0, given.get("limit", 0)))
-    functions = list(map(load_reward_function, config.grpo.reward_functions))
+    weights = dict(zip(config.grpo.reward_functions, config.grpo.weights, strict=True))
+    if weights.pop("environment", None) is not None:
+        line += "; environment is left out: its points are those of whole conversations"
+    functions = list(map(load_reward_function, weights))
     require_columns(functions, [example for example, _ in groups], config.data.dataset)
-    table, flags = lint_rollouts(functions, config.grpo.weights, groups, config.grpo)
+    table, flags = lint_rollouts(functions, list(weights.values()), groups, config.grpo)
     return [line, "", *table], flags
 
 

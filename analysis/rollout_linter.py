@@ -72,7 +72,7 @@ def changes_of(
     if answer and other:
         new = {"other answer": other, "hedged": f"{right} or maybe {other}"}
         new["candidates"] = (f"{closing}\n{opening}" if opening else " or ").join([other, right, f"{other}1"])
-    if re.fullmatch(r"-?\d+(\.\d+)?", answer):
+    if re.fullmatch(r"-?[0-9]{1,99}(\.[0-9]+)?", answer):
         whole, point, decimals = answer.partition(".")
         new["thousands"] = f"{int(whole):,}{point}{decimals}"
         new["notation"] = f"{answer}.0" if not point else answer[1:] if whole == "0" else f"{answer}0"
@@ -141,8 +141,9 @@ def lint_rollouts(
     groups  (example, G completions);  config  a GRPOConfig, for the baseline and scale of advantages
 
     The best completions of a function are those with its most points. A function is judged by answers if
-    another answer lowers its points in half of the cases; the total always is. Shares are means over groups.
-    The advantage is the mean of the changed completions, each alone in its group.
+    another answer lowers its points in half of the cases; the total too unless a function gave no points at
+    all: it may be the one that knows right answers. Shares are means over groups. The advantage is the mean
+    of the changed completions, each alone in its group; gdpo, reward_clip and overlong are left out.
     """
     examples = [example for example, _ in groups]
     texts = [siblings for _, siblings in groups]
@@ -177,7 +178,8 @@ def lint_rollouts(
         best = points >= np.nanmax(points) - EPSILON
         lowered = (after.get("other answer", before)[name] - points)[best]
         lowered = lowered[~np.isnan(lowered)] < -EPSILON
-        by_answer = name == "the total" or len(functions) == 1 or lowered.sum() * 2 >= len(lowered) > 0
+        by_answer = len(functions) == 1 or lowered.sum() * 2 >= len(lowered) > 0
+        by_answer |= name == "the total" and all(np.nan_to_num(p).any() for p in before.values())
         tiers = zip(TIERS, (best, ~best, best | ~best, best), strict=True)
         for (phrase, names, sign, limit), cases in list(tiers)[0 if by_answer else 2 :]:
             faulty = []

@@ -207,6 +207,6 @@ def verdict(history: list[dict], config) -> str:
     names = filter(None, ["mean_reward", m.right])
     changes = [f"{name} {m.ago(name, math.inf):.2f} -> {m.now(name):.2f}" for name in names]
     advice, tied, right = open_advice(history), m.now("tied_groups"), m.now("tied_right_groups")
-    of_these = f", {right:.0%} all right and {tied - right:.0%} all wrong" if m.right and right >= 0 else ""
+    of_these = f", {right:.0%} all right and {tied - right:.0%} not" if m.right and right >= 0 else ""
     changes += [f"tied groups {tied:.0%}{of_these}"] * (tied >= 0)
     return f"{', '.join(changes)} in {len(history)} rollouts; open advice: {advice or 'none'}"

@@ -166,7 +166,7 @@ def check_engine(engine: Engine, ranks, examples: list[dict], config) -> Finding
         rollout = engine.sample(of_two_lengths(prompt), shortened(config, 64), seed=0, num_completions=8)
     found = compare_with_sampler(log_probs_of_rollout(engine, ranks, rollout, config.policy).logp, rollout)
     ok = found["sampler_deviation"] <= engine.ratio_tolerance
-    fix = "sample and log_probs compute other probabilities: take --engine auto, or --precision float32"
+    fix = "sample and log_probs compute other probabilities: correct one; vLLM: --precision float32"
     return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, largest difference "
                    f"{found['engine_deviation']:.1e} nat", fix)
 

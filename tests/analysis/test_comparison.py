@@ -32,13 +32,13 @@ def test_a_verdict_needs_both_intervals_and_more_than_chance():
     noise = np.array([[0.01], [-0.01], [0.0]])
     steady = 0.1 + noise + np.tile([0.05, -0.05], 20)
     assert compare(steady, 0.02)["verdict"] == "better" and compare(-steady, 0.02)["verdict"] == "worse"
-    assert compare(steady, 0.2)["verdict"].startswith("no difference shown"), "the twin differs by more"
+    assert compare(steady, 0.2)["verdict"] == "no difference shown: the twin differs as much"
     few = 0.02 + noise / 10 + np.array([1.0, -1.0] * 4)   # all seeds agree, but on eight problems
     assert compare(few, 0.0)["verdict"] == "no difference shown: take more problems (--eval_limit)"
     noisy = compare(0.1 + 20 * noise + np.zeros((3, 40)), 0.0)
     assert noisy["verdict"].startswith("no difference shown; one of this size would take ")
     assert noisy["mean"] == pytest.approx(0.1) and noisy["over_seeds"][0] < 0 < noisy["over_seeds"][1]
-    assert compare(np.zeros((3, 5)), 0.0)["verdict"] == "no difference shown"
+    assert compare(np.zeros((3, 5)), 0.0)["verdict"].startswith("no difference shown")
 
 
 def test_as_many_seeds_as_are_named_tell_the_difference_in_four_of_five_cases():
@@ -74,7 +74,7 @@ def test_runs_are_paired_by_their_names_and_the_variant_with_a_twin_comes_first(
     text = write_comparison([tmp_path])
     rows = [line.split() for line in text.splitlines()]
     assert rows[1][:3] == ["zero", "3", "0.750"] and rows[2][:2] == ["zero-twin", "3"] and rows[3][:3] == ["alone", "2", "0.000"]
-    assert "+0.250" in rows[2] and text.splitlines()[2].endswith("chance alone") and "-0.750" in rows[3]
+    assert "+0.250" in rows[2] and text.splitlines()[2].endswith("by chance") and "-0.750" in rows[3]
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     named = read_variants([tmp_path / "zero/seed-0", tmp_path / "alone/seed-2"])[0]
     assert {name: list(runs) for name, runs in named.items()} == {"alone": ["seed-2"], "zero": ["seed-0"]}
@@ -85,6 +85,13 @@ def test_a_twin_that_differs_is_pointed_out(tmp_path):
         for name, right in ("a", False), ("a-twin", True):
             write_run(tmp_path / name / f"seed-{seed}", [[right]] * 2)
     assert "The twin differs: these intervals are too short here." in write_comparison([tmp_path])
+
+
+def test_a_variant_without_a_common_seed_has_a_row_and_a_twin_of_another_variant_is_no_measure(tmp_path):
+    for name, seed in ("a", 0), ("a", 1), ("a-twin", 0), ("a-twin", 1), ("a-b", 2), ("a-b-twin", 2):
+        write_run(tmp_path / name / f"seed-{seed}", [[name != "a-b-twin"]] * 2)
+    rows = [line.split() for line in write_comparison([tmp_path]).splitlines()]
+    assert rows[2][:3] == ["a-b", "1", "1.000"] and rows[4][0] == "a-twin" and "-1.000" not in str(rows)
 
 
 def test_points_are_compared_where_no_answer_is_known(tmp_path):
@@ -100,8 +107,14 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
         write_comparison([tmp_path])
     one = write_run(tmp_path / "a/seed-0", [[True]] * 2)
     other = write_run(tmp_path / "b/seed-0", [[True]] * 2, prompts=("p", "r"))
-    with pytest.raises(ValueError, match=r"b/seed-0: its problems are not those of .*a/seed-0"):
+    with pytest.raises(ValueError, match=r"b/seed-0: evaluated on other problems than .*a/seed-0"):
         write_comparison([tmp_path])
+    evaluation = json.loads((one / "evaluation.json").read_text())
+    (other / "evaluation.json").write_text(json.dumps(evaluation | {"samples": 2}))
+    with pytest.raises(ValueError, match=r"b/seed-0: evaluated on other problems"):
+        write_comparison([tmp_path])
+    with pytest.raises(ValueError, match=r"a/seed-0: another run has its name and variant"):
+        write_comparison([one, one])
     (other / "evaluation.json").unlink()
     with pytest.raises(ValueError, match=r"b/seed-0: it is not evaluated; python infer.py --model_path .*b/seed-0/final"):
         write_comparison([one, other])

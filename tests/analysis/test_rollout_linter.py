@@ -129,6 +129,18 @@ def test_correctness_has_no_flags(capsys, tmp_path, offsets):
     assert (code, flags) == (0, []) and "no change is at fault" in printed
 
 
+def test_a_total_with_a_function_that_gave_no_points_is_not_judged_by_answers(capsys, tmp_path):
+    settings = dict(reward_functions=["correctness", "reasoning_coherence"], reward_weights=[1.0, 0.2])
+    flags = lint(capsys, make_run(tmp_path, offsets=(1, 2, 3), **settings))[1]
+    assert flags[0] == "correctness gives the same points, or none, to every completion: nothing is learned"
+    assert not [flag for flag in flags if "as much to" in flag]
+
+
+def test_the_points_of_an_environment_are_left_out(capsys, tmp_path):
+    printed = lint(capsys, make_run(tmp_path, reward_functions=["environment", "correctness"], environment="calculator", max_turns=2))[2]
+    assert "environment is left out" in printed and "no change is at fault" in printed
+
+
 def test_a_policy_that_is_never_right_shows_nothing(capsys, tmp_path):
     flags = lint(capsys, make_run(tmp_path, offsets=(1, 2, 3)))[1]
     assert flags == ["correctness gives the same points, or none, to every completion: nothing is learned"]

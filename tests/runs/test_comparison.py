@@ -1,6 +1,7 @@
 """Runs of a comparison: which are trained, with which seeds, from where; what is skipped, resumed and refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def programs(monkeypatch):
         (folder / "config.json").write_text("{}")
         if command[0] == "infer.py":
             problems = [{"prompt": "p", "answer": "1", "right": [True], "points": {}}]
-            (folder / "evaluation.new").write_text(json.dumps({"samples": int(value_of("--samples", command)), "results": [{"problems": problems}]}))
+            Path(value_of("--json", command)).write_text(json.dumps({"samples": int(value_of("--samples", command)), "results": [{"problems": problems}]}))
         return True
 
     monkeypatch.setattr(comparison, "run_program", run_program)
@@ -57,7 +58,7 @@ def test_every_run_begins_with_the_one_cold_start_and_no_seed_is_used_twice(fold
     cold, *others = programs
     trained = [(command, run.relative_to(folder / "out")) for command, run in others if command[0] == "train.py"]
     seeds = {str(run): value_of("--seed", command) for command, run in trained}
-    assert seeds == {"a/seed-3": "3", "a/seed-5": "5", "a-twin/seed-3": "9", "a-twin/seed-5": "11", "b/seed-3": "3", "b/seed-5": "5"}
+    assert seeds == {"a/seed-3": "3", "a/seed-5": "5", "a-twin/seed-3": "1000003", "a-twin/seed-5": "1000005", "b/seed-3": "3", "b/seed-5": "5"}
     start = str(folder / "out/cold_start/final")
     assert cold[1].name == "cold_start" and "--model_path" not in cold[0] and value_of("--learning_rate", cold[0]) == "0"
     for command, run in trained:
@@ -95,13 +96,20 @@ def test_nothing_else_runs_if_the_cold_start_fails(folder, programs):
 @pytest.mark.parametrize("words, message", [
     (("--variant", "a b", ""), "--variant 'a b': name it by letters"),
     (("--variant", "a-twin", ""), "--variant 'a-twin': name it"),
-    (("--variant", "a", "--seed=1"), "--variant a: leave out --seed=1, which the comparison sets"),
+    (("--variant", "a", "--seed=1"), "--variant a: leave out --seed, which is the same for all runs"),
+    (("--variant", "a", "--model-path x"), "--variant a: leave out --model_path, which"),
+    (("--variant", "a", "--eval_limit 3"), "--variant a: leave out --eval_limit, which"),
+    (("--variant", "a", "--dataset countdown"), "--variant a: leave out --dataset, which"),
+    (("--variant", "a", "--lora_rank 4"), "--variant a: leave out --lora_rank, which"),
+    (("--variant", "a", '"'), "--variant a: No closing quotation"),
+    (("--variant", "a.b", ""), "--variant 'a.b': name it by letters, digits and hyphens"),
+    (("--variant", "a", "", "--seeds", "-1", "0"), "--seeds=-1: at least two, each once, from 0 to 999999"),
     (("--variant", "a", "--los gspo"), "--variant a: --los: unknown"),
-    (("--variant", "a", "", "--variant", "a", ""), "--variant: give at least one, NAME \"FLAGS\", each with another name"),
-    (("--variant", "a", "", "--seeds", "1"), "--seeds=1: give at least two, each once"),
-    (("--variant", "a", "", "--seeds", "1", "1"), "--seeds=1: give at least two, each once"),
+    (("--variant", "a", "", "--variant", "a", ""), "--variant: name at least one, NAME \"FLAGS\", each differently"),
+    (("--variant", "a", "", "--seeds", "1"), "--seeds=1: at least two, each once"),
+    (("--variant", "a", "", "--seeds", "1", "1"), "--seeds=1: at least two, each once"),
     (("--variant", "a", "", "--samples", "0"), "--samples=0: must be at least 1"),
-    (("--seeds", "1", "2"), "--variant: give at least one"),
+    (("--seeds", "1", "2"), "--variant: name at least one"),
     (("--seeds", "1", "2", "--variant"), "--variant '': name it by letters"),
     (("--variant", "a", "", "--seeds", "x"), "argument --seeds: invalid int value: 'x'"),
 ])
@@ -138,7 +146,9 @@ def test_two_seeds_from_the_command_to_the_table(folder, names, capsys):
     assert compare(folder, "--variant", "a", "", "--seeds", "0", "1", "--samples", "2") == 0
     out = folder / "out"
     assert all((out / name / f"seed-{seed}/final/model.safetensors").exists() for name in names for seed in (0, 1))
+    settings = read_settings(out / "settings.json")
+    assert settings["profile"] == "demo" and settings["max_steps"] == 2 and "learning_rate" not in settings, "what was named alone"
     seeds = {read_settings(out / name / f"seed-{seed}/config.json")["seed"] for name in names for seed in (0, 1)}
     cold = (out / "cold_start/final/model.safetensors").read_bytes()
-    assert seeds == {0, 1, 2, 3} and cold == (out / "cold_start/checkpoints/step-00000003/model.safetensors").read_bytes()
+    assert seeds == {0, 1, 10**6, 10**6 + 1} and cold == (out / "cold_start/checkpoints/step-00000003/model.safetensors").read_bytes()
     assert "a-twin  2 " in capsys.readouterr().out

@@ -193,7 +193,7 @@ def test_the_verdict_names_the_course_of_a_run_and_the_open_advice():
 def test_groups_that_are_all_right_are_told_from_those_that_are_all_wrong(right, remedy):
     history = [line | {"tied_groups": 0.8, "tied_right_groups": right, "reward/correctness": right} for line in healthy(8, 40)]
     wrong = 0.8 - right
-    assert verdict(history, CONFIG).endswith(f"tied groups 80%, {right:.0%} all right and {wrong:.0%} all wrong in 40 rollouts; open advice: none")
+    assert verdict(history, CONFIG).endswith(f"tied groups 80%, {right:.0%} all right and {wrong:.0%} not in 40 rollouts; open advice: none")
     given, _ = play(history)
     assert given[0][1] == "ties" and remedy in given[0][2]
 
