@@ -84,7 +84,7 @@ def print_result(table: list[str], flags: list[str]) -> int:
     """Print a table and flags. Returns the exit code."""
     print("\n".join(table))
     print("".join(f"\n- {flag}" for flag in flags))
-    print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions and below")
+    print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions")
     return int(bool(flags))
 
 
