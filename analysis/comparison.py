@@ -128,7 +128,7 @@ def comparison_table(variants: dict[str, dict], measure: str) -> list[str]:
     base, twin = variants[first], first + TWIN
     by_chance = differences(variants.get(twin, base), base)           # zeros without a twin
     chance = abs(float(by_chance.mean())) if len(by_chance) else 0.0
-    rows = [["variant", "seeds", measure, f"minus {first}", "over seeds", "over problems", ""]]
+    rows = [["variant", "seeds", measure, f"minus {first}", "over seeds", "over problems", "verdict"]]
     for name, runs in variants.items():
         means = np.array([np.nanmean(values) for values in runs.values()])
         row = [name, str(len(runs)), f"{means.mean():.3f} {interval_text(t_interval(means), '.3f')}"]
@@ -141,7 +141,10 @@ def comparison_table(variants: dict[str, dict], measure: str) -> list[str]:
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     form = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*rows, strict=True))
     lines = [form.format(*row).rstrip() for row in rows]
-    notes = ["", "Intervals of 95 %, Student's t. By chance: the same settings, other random numbers."]
+    notes = [
+        "", "Intervals of 95 %, Student's t; that of an accuracy is over seeds.",
+        "By chance: the same settings, other random numbers. What is not shown may still be there.",
+    ]
     if len(by_chance) and compare(by_chance, 0.0)["verdict"] in ("better", "worse"):
         notes.append("The twin differs: these intervals are too short here. Take more seeds.")
     return lines + notes
