@@ -116,7 +116,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        if not updates:                                   # the policy is still the one that sampled
+        moved = updates if run.device.type == "xla" else [u for u in updates if u["ratio_deviation"] >= 0]
+        if not moved:                                     # updates so far had no gradient, off XLA: NaN
             deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
             run.engine.require_ratios_of_1(deviation)
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
@@ -173,7 +174,6 @@ def total_loss(
     loss, terms = policy_loss(
         new.logp, batch.old_logp, batch.advantages, mask, **config.loss, **denominators, weights=batch.weights
     )
-    # What is logged of entropy and KL are means of tokens; the loss averages them as it does its own term.
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)

@@ -144,8 +144,8 @@ k3 = kl_penalty(logp, q.log(), estimator="k3", ratio=(logp - logp.detach()).exp(
 print(float(torch.cosine_similarity(found, true, dim=0)))""",
     ),
     "position, not id": Case(
-        "sample.py", "(x[:, :longest] for x in (ids, drawn, mask, logp))",
-        "(x[:, :longest] for x in (ids, ids != tokenizer.pad_token_id, mask, logp))",
+        "sample.py", "(x[:, :longest] for x in (ids, drawn, written, logp))",
+        "(x[:, :longest] for x in (ids, ids != tokenizer.pad_token_id, written, logp))",
         "share of the stop tokens that are trained on, where pad and EOS are one id",
         SETTING + """
 tokenizer.pad_token = tokenizer.eos_token
