@@ -64,7 +64,7 @@ def completion_log_probs(
     positions = torch.arange(ids.shape[1], device=device) * attention_mask
     inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
     pass_row, column = mask.nonzero(as_tuple=True)                                             # (N,) each
-    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column    # one earlier
+    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column    # token before
     chosen = rollout.completion_ids[rows][mask].to(device)
     pass_row, predictor = pass_row.to(device), predictor.to(device)
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)

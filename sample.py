@@ -34,7 +34,7 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, restrict_logits
 
-DROP_BELOW = 0.75               # ended rows are dropped once at most this share is active: that copies
+DROP_BELOW = 0.75               # ended rows are dropped once this share or less is active: that copies
 
 
 @dataclass

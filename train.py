@@ -117,7 +117,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
         moved = updates if run.device.type == "xla" else [u for u in updates if u["ratio_deviation"] >= 0]
-        if not moved:                                     # updates so far had no gradient, off XLA: NaN
+        if not moved:                                     # NaN: no gradient; but on XLA zeros move weights
             deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
             run.engine.require_ratios_of_1(deviation)
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from analysis.evaluation import student_quantile, t_interval
 
-TWIN = "-twin"
+TWIN = "-twin"                  # as in runs/comparison.py, which calls this
 QUANTILE = 0.84                 # of a normal distribution, 80 %: so often a difference is found
 MOST_SEEDS = 1000
 
@@ -96,15 +96,15 @@ def compare(table: np.ndarray, chance: float) -> dict:
     over_seeds, over_problems = t_interval(by_seed), t_interval(table.mean(axis=0))
     excludes_zero = [low > 0 or high < 0 for low, high in (over_seeds, over_problems)]
     verdict = "no difference shown"
-    if abs(mean) <= chance:
-        verdict += ": the twin differs as much"
-    elif all(excludes_zero):
-        verdict = "better" if mean > 0 else "worse"
-    elif excludes_zero[0]:
-        verdict += ": take more problems (--eval_limit)"
-    else:
+    if not excludes_zero[0]:
         needed = seeds_needed(by_seed)
         verdict += f"; one of this size would take {needed} seeds" if needed else ""
+    elif abs(mean) <= chance:
+        verdict += ": the twin differs as much"
+    elif not excludes_zero[1]:
+        verdict += ": take more problems (--eval_limit)"
+    else:
+        verdict = "better" if mean > 0 else "worse"
     return {"mean": mean, "over_seeds": over_seeds, "over_problems": over_problems, "verdict": verdict}
 
 

@@ -38,7 +38,8 @@ SAME = {                        # settings that a variant may not change: evalua
 }
 # A run that ends with its cold start: one step of GRPO, which changes nothing.
 COLD_START_ALONE = "--num_epochs", "1e-6", "--learning_rate", "0"
-TWIN, TWIN_SEEDS = "-twin", 10**6         # added to the seeds of the twin; others are smaller
+TWIN = "-twin"
+TWIN_SEEDS = 10**6              # added to the seeds of the twin; others are smaller
 
 
 def parse_or_compare(argv: list[str]) -> Config:
@@ -131,8 +132,7 @@ def check_comparison(config: Config, args, pairs: list[tuple[str, str]]) -> dict
 
 def flags_of(config: Config) -> dict:
     """Return the value of each flag."""
-    return {name: getattr(config, part).__dict__[name] for part in ("model", "data", "grpo", "training")
-            for name in vars(getattr(config, part))}
+    return vars(config.model) | vars(config.data) | vars(config.grpo) | vars(config.training)
 
 
 def write_once(text: str, path: Path) -> None:
