@@ -16,6 +16,7 @@ import json
 import math
 import operator
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,14 @@ def table_keys(name: str) -> tuple[str, ...]:
     return tuple(key.value for key in table.keys)
 
 
+def as_number(text: str) -> float:
+    """Return the number that a text says, NaN if it says none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def reject_unbounded(name: str, value) -> None:
     """Raise ValueError for a number, or one in a list, that is not finite or beyond LARGEST in size."""
     for number in value if isinstance(value, list) else [value]:
@@ -65,6 +74,8 @@ def reject_wrong_type(name: str, value, kind) -> None:
     """Raise ValueError if a value has not the type of its flag, or is none of the choices."""
     if has_type(value, kind) or (kind is str and isinstance(value, os.PathLike)):
         return
+    if name == "loss_type" and str(value) in getattr(sys.modules.get("grpo"), "LOSSES", ()):
+        return                                            # an entry that a script has added
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     expected = f"choose one of {', '.join(filter(None, choices))}" if choices else (
         f"must be {kind if get_origin(kind) else kind.__name__}, not {type(value).__name__}")
@@ -240,7 +251,10 @@ class GRPOConfig(Section):
 
     loss_type: Literal[table_keys("LOSSES")] = flag(
         "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), with one ratio per completion "
-        "(gspo), with capped weights (cispo), or without ratios (reinforce)")
+        "(gspo), with capped weights (cispo), with a soft limit (sapo), without tokens or completions that "
+        "have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
+    loss_options: list[str] = flag(
+        [], "options of the loss type, such as dual_clip=3 or delta=0.1 (docs/algorithm.md, Losses)")
     loss_aggregation: Literal["", *table_keys("aggregations")] = flag(
         "", "average over tokens or completions, or divide by the length limit; empty: as loss_type does")
     clip_low: float = flag(
@@ -249,8 +263,6 @@ class GRPOConfig(Section):
     clip_high: float = flag(
         0.2, "upper limit of a token's probability ratio in the clipped loss: 1 + clip_high; unused with "
         "one update per rollout", at_least=0)
-    dual_clip: float = flag(
-        0.0, "for negative advantages: end the gradient above this ratio, such as 3; 0: no limit", at_least=0)
     importance_cap: float = flag(
         0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: no weights, but ratios "
         "relative to the sampler; 2 with --engine vllm, unless given", at_least=0)
@@ -299,9 +311,12 @@ class GRPOConfig(Section):
     def __post_init__(self):
         if self.engine == "built_in":                     # its name in earlier versions
             object.__setattr__(self, "engine", "auto")
-        if self.engine == "vllm" and "importance_cap" not in self.given:         # it rounds differently
-            object.__setattr__(self, "importance_cap", 2.0)
+        if isinstance(self.loss_options, dict):           # of a settings file, or in Python
+            options = [f"{name}={value}" for name, value in self.loss_options.items()]
+            object.__setattr__(self, "loss_options", options)
         super().__post_init__()
+        if self.engine == "vllm" and "importance_cap" not in self.given and not self.loss_entry.weighs_sampler:
+            object.__setattr__(self, "importance_cap", 2.0)                      # it rounds differently
 
     def validate_functions(self) -> None:
         """Raise ValueError if other flags do not fit the reward functions or the environment.
@@ -324,17 +339,17 @@ class GRPOConfig(Section):
 
     def reject_incompatible(self) -> None:
         """Raise ValueError for flags that are valid alone and not together."""
-        size = self.num_completions_per_prompt
+        size, bounds = self.num_completions_per_prompt, self.loss_entry.all_bounds
+        known = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in bounds.items())
+        for name, value in self.named_loss_options.items():
+            low, high = bounds.get(name, (math.nan, math.nan))
+            self.reject(("loss_options", not low <= value <= high,
+                         f"{self.loss_type} takes {known}, as name=number"))
         in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == place for place in ("loss", "reward"))
         self.reject(
             ("reward_timeout", 0 < self.reward_timeout < 1e-3, "at least 0.001 seconds, or 0 for no limit"),
             ("generation_batch_size", 0 < self.generation_batch_size < size,
              f"a group of {size} is sampled together; at least that many, or 0 for all"),
-            ("dual_clip", self.dual_clip and self.loss_type in ("cispo", "reinforce"),
-             f"--loss_type={self.loss_type} clips no ratio"),
-            ("dual_clip", self.dual_clip and self.dual_clip <= 1 + self.clip_high,
-             "below 1 + clip_high it would end the gradient of ordinary tokens; choose above "
-             f"{1 + self.clip_high:g}, such as 3"),
             ("importance_cap", 0 < self.importance_cap < 1,
              "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none"),
             ("kl_estimator", in_reward and self.estimator != "k1",
@@ -409,18 +424,29 @@ class GRPOConfig(Section):
             temperature=self.generation_temperature, top_k=self.generation_top_k, top_p=self.generation_top_p)
 
     @property
+    def loss_entry(self):
+        """Return the entry of LOSSES. Imported here, since --help does without torch."""
+        from grpo import LOSSES
+
+        return LOSSES[self.loss_type]
+
+    @property
+    def named_loss_options(self) -> dict[str, float]:
+        """Return loss_options by name, NaN for what is no number."""
+        parts = [option.partition("=") for option in self.loss_options]
+        return {name: as_number(text) for name, _, text in parts}
+
+    @property
     def loss(self) -> dict:
-        """Return keyword arguments of policy_loss."""
-        return dict(
-            loss_type=self.loss_type, clip_low=self.clip_low, clip_high=self.clip_high,
-            dual_clip=self.dual_clip or None, aggregation=self.loss_aggregation or None,
-        )
+        """Return keyword arguments of policy_loss and token_loss."""
+        clips = dict(clip_low=self.clip_low, clip_high=self.clip_high)
+        return dict(loss_type=self.loss_type) | clips | self.named_loss_options
 
     @property
     def supervised(self) -> "GRPOConfig":
         """Return this section with the loss of supervised training: REINFORCE at temperature 1 alone."""
         return dataclasses.replace(
-            self, loss_type="reinforce", loss_aggregation="", dual_clip=0.0, ppo_epochs=1, minibatch_size=0,
+            self, loss_type="reinforce", loss_aggregation="", loss_options=[], ppo_epochs=1, minibatch_size=0,
             kl_target=0.0, entropy_coef=0.0, use_kl_penalty=False, use_value_head=False,
             generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
         )
@@ -528,7 +554,7 @@ class Config(Section):
         config.reject(
             ("generation_temperature", training.use_grpo and config.generation_temperature == 0,
              "all completions of a prompt would be equal and nothing could be learned; try 0.8"),
-            ("loss_type", training.use_grpo and config.loss_type == "reinforce" and updates > 1,
+            ("loss_type", training.use_grpo and not config.loss_entry.uses_ratio and updates > 1,
              f"has no ratio: of {updates} updates on a rollout only the first is right; take dapo"),
         )
 

@@ -1,13 +1,13 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
 policy_loss works alone, copied below `import torch` and `from torch import Tensor` without the rest of this
-file; policy_loss needs aggregate and LOSSES as well.
+file; policy_loss needs token_loss, aggregate and LOSSES as well.
 
 Reading order: compute_group_advantages (compare each completion with its group), policy_loss (raise the
 probability of the better ones, within limits) with a function for each per-token loss, kl_penalty (stay near
 the reference); value_loss and generalized_advantage_estimation, for training with a critic; then corrections
 of rewards, weights and coefficients. A new baseline, scale or aggregation is an entry of its table, a new
-loss a function and an entry of LOSSES: the choices of the flags are read from the tables (config.py).
+loss a function and an entry of LOSSES: flags, notes, --explain and tests are read from the tables.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, and denominators are arguments, so that micro-batches add up to one
@@ -18,6 +18,7 @@ Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them
 completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,8 +39,8 @@ def compute_group_advantages(
         baseline       b                   scale   s
         group_mean     mean(group)         group   std(group) + epsilon
         group_median   median(group)       batch   std(everything) + epsilon
-        global_mean    mean(everything)    none    1
-        leave_one_out  mean(siblings)
+        global_mean    mean(everything)    mean    mean(group) if mean(group) > 0 else inf
+        leave_one_out  mean(siblings)      none    1
 
     group are the points of its group, siblings those of the others in it, everything those of all groups.
 
@@ -52,7 +53,8 @@ def compute_group_advantages(
 
     std divides by n - 1 (torch's default): a group of two scores about +0.71 and -0.71. The result is not
     centered again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
-    Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2.
+    Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2; scale="mean", for points from 0
+    up: MaxRL, arXiv:2602.02710 sec. 4. docs/algorithm.md, Which one?, compares them.
     """
     rewards = torch.as_tensor(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
@@ -77,6 +79,7 @@ def compute_group_advantages(
     scales = {                  # the keys, except "none", are the choices of --advantage_scale
         "group": lambda: (squares(mean).nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
         "batch": lambda: (squares(rewards.nanmean()).nansum() / (count.sum() - 1)).sqrt() + epsilon,
+        "mean": lambda: torch.where(mean > 0, mean, torch.inf),                  # dividing by inf: zeros
         "none": lambda: 1.0,
     }
     for name, value, choices in ("baseline", baseline, baselines), ("scale", scale, scales):
@@ -95,46 +98,29 @@ CENTERED_BASELINES = ("group_mean", "leave_one_out")      # under these the adva
 
 def policy_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
-    num_sequences=None, max_tokens=None, clip_low: float = 0.2, clip_high: float = 0.2,
-    dual_clip: float | None = None, weights: Tensor | None = None, aggregation: str | None = None,
+    num_sequences=None, max_tokens=None, weights: Tensor | None = None, aggregation: str | None = None,
+    **options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss whose gradient raises the probability of completions with positive advantage.
 
-        loss_type   per token                                   aggregation     source
-        dapo        clipped ratio, as in PPO                    token_mean      arXiv:2503.14476 eq. 8
-        grpo        the same                                    sequence_mean   arXiv:2402.03300 eq. 3
-        dr_grpo     the same, for advantages in points          constant        arXiv:2503.20783 sec. 3.2
-        gspo        the same with one ratio per completion      sequence_mean   arXiv:2507.18071 eq. 5
-        cispo       log-probability, weighted by capped ratio   token_mean      arXiv:2506.13585 eq. 4
-        reinforce   log-probability                             token_mean      Williams 1992
-
     logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
+    loss_type   a key of LOSSES, which names the loss of a token and how tokens are averaged
     num_tokens, num_sequences, max_tokens  of the whole step, all micro-batches and processes: see aggregate
-    dual_clip   where A < 0, a token's loss is at most -dual_clip * A; for the losses with a clipped ratio
     weights     (B, T) without gradient, factors of each token's loss: see importance_weights
     aggregation in place of the loss type's own
+    options     clip_low=0.2, clip_high=0.2 and others: see token_loss
     returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
-                clip_fraction (share of num_tokens whose gradient the clip removed, or whose weight cispo
-                capped), ratio_deviation (mean over num_tokens of |ratio - 1|), policy_kl (nats, mean over
-                num_tokens of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
+                clip_fraction (share of num_tokens whose gradient was removed, or whose weight was capped),
+                ratio_deviation (mean over num_tokens of |ratio - 1|), policy_kl (nats, mean over num_tokens
+                of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
     """
-    assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
-    if loss_type not in LOSSES:
-        raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
-    if advantages.ndim == 1:
-        advantages = advantages[:, None]                                         # (B, 1)
-    # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
-    log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
-    per_token, own_aggregation = LOSSES[loss_type]
-    loss, clipped = per_token(                                                   # (B, T) each
-        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
-        clip_low=clip_low, clip_high=clip_high, dual_clip=torch.inf if dual_clip is None else dual_clip,
-    )
+    loss, clipped, log_ratio = token_loss(                                       # (B, T) each
+        logp, old_logp, advantages, mask, loss_type=loss_type, **options)
     if weights is not None:
         loss = loss * weights
     counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
-    total = aggregate(loss, mask, aggregation or own_aggregation, **counts)
+    total = aggregate(loss, mask, aggregation or LOSSES[loss_type].aggregation, **counts)
     log_ratio = log_ratio.detach()
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {
@@ -143,6 +129,40 @@ def policy_loss(
         "policy_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
     }
     return total, stats
+
+
+def token_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
+    clip_low: float = 0.2, clip_high: float = 0.2, off_policy_limit: float = torch.inf, **options: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the loss of each token, whether its gradient was removed or its weight capped, and log_ratio.
+
+        loss   0 if A < 0 and distance > off_policy_limit else per_token
+        distance  mean(old_logp - logp)
+
+    per_token is the function of the loss type, the mean runs over a completion: arXiv:2512.02556 eq. 9.
+
+    options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
+    returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
+    """
+    assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
+    if loss_type not in LOSSES:
+        raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
+    if unknown := options.keys() - LOSSES[loss_type].bounds:
+        known = ", ".join(LOSSES[loss_type].bounds) or "none"
+        raise ValueError(f"{', '.join(unknown)}: {loss_type} has no such option; its options: {known}")
+    if advantages.ndim == 1:
+        advantages = advantages[:, None]                                         # (B, 1)
+    # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
+    log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
+    loss, clipped = LOSSES[loss_type].per_token(                                 # (B, T) each
+        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
+        clip_low=clip_low, clip_high=clip_high, **options,
+    )
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    distance = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths            # (B, 1)
+    dropped = (advantages < 0) & (distance > off_policy_limit)
+    return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio
 
 
 def aggregate(
@@ -171,12 +191,13 @@ def aggregate(
     return aggregations[aggregation]()
 
 
-# ---- per-token losses: each takes those keywords of policy_loss's call that it needs; logp and log_ratio are
-# 0 where mask is False. They return, (B, T) each, the loss and whether the clip removed gradient or weight.
+# ---- per-token losses: each takes those of logp, log_ratio, advantages, mask, clip_low and clip_high that it
+# needs; logp and log_ratio are 0 where mask is False. Parameters after * are options of the loss: their bounds
+# stand in LOSSES. Returned are, (B, T) each, the loss, and where gradient is removed or a weight capped.
 
 
 def clipped_ratio(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = torch.inf,
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, *, dual_clip: float = torch.inf,
     **unused,
 ) -> tuple[Tensor, Tensor]:
     """Compute PPO's clipped loss (arXiv:1707.06347 eq. 7), with dual_clip that of arXiv:1912.09729 eq. 5.
@@ -194,7 +215,7 @@ def clipped_ratio(
 
 
 def gspo(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float,
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float, *,
     dual_clip: float = torch.inf, **unused,
 ) -> tuple[Tensor, Tensor]:
     """Compute the clipped loss with the geometric mean of a completion's ratios (arXiv:2507.18071 eq. 5, 7).
@@ -232,24 +253,100 @@ def reinforce(logp: Tensor, advantages: Tensor, **unused) -> tuple[Tensor, Tenso
     return -advantages * logp, torch.zeros_like(logp, dtype=torch.bool)
 
 
+def sapo(
+    log_ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05, **unused
+) -> tuple[Tensor, Tensor]:
+    """Let the gradient fade with the distance of the ratio from 1, in place of a clip (arXiv:2511.20347).
+
+        -4 / tau * sigmoid(tau * (ratio - 1)) * A
+        tau  tau_positive if A > 0 else tau_negative
+    """
+    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_positive), tau_negative)
+    gate = 4 / tau * torch.sigmoid(tau * (log_ratio.clamp(-20, 20).exp() - 1))
+    return -gate * advantages, torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+def dppo(
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, *, delta: float = 0.2, **unused
+) -> tuple[Tensor, Tensor]:
+    """Drop a token whose probability has moved by more than delta in the direction of A (arXiv:2602.04879).
+
+        -ratio * A if sign(A) * (exp(logp) - exp(old_logp)) <= delta else 0
+
+    The difference is a lower bound of the total variation between the policies at that position. A ratio is
+    none: a token that went from 0.001 to 0.002 has doubled, and hardly anything has moved.
+    """
+    ratio = log_ratio.clamp(-20, 20).exp()
+    moved = logp.detach().exp() - (logp - log_ratio).detach().exp()
+    dropped = advantages.sign() * moved > delta
+    return torch.where(dropped, 0.0, -ratio * advantages), dropped
+
+
+def icepop(
+    log_ratio: Tensor, advantages: Tensor, *, alpha: float = 0.5, beta: float = 5.0, **unused
+) -> tuple[Tensor, Tensor]:
+    """Drop a token whose ratio is outside alpha ... beta: masked importance weights (arXiv:2510.18855).
+
+        -ratio * A if alpha <= ratio <= beta else 0
+    """
+    ratio = log_ratio.clamp(-20, 20).exp()
+    dropped = (ratio < alpha) | (ratio > beta)
+    return torch.where(dropped, 0.0, -ratio * advantages), dropped
+
+
+def sequence_mask(
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, *, alpha: float = 0.0, beta: float = 3.0, **unused
+) -> tuple[Tensor, Tensor]:
+    """Weigh a completion by the product of its ratios, and drop it outside alpha ... beta (TRL's default).
+
+        -sg(product) * A * logp if alpha <= product <= beta else 0
+
+    Without the limits its gradient has no bias, for any sampler, and a variance that grows with the length.
+    """
+    product = log_ratio.detach().sum(dim=1, keepdim=True).clamp(-20, 20).exp().expand_as(logp)
+    dropped = (product < alpha) | (product > beta)
+    return torch.where(dropped, 0.0, -product * advantages * logp), dropped
+
+
 class Loss(NamedTuple):
-    """An entry of LOSSES."""
+    """An entry of LOSSES. The function says the rest: its formula, and by its parameters what it reads."""
 
-    per_token: Callable         # one of the functions above
-    aggregation: str            # see aggregate
+    per_token: Callable
+    aggregation: str                                      # see aggregate
+    bounds: dict[str, tuple[float, float]] = {}           # its options: the least and the largest value
+    usual: dict[str, tuple[float, float]] = {}            # flags: values of its paper; others get a note
+    weighs_sampler: bool = False                          # its ratio corrects the sampler: no importance_cap
+
+    @property
+    def reads(self) -> set[str]:
+        """Return the names of its function's parameters."""
+        return set(inspect.signature(self.per_token).parameters)
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Return whether it is right for several updates per rollout."""
+        return "log_ratio" in self.reads
+
+    @property
+    def all_bounds(self) -> dict[str, tuple[float, float]]:
+        """Return the bounds of all options of token_loss under this loss type."""
+        return self.bounds | {"off_policy_limit": (0.0, torch.inf)}
 
 
+DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
+TAUS = {"tau_positive": (0.01, 100.0), "tau_negative": (0.01, 100.0)}
 LOSSES = {                      # the keys are the choices of --loss_type
-    "dapo": Loss(clipped_ratio, "token_mean"),
-    "grpo": Loss(clipped_ratio, "sequence_mean"),
-    "dr_grpo": Loss(clipped_ratio, "constant"),
-    "gspo": Loss(gspo, "sequence_mean"),
-    "cispo": Loss(cispo, "token_mean"),
+    "dapo": Loss(clipped_ratio, "token_mean", DUAL_CLIP),                        # arXiv:2503.14476 eq. 8
+    "grpo": Loss(clipped_ratio, "sequence_mean", DUAL_CLIP),                     # arXiv:2402.03300 eq. 3
+    "dr_grpo": Loss(clipped_ratio, "constant", DUAL_CLIP),                       # arXiv:2503.20783 sec. 3.2
+    "gspo": Loss(gspo, "sequence_mean", DUAL_CLIP, usual={"clip_high": (0.0, 0.01)}),
+    "cispo": Loss(cispo, "token_mean", usual={"clip_high": (1.0, torch.inf)}),
+    "sapo": Loss(sapo, "sequence_mean", TAUS),
+    "dppo": Loss(dppo, "token_mean", {"delta": (0.0, 1.0)}),
+    "icepop": Loss(icepop, "token_mean", LIMITS, weighs_sampler=True),
+    "sequence_mask": Loss(sequence_mask, "token_mean", LIMITS, weighs_sampler=True),
     "reinforce": Loss(reinforce, "token_mean"),
 }
-
-
-RATIO_LOSSES = "dapo", "grpo", "dr_grpo", "gspo"          # with every ratio 1 their value is the mean of -A
 
 
 def kl_penalty(

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import grpo
 from config import table_keys
-from formula_language import Dual, dual, evaluate, exp, formulas
+from formula_language import Dual, dual, evaluate, evaluate_first, exp, formulas
 from grpo import (
     CENTERED_BASELINES, LOSSES, adapt_kl_coefficient, aggregate, clipped_ratio, compute_group_advantages, generalized_advantage_estimation, importance_weights, kl_penalty,
-    overlong_penalty, policy_loss, value_loss,
+    overlong_penalty, policy_loss, token_loss, value_loss,
 )
 
 BASELINES, SCALES, AGGREGATIONS = map(table_keys, ("baselines", "scales", "aggregations"))
@@ -133,12 +133,12 @@ def test_siblings_advantages_add_up_to_zero_under_baselines_that_promise_it(rewa
 
 def test_the_baselines_that_promise_rows_that_sum_to_zero_are_those_whose_rows_do():
     rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.5, 4.0]], dtype=torch.float64)
-    for name in BASELINES:
+    for name, is_centered in dict(group_mean=True, leave_one_out=True, group_median=False, global_mean=False).items():
         rows = compute_group_advantages(rewards, baseline=name).sum(dim=1)
-        assert (name in CENTERED_BASELINES) == bool((rows.abs() < 1e-9).all()), name
+        assert (name in CENTERED_BASELINES) == is_centered == bool((rows.abs() < 1e-9).all()), name
 
 
-@given(reward_groups(), variants, st.floats(0.1, 10), st.floats(-50, 50))
+@given(reward_groups(), variants.filter(lambda variant: variant["scale"] in ("group", "batch", "none")), st.floats(0.1, 10), st.floats(-50, 50))
 def test_advantages_do_not_depend_on_where_points_begin_and_only_unscaled_ones_on_their_unit(rewards, variant, unit, shift):
     spread = rewards.nan_to_num(-math.inf).amax(dim=1) - rewards.nan_to_num(math.inf).amin(dim=1)
     assume(((spread <= 0) | (spread > 1e-2)).all())       # neither side of the border at which a group counts as tied
@@ -185,6 +185,11 @@ def test_a_running_mean_takes_the_place_of_the_batchs():
     close(compute_group_advantages(rewards, global_mean=0.25), compute_group_advantages(rewards), 0)
 
 
+def test_the_advantages_of_maximum_likelihood_by_hand():
+    advantages = compute_group_advantages([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, -4], [1, -1, 0, 0]], scale="mean")
+    close(advantages, [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0] * 4, [0] * 4], 1e-6)
+
+
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (2, 2, 2)])
 def test_rewards_without_siblings_are_refused(shape):
     with pytest.raises(ValueError, match="group"):
@@ -212,7 +217,7 @@ def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=F
 def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl_coef=0.0, weights=None, moved=None):
     """Loss, and its derivative with respect to logp[moved], by a loop over tokens with the docstrings' formulas."""
     logp, old_logp, ref_logp, advantages, mask = (tensor.tolist() for tensor in batch)
-    _, per_token = formulas(clipped_ratio)[1] if dual_clip else formulas(LOSSES[loss_type].per_token)[0]
+    per_token = LOSSES[loss_type].per_token
     total = Dual(0.0)
     for i in range(len(mask)):
         tokens = [t for t in range(len(mask[i])) if mask[i][t]]
@@ -221,17 +226,25 @@ def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl
         sequence_ratio = exp(sum(log_ratios, Dual(0.0)) / len(tokens))
         for t, log_ratio in zip(tokens, log_ratios):
             ratio = sequence_ratio if dual_clip and loss_type == "gspo" else exp(log_ratio)
-            names = dict(
-                ratio=ratio, sequence_ratio=sequence_ratio, logp=now[t], A=advantages[i][t if len(advantages[i]) > 1 else 0],
-                clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip,
+            names = defaults(per_token) | dict(
+                ratio=ratio, sequence_ratio=sequence_ratio, product=exp(sum(log_ratios, Dual(0.0))), logp=now[t],
+                old_logp=old_logp[i][t], A=advantages[i][t if len(advantages[i]) > 1 else 0],
+                clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
             )
-            x = evaluate(per_token, **names) * (weights[i][t].item() if weights is not None else 1.0)
+            x = evaluate(formulas(clipped_ratio)[1][1], **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
+            x = x * (weights[i][t].item() if weights is not None else 1.0)
             if kl:
                 k = evaluate(dict(formulas(kl_penalty))[kl.removeprefix("ratio_")], x=ref_logp[i][t] - now[t])
                 x = x + kl_coef * (exp(log_ratio) * k if kl.startswith("ratio_") else k)
             counts = dict(length=len(tokens), num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS)
             total += evaluate(dict(formulas(aggregate))[aggregation], x=x, **counts)
     return total
+
+
+def defaults(per_token):
+    """The options of a loss with their defaults: parameters after *."""
+    parameters = inspect.signature(per_token).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 COUNTS = dict(num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS)             # of the whole step, of which a batch is a part
@@ -279,23 +292,26 @@ def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_thr
     assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=own, dual_clip=2.5)
 
 
-@pytest.mark.parametrize("dual_clip", [None, 1.5])
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type,dual_clip", [
+    *((name, None) for name in LOSSES), *((name, 1.5) for name, loss in LOSSES.items() if "dual_clip" in loss.bounds)])
 def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weight(loss_type, dual_clip):
     logp, old_logp, advantages, mask = toy_batch(seed=8, token_level=True)
-    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip)
+    old_logp, per_token = logp.detach() + 3 * (old_logp - logp.detach()), LOSSES[loss_type].per_token      # far off policy
+    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH) | ({"dual_clip": dual_clip} if dual_clip else {})
     _, stats = policy_loss(logp, old_logp, advantages, mask, **options, **COUNTS)
-    per_token = LOSSES[loss_type].per_token
-    formula = formulas(clipped_ratio)[1 if dual_clip else 0][1]                  # gspo's too, with its own ratio
     count = 0
     for i in range(4):
         row = [(logp[i, t] - old_logp[i, t]).item() for t in range(6) if mask[i, t]]
-        for log_ratio, A in zip(row, advantages[i][mask[i]].tolist()):
-            ratio = exp(Dual(sum(row) / len(row) if per_token is grpo.gspo else log_ratio, 1.0))
-            names = dict(ratio=ratio, A=A, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=dual_clip)
-            count += {"cispo": ratio.value > 1 + CLIP_HIGH, "reinforce": False}.get(
-                loss_type, dual(evaluate(formula, **names)).slope == 0)
-    assert count > 0 or loss_type == "reinforce"
+        for t, A in zip(mask[i].nonzero().flatten(), advantages[i][mask[i]].tolist()):
+            now = Dual(logp[i, t].item(), 1.0)
+            ratio = exp(Dual(sum(row) / len(row), 1.0)) if per_token is grpo.gspo else exp(now - old_logp[i, t].item())
+            names = dict(
+                ratio=ratio, sequence_ratio=ratio, product=exp(sum(row)), A=A, logp=now, old_logp=old_logp[i, t].item(),
+                clip_low=CLIP_LOW, clip_high=CLIP_HIGH) | defaults(per_token)
+            formula = formulas(clipped_ratio)[1][1] if dual_clip else None       # gspo's too, with its own ratio
+            x = evaluate(formula, **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
+            count += ratio.value > 1 + CLIP_HIGH if loss_type == "cispo" else dual(x).slope == 0
+    assert count > 0 or loss_type in ("reinforce", "sapo")
     close(stats["clip_fraction"], count / COUNTS["num_tokens"], 1e-6)
 
 
@@ -392,7 +408,7 @@ def test_what_stands_in_the_padding_changes_nothing(loss_type, garbage):
     assert clean[1] == dirty[1]
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.aggregation == "token_mean"])
 def test_on_the_first_step_the_gradient_is_reinforce(loss_type):
     logp, _, advantages, mask = toy_batch()
     loss, stats = policy_loss(logp, logp.detach(), advantages, mask, loss_type=loss_type, num_tokens=int(mask.sum()))
@@ -442,10 +458,38 @@ def test_per_token_losses_are_finite_and_of_full_shape_also_for_rows_without_tok
     assert values.shape == clipped.shape == mask.shape and values.isfinite().all() and not clipped.any()
 
 
-def test_each_loss_is_averaged_as_the_docstring_says():
-    assert tuple(name for name, _ in formulas(aggregate)) == AGGREGATIONS
-    rows = [re.split(" {2,}", line.strip()) for line in policy_loss.__doc__.splitlines()]
-    assert {row[0]: row[2] for row in rows if row[0] in LOSSES} == {name: loss.aggregation for name, loss in LOSSES.items()}
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_an_entry_has_bounds_for_each_option_of_its_function_and_its_default_keeps_them(loss):
+    options = defaults(loss.per_token)
+    assert options.keys() == loss.bounds.keys()
+    assert all(low <= options[name] <= high for name, (low, high) in loss.bounds.items())
+    assert loss.reads <= {"logp", "log_ratio", "advantages", "mask", "clip_low", "clip_high", "unused", *options}
+    assert loss.usual.keys() <= loss.reads
+    assert tuple(name for name, _ in formulas(aggregate)) == AGGREGATIONS and loss.aggregation in AGGREGATIONS
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_completions_that_got_too_unlikely_are_dropped_if_they_were_below_the_mean(loss_type):
+    logp, old_logp, _, mask = toy_batch(seed=3)
+    old_logp = logp.detach() + torch.tensor([[0.6], [0.6], [0.0], [-0.4]])       # unlikelier, unlikelier, the same, likelier
+    for sign in 1.0, -1.0:
+        advantages, (_, (_, distance)) = torch.full((4, 1), sign), formulas(token_loss)
+        loss, clipped, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type, off_policy_limit=0.5)
+        free, removed, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type)
+        for i in range(4):
+            gaps = (old_logp - logp)[i][mask[i]].tolist()
+            names = dict(distance=sum(gaps) / len(gaps), off_policy_limit=0.5, A=sign)
+            by_hand = [evaluate(formulas(token_loss)[0][1], **names, per_token=x) for x in free[i].tolist()]
+            close(loss[i], by_hand)
+            assert clipped[i].tolist() == [bool(x) or (sign < 0 and names["distance"] > 0.5) for x in removed[i]]
+        assert (loss[0] == 0).all() == (sign < 0) and not (loss[3] == 0).all()
+        assert distance == "mean(old_logp - logp)"
+
+
+def test_an_option_that_a_loss_does_not_have_is_named():
+    for loss_type, known in ("cispo", "none"), ("gspo", "dual_clip"):
+        with pytest.raises(ValueError, match=f"delta: {loss_type} has no such option; its options: {known}"):
+            policy_loss(*toy_batch(), loss_type=loss_type, delta=0.1, **COUNTS)
 
 
 # ---- KL ------------------------------------------------------------------------------------------------------------
@@ -615,7 +659,7 @@ def test_every_function_but_policy_loss_works_copied_alone_into_another_project(
         adapt_kl_coefficient: lambda f: f(0.1, 0.2, target=0.1, num_samples=4, horizon=100),
     } | {loss.per_token: lambda f: f(**of_tokens) for loss in LOSSES.values()}
     functions = {f for f in vars(grpo).values() if inspect.isfunction(f) and f.__module__ == "grpo"}
-    assert functions - set(calls) == {policy_loss}
+    assert functions - set(calls) == {policy_loss, token_loss}
     imports = re.search(r"below `(.*)` and `(.*)` without", grpo.__doc__).groups()
     for function, call in calls.items():
         project = {}

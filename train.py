@@ -35,7 +35,7 @@ from environments.conversations import sample_with_environment
 from environments.messages import encode_demonstration
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience
 from experience import minibatches, shape_rewards
-from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
+from grpo import CENTERED_BASELINES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
@@ -170,10 +170,10 @@ def total_loss(
     new, batch  (b, T), under the current policy with gradient; the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
-    aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
+    aggregation = config.loss_aggregation or config.loss_entry.aggregation
     loss, terms = policy_loss(
-        new.logp, batch.old_logp, batch.advantages, mask, **config.loss, **denominators, weights=batch.weights
-    )
+        new.logp, batch.old_logp, batch.advantages, mask, weights=batch.weights, aggregation=aggregation,
+        **config.loss, **denominators)
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)

@@ -20,7 +20,7 @@ from torch import Tensor
 from config import GRPOConfig
 from data import as_text
 from experience import Experience, Groups, log_probs_of_rollout
-from grpo import LOSSES, RATIO_LOSSES, compute_group_advantages, kl_penalty
+from grpo import compute_group_advantages, kl_penalty, token_loss
 from runs.console import RunConsole
 from runs.groups import select
 from runs.records import or_none, points_text
@@ -173,11 +173,8 @@ def show_tokens(
 ) -> None:
     """Print ratio, loss and KL of the picked tokens (row, t); logp (G, T): under the policy."""
     mask = experience.mask
-    log_ratio = torch.where(mask, logp - experience.old_logp, 0.0)               # (G, T)
-    loss, clipped = LOSSES[config.loss_type].per_token(                          # (G, T) each
-        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=experience.advantages, mask=mask,
-        clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip or torch.inf,
-    )
+    loss, clipped, log_ratio = token_loss(                                       # (G, T) each
+        logp, experience.old_logp, experience.advantages, mask, **config.loss)
     ratio = log_ratio.clamp(-20, 20).exp()
     head, columns = ["", "token", "old logp", "new logp", "ratio", "A", "clipped", "loss"], []
     if experience.reference_logp is not None:
@@ -196,7 +193,7 @@ def show_loss(
     console: RunConsole, config: GRPOConfig, losses: dict, denominators: dict, kl_coef: float
 ) -> None:
     """Print the terms of the loss with their weights, and the denominators."""
-    aggregation = config.loss_aggregation or LOSSES[config.loss_type].aggregation
+    aggregation = config.loss_aggregation or config.loss_entry.aggregation
     weights = {
         "policy_loss": 1.0, "kl": kl_coef, "entropy": -config.entropy_coef, "value_loss": config.value_coef,
     }
@@ -212,8 +209,7 @@ def show_loss(
     console.print(f"   {config.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
     if aggregation != "token_mean" and {"kl", "entropy"} & set(weights):
         console.print("   and so are its KL and entropy in total_loss; the table has their token means")
-    value = "-A" if config.loss_type in RATIO_LOSSES else "-A * logp"
-    console.print(f"   every ratio is still 1, so policy_loss is a mean of {value}; its gradient counts")
+    console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
 
 
 def show_change(console: RunConsole, experience: Experience, old: Tensor, new: Tensor) -> None:

@@ -15,20 +15,27 @@ OF_EVALUATIONS = "generation_", "environment", "max_turns", "engine"   # used wi
 def flag_notes(settings: Config) -> list[str]:
     """Return a line for each flag without effect, and for each combination that is seldom intended."""
     config, training, several = settings.grpo, settings.training, settings.updates_per_rollout > 1
+    loss = config.loss_entry
     split, is_file = settings.data.train_split, Path(settings.data.dataset).suffix in READERS
     combinations = {
         f"train_split {split} has no effect: a file has no splits": is_file and split != "train",
         "clipping and max_policy_kl have no effect: with one update per rollout every ratio is 1; see "
         "--ppo_epochs":
-            training.use_grpo and config.loss_type != "reinforce" and not several,
+            training.use_grpo and loss.uses_ratio and not loss.weighs_sampler and not several,
         "gdpo scales each function in its group, then the sum; advantage_scale batch is the paper's":
             config.reward_combination == "gdpo" and config.scale == "group",
-        "gspo's ratio is a mean over a completion and hardly moves: usual clips are 3e-4, 4e-4":
-            config.loss_type == "gspo" and config.clip_high > 0.01 and several,
-        f"cispo caps a token's weight at {1 + config.clip_high:g}; clip_high of 4 or so is usual":
-            config.loss_type == "cispo" and config.clip_high < 1 and several,
+        f"{config.loss_type} corrects the sampler: with importance_cap its first ratios are 1":
+            loss.weighs_sampler and config.importance_cap > 0,
         "dr_grpo is meant for advantages in points; --normalize_advantages false is the paper's":
             config.loss_type == "dr_grpo" and config.normalize_advantages,
+    } | {
+        f"{name} {getattr(config, name):g}: papers take {low:g} to {high:g} with {config.loss_type}":
+            several and not low <= getattr(config, name) <= high
+        for name, (low, high) in loss.usual.items()
+    } | {
+        f"{name} {getattr(config, name):g} has no effect with loss_type {config.loss_type}":
+            getattr(config, name) != FLAGS[name].default and name not in loss.reads
+        for name in ("clip_low", "clip_high")
     }
     return flags_without_effect(settings) + [line for line, holds in combinations.items() if holds]
 

@@ -19,6 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs/coming-from.md"
 REMOVED: dict[str, tuple[Any, str]] = {
     "advantage_epsilon": (1e-8, "it is always 1e-8"),
     "bad_lines": ("error", "correct the line that the error names"),
+    "dual_clip": (0.0, "--loss_options dual_clip=3"),
     "engine_timeout": (600.0, "there is no limit"),
     "kl_horizon": (10_000, "it is always 10000 completions"),
     "limit": (0, "--train_split train[:1000] for a part of a split, or a shorter file"),
@@ -37,6 +38,8 @@ def without_removed(settings: dict[str, Any]) -> dict[str, Any]:
     settings = dict(settings)
     if settings.pop("shared_prompt", "auto") == "never" and settings.get("engine") != "vllm":
         settings["engine"] = "plain"
+    if dual_clip := settings.pop("dual_clip", 0.0):
+        settings["loss_options"] = [*settings.get("loss_options", []), f"dual_clip={dual_clip}"]
     for name in settings.keys() & REMOVED.keys():
         holds, words = REMOVED[name]
         if (value := settings.pop(name)) != holds:

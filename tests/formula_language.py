@@ -40,6 +40,9 @@ class Dual:
     __rsub__ = lambda self, other: -self + other  # noqa: E731
     __lt__ = lambda self, other: self.value < dual(other).value  # noqa: E731
     __gt__ = lambda self, other: self.value > dual(other).value  # noqa: E731
+    __le__ = lambda self, other: self.value <= dual(other).value  # noqa: E731
+    __ge__ = lambda self, other: self.value >= dual(other).value  # noqa: E731
+    __rtruediv__ = lambda self, other: dual(other) / self  # noqa: E731
 
 
 def dual(x):
@@ -51,7 +54,7 @@ def exp(x):
 
 
 LANGUAGE = dict(
-    exp=exp, min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
+    exp=exp, sigmoid=lambda x: 1 / (1 + exp(-x)), sign=lambda x: (x > 0) - (x < 0), min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
     abs=abs, mean=statistics.fmean, median=statistics.median, std=statistics.stdev,
 )
 
@@ -64,6 +67,12 @@ def formulas(function):
     parts = [[part.strip() for part in line.split("  ") if part.strip()] for line in lines]
     parts = [["", *part] if len(part) == 1 else part for part in parts]          # name, expression, name, expression, comment
     return [pair for part in parts for pair in zip(part[::2], part[1::2])]
+
+
+def evaluate_first(function, **names):
+    """Evaluate the first formula of a docstring; the named lines after it say what its other names are."""
+    (_, first), *others = formulas(function)
+    return evaluate(first, **names | {name: evaluate(expression, **names) for name, expression in others if name})
 
 
 code = functools.cache(functools.partial(compile, filename="formula", mode="eval"))

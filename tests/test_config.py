@@ -12,7 +12,7 @@ import pytest
 
 import train
 from config import FLAGS, Config, GRPOConfig, ModelConfig, TrainingConfig, table_keys
-from grpo import CENTERED_BASELINES, LOSSES
+from grpo import CENTERED_BASELINES, LOSSES, Loss
 from runs import phases
 from runs.flag_notes import flag_notes
 from runs.command_line import parse_config
@@ -88,7 +88,9 @@ def test_validate_grpo_setup_requires_groups_a_tokenizer_and_prompts(tokenizer):
     ([], "clipping and max_policy_kl have no effect: with one update per rollout every ratio is 1"),
     (["--reference_mode", "ema", "--use_kl_penalty", "false"],
      "reference_mode ema has no effect without --use_kl_penalty"),
-    (["--loss_type", "gspo", "--ppo_epochs", "2"], "gspo's ratio is a mean over a completion and hardly moves"),
+    (["--loss_type", "gspo", "--ppo_epochs", "2"], "clip_high 0.2: papers take 0 to 0.01 with gspo"),
+    (["--loss_type", "cispo", "--clip_low", "0.3"], "clip_low 0.3 has no effect with loss_type cispo"),
+    (["--loss_type", "icepop", "--importance_cap", "2"], "icepop corrects the sampler: with importance_cap"),
     (["--use_kl_penalty", "false", "--reference_mode", "ema", "--ema_alpha", "0.5"], "ema_alpha 0.5 has no effect without --use_kl_penalty"),
     (["--reward_combination", "gdpo"], "gdpo scales each function in its group"),
     (["--use_kl_penalty", "--ema_alpha", "0.5"], "ema_alpha 0.5 has no effect without --reference_mode=ema"),
@@ -97,11 +99,35 @@ def test_validate_grpo_setup_requires_groups_a_tokenizer_and_prompts(tokenizer):
     (["--no_normalize_advantages", "--advantage_scale", "batch"], "advantage_scale batch has no effect without --normalize"),
     (["--cold_start_steps", "0", "--cold_start_learning_rate", "0.1"], "cold_start_learning_rate 0.1 has no effect without"),
     (["--lora_alpha", "5"], "lora_alpha 5.0 has no effect without --lora_rank"),
-    (["--loss_type", "cispo", "--ppo_epochs", "2"], "cispo caps a token's weight at 1.2"),
+    (["--loss_type", "cispo", "--ppo_epochs", "2"], "clip_high 0.2: papers take 1 to inf with cispo"),
     (["--loss_type", "dr_grpo"], "dr_grpo is meant for advantages in points"),
 ])
 def test_flags_without_effect_and_unusual_combinations_are_noted(flags, words):
     assert any(line.startswith(words) for line in flag_notes(parse_config(["--use_grpo", *flags])))
+
+
+def test_a_loss_that_corrects_the_sampler_is_of_use_with_one_update():
+    for loss_type, uses_it in ("dppo", False), ("icepop", True):
+        notes = flag_notes(parse_config(["--use_grpo", "--loss_type", loss_type]))
+        assert not uses_it == any(line.startswith("clipping and max_policy_kl have no effect") for line in notes)
+
+
+def test_a_script_adds_a_loss_and_its_options_are_checked_like_others():
+    def capped(log_ratio, advantages, *, cap=2.0, **unused):
+        return -log_ratio.exp().clamp(max=cap) * advantages, log_ratio.exp() > cap
+
+    LOSSES["capped"] = Loss(capped, "token_mean", {"cap": (1.0, 10.0)})
+    try:
+        config = Config.of(use_grpo=True, loss_type="capped", loss_options={"cap": 3}, ppo_epochs=2)
+        assert config.grpo.loss == dict(loss_type="capped", clip_low=0.2, clip_high=0.2, cap=3.0)
+        again = Config.of(**config.given_flags)           # as saved in config.json
+        assert again == config and json.loads(json.dumps(config.as_dict()))["grpo"]["loss_options"] == ["cap=3"]
+        with pytest.raises(ValueError, match=r"--loss_options=cap=30: capped takes cap from 1 to 10, off_policy_limit from 0 to inf, as name=number"):
+            Config.of(use_grpo=True, loss_type="capped", loss_options=["cap=30"])
+    finally:
+        del LOSSES["capped"]
+    with pytest.raises(ValueError, match="--loss_type=capped: choose one of dapo, grpo"):
+        Config.of(use_grpo=True, loss_type="capped")
 
 
 def test_what_a_flag_needs_is_a_flag_and_one_of_its_values():
@@ -130,14 +156,14 @@ def test_compatible_flags_are_neither_rejected_nor_noted():
     flags = (
         "--use_grpo --use_kl_penalty --kl_in reward --kl_estimator k1 --kl_target 0.05 "
         "--reference_mode ema --ema_alpha 0.5 "
-        "--reference_offload --ppo_epochs 2 --minibatch_size 64 --max_policy_kl 0.1 --dual_clip 3 --importance_cap 2 "
+        "--reference_offload --ppo_epochs 2 --minibatch_size 64 --max_policy_kl 0.1 --loss_options dual_clip=3 off_policy_limit=1 --importance_cap 2 "
         "--overlong penalise "
         "--entropy_coef 0.01 --dynamic_sampling 3 --baseline global_mean --advantage_scale batch "
         "--reward_clip 10 --loss_type grpo --loss_aggregation token_mean"
     )
     config = parse_config(flags.split())
     assert flag_notes(config) == [] and config.updates_per_rollout == 2 * 4
-    assert config.grpo.loss == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, aggregation="token_mean")
+    assert config.grpo.loss == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, off_policy_limit=1.0)
     assert config.grpo.scale == "batch" and parse_config(["--no_normalize_advantages"]).grpo.scale == "none"
     assert parse_config(["--use_kl_penalty", "false", "--kl_estimator", "k1"]).grpo.kl_coef == 0, "k1 nowhere is fine"
 
@@ -256,6 +282,7 @@ def test_with_vllm_tokens_are_weighted_unless_the_user_says_otherwise(tmp_path):
     assert parse_config(["--use_grpo", "--engine", "vllm", "--importance_cap", "0"]).grpo.importance_cap == 0.0
     assert parse_config(["--use_grpo"]).grpo.importance_cap == 0.0
     assert Config(grpo=GRPOConfig(engine="vllm"), training=TrainingConfig(use_grpo=True)).grpo.importance_cap == 2.0
+    assert parse_config(["--use_grpo", "--engine", "vllm", "--loss_type", "icepop"]).grpo.importance_cap == 0.0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")

@@ -91,10 +91,10 @@ def test_no_number_is_cut_in_a_pipe_or_a_narrow_terminal(width, is_terminal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type,value,near_0", [("dapo", "-A", True), ("reinforce", "-A * logp", False)])
-def test_what_is_said_of_the_loss_holds(tmp_path, capsys, loss_type, value, near_0):
+@pytest.mark.parametrize("loss_type,near_0", [("dapo", True), ("reinforce", False)])
+def test_what_is_said_of_the_loss_holds(tmp_path, capsys, loss_type, near_0):
     printed = explained(tmp_path, capsys, "--explain", "--loss_type", loss_type, "--baseline", "leave_one_out")
-    assert f"policy_loss is a mean of {value}; " in printed
+    assert "every ratio is still 1: the value of policy_loss says little, its gradient counts" in printed
     loss = float(re.search(r"policy_loss +([-+][\d.]+)", printed.partition("4. The loss")[2])[1])
     assert (abs(loss) < 0.05) == near_0, loss
     table = printed.partition("2. Points")[2].partition("3. ")[0]

@@ -172,8 +172,11 @@ MISTAKES = {
     "two updates": (["--loss_type", "reinforce", "--minibatch_size", "64"], "--loss_type=reinforce: .*of 4 updates"),
     "low cap": (["--importance_cap", "0.5"], "--importance_cap=0.5: .*choose from 1 up"),
     "idle value head": (["--use_value_head", "--value_coef", "0"], "--value_coef=0.0: .*would never learn"),
-    "dual clip alone": (["--loss_type", "cispo", "--dual_clip", "3"], "--dual_clip=3.0: --loss_type=cispo clips no ratio"),
-    "dual clip too low": (["--dual_clip", "1.1"], "--dual_clip=1.1: .*choose above 1.2"),
+    "another loss's option": (
+        ["--loss_type", "cispo", "--loss_options", "dual_clip=3"], "--loss_options=dual_clip=3: cispo takes off_policy_limit from 0 to inf"),
+    "dual clip too low": (["--loss_options", "dual_clip=0.9"], "--loss_options=dual_clip=0.9: dapo takes dual_clip from 1 to inf, off_policy_"),
+    "no number": (["--loss_options", "dual_clip"], "--loss_options=dual_clip: dapo takes dual_clip from 1"),
+    "dual clip as a flag": (["--dual_clip", "3"], "--dual_clip: unknown flag; here --loss_options dual_clip=3"),
     "reinforce twice": (["--loss_type", "reinforce", "--ppo_epochs", "2"], "--loss_type=reinforce: has no ratio: of 2"),
     "target without KL": (["--use_kl_penalty", "false", "--kl_target", "0.1"], "--kl_target=0.1: .*--use_kl_penalty true"),
     "two baselines": (["--use_value_head", "--baseline", "group_median"], "--baseline=group_median: .*takes the value"),
