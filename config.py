@@ -315,7 +315,8 @@ class GRPOConfig(Section):
             options = [f"{name}={value}" for name, value in self.loss_options.items()]
             object.__setattr__(self, "loss_options", options)
         super().__post_init__()
-        if self.engine == "vllm" and "importance_cap" not in self.given and not self.loss_entry.weighs_sampler:
+        given = "importance_cap" in self.given
+        if self.engine == "vllm" and not given and not self.loss_entry.weighs_sampler:
             object.__setattr__(self, "importance_cap", 2.0)                      # it rounds differently
 
     def validate_functions(self) -> None:

@@ -20,7 +20,7 @@ completion tokens, right-padded. Units: rewards in points, log-probabilities (lo
 
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ def compute_group_advantages(
 
     std divides by n - 1 (torch's default): a group of two scores about +0.71 and -0.71. The result is not
     centered again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
-    Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2; scale="mean", for points from 0
-    up: MaxRL, arXiv:2602.02710 sec. 4. docs/algorithm.md, Which one?, compares them.
+    Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2; scale="mean": MaxRL, for
+    points from 0 up, arXiv:2602.02710. docs/algorithm.md, Which one?, compares them.
     """
     rewards = torch.as_tensor(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
@@ -191,9 +191,9 @@ def aggregate(
     return aggregations[aggregation]()
 
 
-# ---- per-token losses: each takes those of logp, log_ratio, advantages, mask, clip_low and clip_high that it
-# needs; logp and log_ratio are 0 where mask is False. Parameters after * are options of the loss: their bounds
-# stand in LOSSES. Returned are, (B, T) each, the loss, and where gradient is removed or a weight capped.
+# ---- per-token losses: each takes those of logp, log_ratio, advantages, mask, clip_low, clip_high that it
+# needs; logp and log_ratio are 0 where mask is False. Parameters after * are options of the loss, with bounds
+# in LOSSES. Returned are, (B, T) each, the loss, and where gradient is removed or a weight capped.
 
 
 def clipped_ratio(
@@ -308,13 +308,14 @@ def sequence_mask(
     return torch.where(dropped, 0.0, -product * advantages * logp), dropped
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True)
+class Loss:
     """An entry of LOSSES. The function says the rest: its formula, and by its parameters what it reads."""
 
     per_token: Callable
     aggregation: str                                      # see aggregate
-    bounds: dict[str, tuple[float, float]] = {}           # its options: the least and the largest value
-    usual: dict[str, tuple[float, float]] = {}            # flags: values of its paper; others get a note
+    bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
+    usual: dict = field(default_factory=dict)             # flag -> the same in papers; others get a note
     weighs_sampler: bool = False                          # its ratio corrects the sampler: no importance_cap
 
     @property

@@ -109,7 +109,7 @@ def test_flags_without_effect_and_unusual_combinations_are_noted(flags, words):
 def test_a_loss_that_corrects_the_sampler_is_of_use_with_one_update():
     for loss_type, uses_it in ("dppo", False), ("icepop", True):
         notes = flag_notes(parse_config(["--use_grpo", "--loss_type", loss_type]))
-        assert not uses_it == any(line.startswith("clipping and max_policy_kl have no effect") for line in notes)
+        assert uses_it != any(line.startswith("clipping and max_policy_kl have no effect") for line in notes)
 
 
 def test_a_script_adds_a_loss_and_its_options_are_checked_like_others():

@@ -148,7 +148,7 @@ def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, loss_type):
     experience = experience_of(run, rollout, torch.randn(4, 4))
     clipped, losses = gradient(run, experience)
     assert losses["ratio_deviation"] < 1e-5 and losses["clip_fraction"] == 0
-    plain = with_settings(base, loss_type="reinforce", loss_aggregation=LOSSES[loss_type][1], **sampled)
+    plain = with_settings(base, loss_type="reinforce", loss_aggregation=LOSSES[loss_type].aggregation, **sampled)
     assert differ(clipped, gradient(plain, experience)[0]) < 1e-5
 
 
