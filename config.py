@@ -241,9 +241,9 @@ class GRPOConfig(Section):
         "keep", "keep: train on completions cut at generation_max_length; mask: leave them out of the loss; "
         "penalise: subtract up to 1 point in the last fifth before it")
 
-    normalize_advantages: bool = flag(True, "divide advantages by a standard deviation; without it, Dr. GRPO")
+    normalize_advantages: bool = flag(True, "divide advantages as advantage_scale says; without it, Dr. GRPO")
     advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
-        "group", "divide by the standard deviation of each group, or of the batch",
+        "group", "divide by the standard deviation of each group, or of the batch, or by the group's mean",
         needs="normalize_advantages")
     baseline: Literal[table_keys("baselines")] = flag(
         "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
@@ -315,9 +315,8 @@ class GRPOConfig(Section):
             options = [f"{name}={value}" for name, value in self.loss_options.items()]
             object.__setattr__(self, "loss_options", options)
         super().__post_init__()
-        given = "importance_cap" in self.given
-        if self.engine == "vllm" and not given and not self.loss_entry.weighs_sampler:
-            object.__setattr__(self, "importance_cap", 2.0)                      # it rounds differently
+        if self.engine == "vllm" and "importance_cap" not in self.given:         # it rounds differently
+            object.__setattr__(self, "importance_cap", 0.0 if self.loss_entry.weighs_sampler else 2.0)
 
     def validate_functions(self) -> None:
         """Raise ValueError if other flags do not fit the reward functions or the environment.

@@ -1,7 +1,7 @@
 """
 Which advantage, which average, which loss? The gradient that each choice has on average, beside the true one.
 
-    python docs/truth_table.py                tables, and docs/figures/preferences.svg: seconds
+    python docs/truth_table.py                tables, and docs/preferences.svg: half a minute
     python docs/truth_table.py --all FILE     every advantage, average, loss, group size and age, as JSON Lines
 
 The world: each prompt is answered rightly with its own probability p = sigmoid(theta), a decision in one token, so
@@ -218,7 +218,7 @@ def main() -> None:
         show_advantages(G)
     show_losses(8)
     show_averages(8)
-    draw(ROOT / "docs/figures/preferences.svg")
+    draw(ROOT / "docs/preferences.svg")
 
 
 if __name__ == "__main__":
