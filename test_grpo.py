@@ -471,7 +471,7 @@ def test_an_entry_has_bounds_for_each_option_of_its_function_and_its_default_kee
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_completions_that_got_too_unlikely_are_dropped_if_they_were_below_the_mean(loss_type):
     logp, old_logp, _, mask = toy_batch(seed=3)
-    old_logp = logp.detach() + torch.tensor([[0.6], [0.6], [0.0], [-0.4]])       # unlikelier, unlikelier, the same, likelier
+    old_logp = logp.detach() + torch.tensor([[0.6], [0.6], [0.3], [-0.4]])       # unlikelier, unlikelier, by less than the limit, likelier
     for sign in 1.0, -1.0:
         advantages, (_, (_, distance)) = torch.full((4, 1), sign), formulas(token_loss)
         loss, clipped, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type, off_policy_limit=0.5)
