@@ -287,6 +287,9 @@ class GRPOConfig(Section):
         "ratio_k3 in the loss, k1 in the reward", needs="use_kl_penalty")
     kl_target: float = flag(
         0.0, "adapt the KL penalty's weight towards this KL, nats per token; 0: constant weight", at_least=0)
+    reference_path: str = flag(
+        "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger one to "
+        "learn from; empty: a copy of the policy", needs="use_kl_penalty")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
         "static", "static; ema: moving average of the policy; periodic: replaced by the policy every "
         "reference_update_freq steps", needs="use_kl_penalty")
@@ -360,6 +363,12 @@ class GRPOConfig(Section):
              "right gradient) or ratio_k3, or put it in the reward with --kl_in reward"),
             ("reference_offload", self.reference_offload and self.kl_coef > 0 and self.estimator == "exact",
              "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
+            ("reference_path", self.reference_path and not self.kl_coef,
+             "nothing is compared with it; add --use_kl_penalty true"),
+            ("reference_mode", self.reference_path and self.reference_mode != "static",
+             "the model of --reference_path stays as it is; leave out one of the two"),
+            ("reward_functions", self.reward_functions == ["none"] and not self.kl_in_loss,
+             "nothing would be learned: add --use_kl_penalty true and the --reference_path of a teacher"),
             ("kl_target", self.kl_target and not self.kl_coef,
              "there is no KL penalty to adapt; add --use_kl_penalty true and an initial --kl_penalty_coef"),
         )

@@ -122,3 +122,11 @@ def environment(completions, turn_points=None, **columns) -> list[float]:
     environment([conversation], turn_points=[[-0.1, -0.1, 1.0]]) == [0.8]
     """
     return [0.0] * len(completions) if turn_points is None else [float(sum(points)) for points in turn_points]
+
+
+def none(completions, **columns) -> list[float]:
+    """Give 0 points to each: nothing but the KL to a reference is learned from (docs/recipes.md, A teacher).
+
+    none(["a", "b"]) == [0.0, 0.0]
+    """
+    return [0.0] * len(completions)

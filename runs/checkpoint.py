@@ -150,6 +150,14 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def weights_of(model) -> str:
+    """Return the commit of a model from a hub, else the SHA-256 of its files of weights. Call on all ranks."""
+    folder = Path(model.config.name_or_path)
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if is_main() else []
+    commit = getattr(model.config, "_commit_hash", None)
+    return all_gather_object(commit or " ".join(map(checksum, files)))[0]
+
+
 def find_damage(folder: Path) -> str:
     """Return a description of what is damaged in a checkpoint, "" if nothing is."""
     try:

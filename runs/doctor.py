@@ -160,7 +160,7 @@ RULES: dict[str, tuple[Callable[[Metrics], bool], Callable[[Metrics], str]]] = {
         lambda m: f"entropy fell {m.was('entropy')} nat/token, and no more completions are right: take "
                   + m.smaller_updates() + " or --entropy_coef 0.01" * (not m.grpo.entropy_coef)),
     "ties": (
-        lambda m: m.most_tied() and not m.grpo.use_value_head,
+        lambda m: m.most_tied() and not m.grpo.use_value_head and m.grpo.reward_functions != ["none"],
         lambda m: f"{m.now('tied_groups'):.0%} of groups have equal rewards, of which nothing is learned: "
                   + m.remedy_of_ties()),
     "truncation": (

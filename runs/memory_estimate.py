@@ -145,6 +145,8 @@ def reference_bytes(config: Config, model) -> int:
     """Return the bytes of the reference on the device between its passes, undivided."""
     if not config.training.use_grpo or not config.grpo.kl_coef or config.grpo.reference_offload:
         return 0
+    if config.grpo.reference_path:
+        model = model_shapes(replace(config.model, model_path=config.grpo.reference_path, lora_rank=0), 1)
     if has_adapter(model):
         return num_bytes(trainable_parameters(model))
     exact = config.grpo.reference_mode == "ema" or precision_of(model) == "float32"

@@ -68,7 +68,7 @@ def completion_records(experience, after=None) -> list[dict]:
 
 def held_out_text(result: dict, config: Config) -> str:
     """Return "accuracy 0.910 [0.870, 0.940] of 256", or points if correctness is not a reward function."""
-    by_accuracy = not config.training.use_grpo or "correctness" in config.grpo.reward_functions
+    by_accuracy = not config.training.use_grpo or {"correctness", "none"} & {*config.grpo.reward_functions}
     if by_accuracy and "eval_accuracy" in result:
         low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"

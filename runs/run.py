@@ -95,7 +95,8 @@ class Run:
     engine: Engine
     progress: Progress = field(default_factory=Progress)
     make_optimizer: Callable | None = None                # the caller's, of named parameters; None: AdamW
-    teacher: torch.nn.Module | None = None                # the caller's reference, in place of a copy
+    teacher: torch.nn.Module | None = None                # a reference that is no copy of the policy
+    weights_of_teacher: str = ""                          # of --reference_path: commit or checksums
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
     # Objects of the current phase.
     batches: ShuffledBatches | None = None
@@ -232,7 +233,7 @@ class Run:
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
             "engine": type(self.engine).__name__, "shared_prompt": self.engine.shares_prompts,
-            "handed_in": self.handed_in,
+            "handed_in": self.handed_in, "weights_of_teacher": self.weights_of_teacher,
             "random_states": all_gather_object(random_states()),
             "reference_adapter": reference_state(self.reference),
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
@@ -253,7 +254,8 @@ class Run:
     @property
     def handed_in(self) -> dict[str, bool]:
         """Return which objects of the caller replace those of the flags and have a part in checkpoints."""
-        return {"optimizer": self.make_optimizer is not None, "reference": self.teacher is not None}
+        passed = self.teacher is not None and not self.weights_of_teacher
+        return {"optimizer": self.make_optimizer is not None, "reference": passed}
 
     @property
     def how_to_resume(self) -> str:
@@ -291,6 +293,12 @@ class Run:
             raise ValueError(
                 f"{name}: a Python object of the program that began this run, or none; pass it again: "
                 f"train(config, {name}=...)"
+            )
+        if state.get("weights_of_teacher", "") != self.weights_of_teacher:
+            path = self.config.grpo.reference_path
+            raise ValueError(
+                f"--reference_path={path}: its weights are not those with which this run began; pass the "
+                "first one again, or start a new run with a checkpoint as --model_path"
             )
         self.saved_state = state
 

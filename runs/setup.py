@@ -29,7 +29,7 @@ from engine.vllm_engine import VLLM, refuse_engine
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
-from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
+from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states, weights_of
 from runs.flag_notes import template_notes
 from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
@@ -188,6 +188,8 @@ def set_up(
     checkpoint = find_checkpoint(config, folder, ranks) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
+    if training.use_grpo and config.grpo.reference_path:
+        compare_tokenizers(load_tokenizer(of_teacher(config)), tokenizer, config, console.print)
     tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
@@ -210,6 +212,10 @@ def set_up(
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
     for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
+    weights_of_teacher = ""
+    if reference is None and training.use_grpo and config.grpo.reference_path:
+        reference = load_teacher(config, mesh, device)
+        weights_of_teacher = weights_of(reference)
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
         ranks.agree(replicated_sums("reference", reference))
@@ -218,7 +224,7 @@ def set_up(
         console.print)
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
-        Progress(kl_coef=config.grpo.kl_coef), optimizer, reference,
+        Progress(kl_coef=config.grpo.kl_coef), optimizer, reference, weights_of_teacher,
     )
     for line in describe_step(
         config, longest_prompt=longest_prompt, shared_prompt=engine.shares_prompts, mesh=mesh, memory=memory,
@@ -264,6 +270,32 @@ def validate_reference(
         raise ValueError(
             "reference: its weights are in 16 bits; load it with load_policy of engine/policy.py")
     reference.eval().requires_grad_(False)
+
+
+def of_teacher(config: Config) -> ModelConfig:
+    """Return settings that load the model of --reference_path: in the policy's precision, without LoRA."""
+    return replace(config.model, model_path=config.grpo.reference_path, lora_rank=0)
+
+
+def compare_tokenizers(of_reference, tokenizer, config: Config, notify: Callable) -> None:
+    """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
+    ours, theirs = tokenizer.get_vocab(), of_reference.get_vocab()
+    if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
+        example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
+        raise ValueError(
+            f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens are others "
+            f"there ({example}); take a model with the policy's tokenizer"
+        )
+    if of_reference.chat_template != tokenizer.chat_template:
+        notify("  note   the reference was made for another chat template; it reads prompts in the policy's")
+
+
+def load_teacher(config: Config, mesh: dict[str, int], device: torch.device) -> torch.nn.Module:
+    """Load the model of --reference_path, frozen and sharded as the policy is."""
+    teacher, _ = load_policy(of_teacher(config), trainable=False)
+    move(teacher, device)
+    shard(teacher, layers_of(teacher), mesh)
+    return teacher
 
 
 def find_checkpoint(config: Config, folder: RunFolder, ranks: OneRank | ManyRanks) -> Path | None:

@@ -262,5 +262,6 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
         f"{name} {', '.join(f'{p:g}' for p in row[:, 0].tolist())}" for name, row in per_function.items()
     )
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
-    flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True)]
+    told = list(per_function) == ["none"]                 # nothing is to be learned from points
+    flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True) if not told]
     return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]

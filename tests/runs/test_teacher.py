@@ -1,0 +1,148 @@
+"""A teacher: --reference_path, distillation without rewards, resumed, refused, replayed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import train
+from config import Config, ModelConfig
+from engine.policy import load_policy, save_policy
+from runs.checkpoint import read_state
+from runs.memory_estimate import memory_gb
+from runs.setup import set_up
+
+FLAGS = dict(
+    use_grpo=True, use_kl_penalty=True, kl_penalty_coef=1.0, reward_functions=["none"], cold_start_steps=0, batch_size=4, eval_limit=4,
+    eval_steps=0, save_steps=2, generation_max_length=8, report_to="none", log_rollouts_every=1)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """The folder of the built-in model with other weights."""
+    torch.manual_seed(7)
+    model, tokenizer = load_policy(ModelConfig())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("teacher")
+    save_policy(model, tokenizer, folder)
+    return folder
+
+
+def run_of(tmp_path, teacher, **flags):
+    return Config.of(**FLAGS | dict(reference_path=str(teacher), output_dir=str(tmp_path / "run")) | flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["exact", "ratio_k3"])
+def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path, teacher, estimator):
+    run = set_up(run_of(tmp_path, teacher, kl_estimator=estimator))
+    run.begin_phase(run.phase)
+    groups = train.sample_groups(run, run.batches.take(4))
+    assert groups.tied.all() and (groups.rewards == 0).all()
+    experience = run.experience_of(groups)
+    losses = train.accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
+    found = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+    run.model.zero_grad()
+    rollout, models, logits = experience.rollout, (run.model, run.teacher), []
+    total, count = 0.0, int(rollout.completion_mask.sum())
+    for row in range(16):                                 # plain transformers, a completion at a time
+        ids, length = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]], int(rollout.completion_mask[row].sum())
+        both = torch.cat([ids, rollout.completion_ids[row, :length]])[None]
+        logits = [model(both).logits[0, len(ids) - 1 : -1] for model in models]
+        p, q = (x.log_softmax(-1) for x in logits)
+        if estimator == "exact":
+            total = total + (p.exp() * (p - q.detach())).sum() / count
+        else:
+            chosen = both[0, len(ids) :, None]
+            p, q = p.gather(1, chosen), q.detach().gather(1, chosen)
+            total = total + ((p - p.detach()).exp() * ((q - p).exp() - (q - p) - 1)).sum() / count
+    total.backward()
+    assert losses["kl"] == pytest.approx(total.item(), rel=1e-4) and losses["policy_loss"] == 0
+    for name, parameter in run.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_teacher_is_resumed_bit_for_bit_and_its_checkpoints_name_it_without_carrying_it(tmp_path, teacher, capsys):
+    moved = shutil.copytree(teacher, tmp_path / "teacher")
+    run, whole = tmp_path / "run", train.train(run_of(tmp_path, moved, max_steps=4, keep_checkpoints=9))[0]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert not list(run.glob("checkpoints/*/reference")) and len(read_state(run / "checkpoints/step-00000002")["weights_of_teacher"]) == 64
+    assert json.loads((run / "config.json").read_text())["grpo"]["reference_path"] == str(moved)
+
+    def cut():
+        shutil.rmtree(run / "final")
+        for checkpoint in run.glob("checkpoints/step-00000004*"):
+            shutil.rmtree(checkpoint)
+
+    cut()
+    resumed = train.train(Config.of(resume=True, output_dir=str(run)))[0]
+    again = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [line.get("kl") for line in again] == [line.get("kl") for line in lines] and sum("kl" in line for line in lines) == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+    cut()
+    model, tokenizer = load_policy(ModelConfig(model_path=str(moved)))
+    model.model.norm.weight.data += 0.01
+    save_policy(model, tokenizer, moved)
+    with pytest.raises(ValueError, match="--reference_path=.*teacher: its weights are not those with which this run began"):
+        set_up(Config.of(resume=True, output_dir=str(run)))
+
+
+@pytest.mark.slow
+def test_a_step_with_a_teacher_is_replayed_with_it(tmp_path, teacher, capsys):
+    train.train(run_of(tmp_path, teacher, max_steps=1))
+    capsys.readouterr()
+    train.main(["--replay", str(tmp_path / "run/rollouts.jsonl"), "--model_path", str(tmp_path / "run/checkpoints/step-00000001")])
+    replayed = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert replayed["kl"] > 0 and replayed["policy_loss"] == 0
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loaded(tmp_path, teacher, monkeypatch):
+    other = shutil.copytree(teacher, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)
+    first, second = [token for token, number in vocabulary["model"]["vocab"].items() if number in (100, 101)]
+    vocabulary["model"]["vocab"] |= {first: 101, second: 100}
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    monkeypatch.setattr("runs.setup.load_policy", lambda *args, **kwargs: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=r"--reference_path=.*other: 2 of 263 tokens are others there \(.* is 10[01] here and 10[01] there\)"):
+        set_up(run_of(tmp_path, other))
+
+
+def test_another_template_is_noted(tmp_path, teacher, capsys):
+    other = shutil.copytree(teacher, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    set_up(run_of(tmp_path, other))
+    assert "the reference was made for another chat template" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags,message", [
+    (dict(use_kl_penalty=False, reward_functions=["correctness"]), "--reference_path=t: nothing is compared with it; add --use_kl_penalty"),
+    (dict(reference_mode="ema"), "--reference_mode=ema: the model of --reference_path stays as it is"),
+    (dict(use_kl_penalty=False, reference_path=""), "--reward_functions=none: nothing would be learned"),
+    (dict(kl_in="reward"), "--reward_functions=none: nothing would be learned"),
+])
+def test_settings_that_do_not_fit_a_teacher_are_one_line(tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        run_of(tmp_path, "t", **flags)
+
+
+def test_a_teacher_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
+        set_up(run_of(tmp_path, tmp_path / "nowhere"))
+
+
+def test_the_memory_estimate_counts_a_teacher_by_its_own_size(tmp_path, teacher):
+    model, tokenizer = load_policy(ModelConfig())
+    config = model.config
+    config.hidden_size, config.intermediate_size = 4 * config.hidden_size, 4 * config.intermediate_size
+    shutil.copytree(teacher, tmp_path / "large")
+    config.save_pretrained(tmp_path / "large")
+    mesh = dict(replicate=1, fsdp=1, tp=1)
+    small, large = (memory_gb(run_of(tmp_path, folder), 20, mesh)["reference"] for folder in (teacher, tmp_path / "large"))
+    assert small == pytest.approx(sum(4 * p.numel() for p in model.parameters()) / 1e9) and large > 4 * small
