@@ -28,6 +28,7 @@ from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from environments.conversations import sample_with_environment
+from environments.instances import closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from engine.policy import check_context_length, load_policy, move
 from environments.messages import encode_demonstration, with_known_role
@@ -68,7 +69,7 @@ class ChatModel:
         device = best_device(source.device)
         source = replace(source, precision=resolve_precision(source.precision, device))
         model, tokenizer = load_policy(source, trainable=False)
-        tokenizer.tools = getattr(load_environment(config.environment), "tools", None)
+        tokenizer.tools = tools_of(load_environment(config.environment))
         engine, ranks = make_engine("plain", move(model, device), tokenizer), make_ranks(device)
         if not alone or device.type == "xla":
             everything = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
@@ -85,6 +86,7 @@ class ChatModel:
         longest = max(len(encode_prompt(self.tokenizer, prompt)) for prompt in prompts)
         check_context_length(self.engine.model, longest, self.config.generation_max_length)
 
+    @closing_environments()
     def sample(self, examples: list[dict], num_completions: int = 1, **options) -> Rollout:
         """Sample completions of the prompts. options: as for Engine.sample."""
         environment = load_environment(self.config.environment)

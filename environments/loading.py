@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from environments.games import guess_letter
+from environments.instances import Instance, refuse_class
 from environments.tools import calculate, python, with_tools
 from reward_functions.loading import accepted, as_name, columns_of, function_from_file, missing_columns
 from reward_functions.sandbox import run_python
@@ -15,9 +16,9 @@ BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "
 
 
 def load_environment(name: str | Callable) -> Callable | None:
-    """Return a built-in environment by name, or the one of `path/to/file.py:function`; None for "".
+    """Return a built-in environment by name, or the function or class of `path/to/file.py:name`; None for "".
 
-    A function is returned as it is. Raises ValueError if it cannot be called as an environment, or if the
+    A function or class is returned as it is. Raises ValueError if it cannot be an environment, or if the
     sandbox that `python` needs is missing.
     """
     if name == "python":
@@ -28,7 +29,9 @@ def load_environment(name: str | Callable) -> Callable | None:
     environment = name if callable(name) else BUILT_IN.get(name)
     if name and environment is None:
         environment = function_from_file("environment", name, tuple(BUILT_IN))
-    if environment is not None and not inspect.signature(environment).parameters:
+    if inspect.isclass(environment):
+        refuse_class(as_name(name), environment)
+    elif environment is not None and not inspect.signature(environment).parameters:
         raise ValueError(
             f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
             "argument"
@@ -38,16 +41,30 @@ def load_environment(name: str | Callable) -> Callable | None:
 
 def refuse_missing_columns(name: str, environment: Callable | None, examples: list[dict]) -> None:
     """Raise ValueError if the environment requires a column that the examples do not have."""
-    missing = environment and missing_columns(partial(environment, []), columns_of(examples))
+    missing = environment and missing_columns(takes_columns(environment), columns_of(examples))
     if missing:
         raise ValueError(f"--environment={name}: needs the column {missing[0]}, which no example has")
 
 
-def responders(environment: Callable | None, examples: list[dict]) -> list[Callable] | None:
-    """Bind each example's columns to the environment: returns functions of the conversation alone."""
+def takes_columns(environment: Callable) -> Callable:
+    """Return what accepts the columns: a function without the conversation, or reset of a class."""
+    if inspect.isclass(environment):
+        return partial(environment.reset, None, prompt=None)
+    return partial(environment, [])
+
+
+def responders(
+    environment: Callable | None, examples: list[dict], seconds: float = 0.0
+) -> list[Callable | Instance] | None:
+    """Bind each example's columns to the environment: returns functions of the conversation alone, or new
+    instances of a class. seconds: --reward_timeout
+    """
     if environment is None:
         return None
-    columns, rest = columns_of(examples), partial(environment, [])        # after the conversation
+    columns, rest = columns_of(examples), takes_columns(environment)
     missing = dict.fromkeys(missing_columns(rest, columns))               # that examples of other steps have
     rows = [{name: example.get(name) for name in columns} for example in examples]
+    if inspect.isclass(environment):
+        rows = [row | {"prompt": example["prompt"]} for row, example in zip(rows, examples, strict=True)]
+        return [Instance(environment, row, seconds) for row in rows]
     return [partial(environment, **missing, **accepted(rest, row)) for row in rows]
