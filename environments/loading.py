@@ -5,6 +5,7 @@ Finding an environment by name or in a file, and the columns of the data that it
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 
 from environments.games import guess_letter
 from environments.instances import Instance, refuse_class
@@ -42,6 +43,7 @@ def load_environment(name: str | Callable) -> Callable | None:
 def refuse_missing_columns(name: str, environment: Callable | None, examples: list[dict]) -> None:
     """Raise ValueError if the environment requires a column that the examples do not have."""
     missing = environment and missing_columns(takes_columns(environment), columns_of(examples))
+    missing = [column for column in missing or [] if column != "prompt"]
     if missing:
         raise ValueError(f"--environment={name}: needs the column {missing[0]}, which no example has")
 
@@ -49,7 +51,7 @@ def refuse_missing_columns(name: str, environment: Callable | None, examples: li
 def takes_columns(environment: Callable) -> Callable:
     """Return what accepts the columns: a function without the conversation, or reset of a class."""
     if inspect.isclass(environment):
-        return partial(environment.reset, None, prompt=None)
+        return MethodType(environment.reset, environment)
     return partial(environment, [])
 
 
@@ -65,6 +67,9 @@ def responders(
     missing = dict.fromkeys(missing_columns(rest, columns))               # that examples of other steps have
     rows = [{name: example.get(name) for name in columns} for example in examples]
     if inspect.isclass(environment):
-        rows = [row | {"prompt": example["prompt"]} for row, example in zip(rows, examples, strict=True)]
-        return [Instance(environment, row, seconds) for row in rows]
+        prompts = [{"prompt": example["prompt"]} for example in examples]
+        return [
+            Instance(environment, missing | row | prompt, seconds)
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
     return [partial(environment, **missing, **accepted(rest, row)) for row in rows]
