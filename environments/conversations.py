@@ -18,18 +18,16 @@ Left out on purpose: functions that run concurrently. They are called one after 
 
 import inspect
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from data import as_messages, encode_prompt, is_ids
+from data import as_messages, is_ids
 from engine.errors import RunError, exits_as_errors, in_one_line
-from engine.policy import check_context_length
 from logprobs import completion_lengths
-from environments.instances import Instance
+from environments.instances import Instance, reset_group
 from environments.loading import responders
 from environments.messages import encode_reply
 from rewards import MOST_POINTS
@@ -57,11 +55,6 @@ def sample_with_environment(
         group_size=group_size, seed=seed, earlier=options.get("earlier"),
     )
     prompts = [conversation.prompt for conversation in conversations[::group_size]]
-    longest = max(len(encode_prompt(tokenizer, prompt)) for prompt in prompts)
-    try:
-        check_context_length(engine.model, longest, config.generation_max_length)
-    except ValueError as error:
-        raise RunError(f"environment {config.environment}: with what reset returned: {error}") from None
 
     def reply(turns: list[tuple[int, list[int]]]) -> list[list[int]]:
         begun = [conversations[row].end_turn(ids) for row, ids in turns]         # all, before one is awaited
@@ -78,7 +71,7 @@ def sample_with_environment(
         points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
         points[row, lengths[row] - 1] += final_points[row]()
     return replace(
-        rollout, turn_points=points, environments=instances_of(conversations),
+        rollout, turn_points=points, environments=[each.environment for each in conversations],
         finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in conversations]),
         completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows],
     )
@@ -90,42 +83,41 @@ def start_conversations(
 ) -> list["Conversation"]:
     """Return group_size conversations for each example. Instances of a class are made and reset.
 
-    A group has one prompt: raises RunError if reset returned different texts. `random` is seeded with seed,
-    the prompt and how often it came earlier, and restored.
+    seed, earlier  of `random` in reset: seed, and how often each prompt came before
     """
     rows = [example for example in examples for _ in range(group_size)]
-    responds = responders(environment, rows, config.reward_timeout)
-    conversations = [
-        Conversation(tokenizer, example["prompt"], respond, config, stops)
-        for example, respond in zip(rows, responds, strict=True)
-    ]
+    prompts = [example["prompt"] for example in examples]
     if not inspect.isclass(environment):
-        return conversations
-    earlier = earlier or occurrences([example["prompt"] for example in examples])
-    state = random.getstate()
-    for p, example in enumerate(examples):
-        group = conversations[p * group_size : (p + 1) * group_size]
-        texts = [conversation.reset(f"{seed} {earlier[p]} {example['prompt']}") for conversation in group]
-        texts = {text for text, conversation in zip(texts, group, strict=True) if not conversation.failed}
-        if len(texts) > 1:
-            first, second, *_ = (f"{text!r:.60}" for text in texts)
-            raise RunError(
-                f"environment {config.environment}: reset returned {first} and {second} for one prompt; let "
-                "them depend on the columns, and on `random`, which is seeded"
-            )
-        for conversation in group:
-            conversation.extend_prompt(next(iter(texts), None) or "")
-    random.setstate(state)
-    return conversations
+        responds = responders(environment, rows)
+    else:
+        responds = [Instance(environment, example, config.reward_timeout) for example in rows]
+        for p, times in enumerate(earlier or occurrences(prompts)):
+            group = responds[p * group_size : (p + 1) * group_size]
+            try:
+                text = reset_group(group, f"{seed} {times} {prompts[p]}")
+                prompts[p] = append_text(prompts[p], text) if text else prompts[p]
+            except ValueError as error:
+                raise RunError(f"environment {config.environment}: {error}") from None
+    return [
+        Conversation(tokenizer, prompts[row // group_size], respond, config, stops)
+        for row, respond in enumerate(responds)
+    ]
+
+
+def append_text(prompt: str | list, text: str) -> str | list[dict]:
+    """Append text to a prompt, or to the last of its messages."""
+    if is_ids(prompt):
+        raise ValueError("reset returned text for a prompt that was cut; pass --long_prompts drop")
+    if isinstance(prompt, str):
+        return prompt + text
+    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
 
 
 class Conversation:
     """Hold the state of one conversation while it is sampled."""
 
     def __init__(self, tokenizer, prompt, respond: Callable, config, stops: list[int]):
-        """respond: a function of the messages, or an Instance; config: max_turns, generation_max_length,
-        reward_errors.
-        """
+        """respond: a function of messages, or an Instance; config: max_turns, reward_errors and so on."""
         self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
         self.config, self.stops = config, stops
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -135,28 +127,11 @@ class Conversation:
         self.num_turns = 0                                # ended by the policy
         self.turn_points: dict[int, float] = {}           # position of the turn's last token -> points
         self.too_long = False                           # ended because a message did not fit the length limit
-        self.failed = False                               # ended because the environment raised, and unscored
 
-    def reset(self, seed: str) -> str | None:
-        """Wait until the instance is made, reset it, and return what to append to the prompt."""
-        def reset():
-            self.respond.created()
-            return self.respond.start(self.respond.reset, seed)()
-
-        return self.attempt(reset, None)
-
-    def extend_prompt(self, text: str) -> None:
-        """Append text to the last message of the prompt."""
-        if not text:
-            return
-        if is_ids(self.prompt):
-            raise RunError(
-                f"environment {self.config.environment}: reset returned text for a prompt that was cut; pass "
-                "--long_prompts drop, or a larger --max_prompt_length"
-            )
-        *before, last = self.messages
-        self.messages = [*before, last | {"content": last["content"] + text}]
-        self.prompt = self.messages[0]["content"] if isinstance(self.prompt, str) else list(self.messages)
+    @property
+    def environment(self):
+        """Return the instance of a class; None for a function."""
+        return self.respond.environment if isinstance(self.respond, Instance) else None
 
     def end_turn(self, ids: list[int]) -> Callable[[], list[int]]:
         """Begin the environment's step after a turn of the policy.
@@ -189,35 +164,33 @@ class Conversation:
         """
         self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
-        if self.failed:
-            return lambda: (None, math.nan)
         call = partial(self.respond, [dict(message) for message in self.messages])
         if isinstance(self.respond, Instance):
             call = self.respond.start(call)
-        return lambda: self.attempt(lambda: parse_step(call()), (None, math.nan))
+        return partial(self.attempt, call)
 
     def final_points(self) -> Callable[[], float]:
         """Begin to ask an instance for its points at the end. Return a function that returns them."""
-        if self.failed or not isinstance(self.respond, Instance):
-            return lambda: math.nan if self.failed else 0.0
+        if not isinstance(self.respond, Instance):
+            return lambda: 0.0
         points = self.respond.start(self.respond.points, True)
-        return lambda: self.attempt(lambda: parse_step((None, points()))[1], math.nan)
+        return lambda: self.attempt(lambda: (None, points()))[1]
 
-    def attempt(self, call: Callable, otherwise):
-        """Return call(). If it raises, raise RunError; with --reward_errors none, return otherwise, and the
-        conversation is over.
+    def attempt(self, call: Callable) -> tuple[dict | None, float]:
+        """Return the message and the points of a call.
+
+        If it raises, raise RunError; with --reward_errors none, end the conversation with NaN.
         """
         try:
             with exits_as_errors():
-                return call()
+                return parse_step(call())
         except Exception as error:
-            self.failed = True
             if self.config.reward_errors == "none":
-                return otherwise
+                return None, math.nan
             last = f"after turn {self.num_turns}, {self.messages[-1]['content']!r:.80}"
             raise RunError(
-                f"environment {self.config.environment} raised {in_one_line(error)}; {last}. Let it accept any "
-                "text, or pass --reward_errors none."
+                f"environment {self.config.environment} raised {in_one_line(error)}; {last}. Let it accept "
+                "any text, or pass --reward_errors none."
             ) from error
 
     def completion_messages(self, ids: list[int]) -> list[dict]:
@@ -257,12 +230,6 @@ def run_scripted_turns(conversation: Conversation, turns: list[str]) -> tuple[li
             break
         conversation.messages.append(message)
     return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_points()()
-
-
-def instances_of(conversations: list[Conversation]) -> list | None:
-    """Return the instances of a class behind conversations; None for other environments."""
-    instances = [each.respond.environment for each in conversations if isinstance(each.respond, Instance)]
-    return instances or None
 
 
 def describe_conversations(rollout) -> dict:

@@ -8,7 +8,7 @@ from functools import partial
 from types import MethodType
 
 from environments.games import guess_letter
-from environments.instances import Instance, refuse_class
+from environments.instances import refuse_class
 from environments.tools import calculate, python, with_tools
 from reward_functions.loading import accepted, as_name, columns_of, function_from_file, missing_columns
 from reward_functions.sandbox import run_python
@@ -42,34 +42,20 @@ def load_environment(name: str | Callable) -> Callable | None:
 
 def refuse_missing_columns(name: str, environment: Callable | None, examples: list[dict]) -> None:
     """Raise ValueError if the environment requires a column that the examples do not have."""
-    missing = environment and missing_columns(takes_columns(environment), columns_of(examples))
-    missing = [column for column in missing or [] if column != "prompt"]
+    if environment is None:
+        return
+    is_class = inspect.isclass(environment)
+    takes_columns = MethodType(environment.reset, environment) if is_class else partial(environment, [])
+    missing = [name for name in missing_columns(takes_columns, columns_of(examples)) if name != "prompt"]
     if missing:
         raise ValueError(f"--environment={name}: needs the column {missing[0]}, which no example has")
 
 
-def takes_columns(environment: Callable) -> Callable:
-    """Return what accepts the columns: a function without the conversation, or reset of a class."""
-    if inspect.isclass(environment):
-        return MethodType(environment.reset, environment)
-    return partial(environment, [])
-
-
-def responders(
-    environment: Callable | None, examples: list[dict], seconds: float = 0.0
-) -> list[Callable | Instance] | None:
-    """Bind each example's columns to the environment: returns functions of the conversation alone, or new
-    instances of a class. seconds: --reward_timeout
-    """
+def responders(environment: Callable | None, examples: list[dict]) -> list[Callable] | None:
+    """Bind each example's columns to the environment: returns functions of the conversation alone."""
     if environment is None:
         return None
-    columns, rest = columns_of(examples), takes_columns(environment)
+    columns, rest = columns_of(examples), partial(environment, [])        # after the conversation
     missing = dict.fromkeys(missing_columns(rest, columns))               # that examples of other steps have
     rows = [{name: example.get(name) for name in columns} for example in examples]
-    if inspect.isclass(environment):
-        prompts = [{"prompt": example["prompt"]} for example in examples]
-        return [
-            Instance(environment, missing | row | prompt, seconds)
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
     return [partial(environment, **missing, **accepted(rest, row)) for row in rows]

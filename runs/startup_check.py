@@ -17,7 +17,7 @@ from engine.errors import first_line
 from engine.text_model import has_experts
 from engine.plain import Engine
 from engine.precision import is_exact
-from environments.conversations import instances_of, run_scripted_turns, start_conversations
+from environments.conversations import run_scripted_turns, start_conversations
 from environments.instances import closing_environments
 from experience import compare_with_sampler, log_probs_of_rollout
 from reward_functions.calling import wrap_reward_functions
@@ -246,8 +246,8 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
         results = [run_scripted_turns(conversation, [*before, text]) for conversation, text in pairs]
         completions, points = map(list, zip(*results, strict=True))
     rollout = texts_as_rollout(completions)
-    rollout.environments = instances_of(conversations)
     if conversations:
+        rollout.environments = [conversation.environment for conversation in conversations]
         rollout.turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
     functions, reports = wrap_reward_functions(reward_functions, rollout, config)
     scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
