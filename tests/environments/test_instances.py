@@ -19,6 +19,8 @@ from test_chat_template import published
 from test_rewards import call_and_score
 
 import environments.instances
+import train
+from config import Config, GRPOConfig, TrainingConfig
 from data import encode_prompt
 from engine import make_engine
 from engine.errors import RunError
@@ -28,6 +30,7 @@ from environments.loading import load_environment, refuse_missing_columns
 from environments.tools import run_call
 from logprobs import completion_lengths
 from reward_functions import environment
+from runs.records import read_jsonl
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
@@ -126,7 +129,7 @@ def sample(model, tokenizer, config, cls, examples=None, seed=3):
 
 @pytest.fixture(autouse=True)
 def every_turn_is_a_call(monkeypatch, request):
-    if "model" in request.fixturenames:
+    if {"model", "tmp_path"} & set(request.fixturenames):
         monkeypatch.setattr(environments.instances, "run_calls", lambda text, tools: [run_call(next(iter(tools.values())), text[:9])])
 
 
@@ -371,3 +374,52 @@ def test_one_that_dies_at_exit_or_hangs_there_does_not_keep_the_program():
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, cwd=os.path.dirname(environments.__path__[0]))
     assert done.returncode == 0 and done.stdout == "given up\n" and time.monotonic() - start < 30, done.stderr
+
+
+class Dice(Quiet):
+    """Its tool and its beginning are random, and its points differ between siblings."""
+
+    place = ""
+
+    def reset(self, **columns):
+        self.generator = random.Random(random.random())
+        return f" {self.generator.randint(1, 6)}"
+
+    def say(self, text: str) -> str:
+        """Say something.
+
+        Args:
+            text: The words.
+        """
+        self.reward += len(text) % 3 + self.generator.random()
+        return str(self.generator.randint(1, 6))
+
+
+def config_of(folder):
+    return Config(
+        grpo=GRPOConfig(generation_max_length=160, max_turns=3, num_completions_per_prompt=4),
+        training=TrainingConfig(
+            use_grpo=True, cold_start_steps=0, max_steps=4, batch_size=2, report_to="none", save_steps=1, eval_steps=0,
+            output_dir=folder, log_rollouts_every=1))
+
+
+def test_a_run_that_was_stopped_in_a_step_continues_bit_for_bit(tmp_path):
+    objects = dict(dataset=[{"prompt": f"{n}"} for n in range(20)], environment=Dice)
+    steps = itertools.count()
+
+    def stopping(environments, **columns):
+        if next(steps) == 4:                              # after the start-up check, an evaluation and two steps
+            raise KeyboardInterrupt
+        return read_reward(environments)
+
+    stopping.__name__ = "read_reward"
+    train.train(config_of(tmp_path / "whole"), reward_functions=[read_reward, "environment"], **objects)
+    Quiet.closed = 0
+    with pytest.raises(KeyboardInterrupt):
+        train.train(config_of(tmp_path / "run"), reward_functions=[stopping, "environment"], **objects)
+    assert OPEN == [] and Quiet.closed > 24, "closed after Ctrl-C in a reward function"
+    again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
+    train.train(again, reward_functions=[read_reward, "environment"], **objects)
+    whole, run = (read_jsonl(tmp_path / name / "rollouts.jsonl") for name in ("whole", "run"))
+    assert whole == run and len({record["reward"] for record in whole}) > 5 and len({r["prompt_ids"][-1] for r in whole}) > 2
+    assert max(len(record["completion"]) for record in whole) > 1
