@@ -403,6 +403,7 @@ def config_of(folder):
             output_dir=folder, log_rollouts_every=1))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_in_a_step_continues_bit_for_bit(tmp_path):
     objects = dict(dataset=[{"prompt": f"{n}"} for n in range(20)], environment=Dice)
     steps = itertools.count()
