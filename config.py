@@ -218,7 +218,7 @@ class GRPOConfig(Section):
         at_least=0)
 
     environment: str = flag(
-        "", "function that returns the environment's messages: calculator, python, guess_letter, or "
+        "", "function or class that replies to the policy: calculator, python, guess_letter, or "
         "path/to/file.py:function; empty: completions are single messages")
     max_turns: int = flag(
         1, "messages of the policy per conversation, at most; generation_max_length limits all its tokens",
@@ -231,7 +231,7 @@ class GRPOConfig(Section):
     reward_errors: Literal["raise", "none"] = flag(
         "raise", "if a reward function raises: stop the run, or leave completions unscored and count them")
     reward_timeout: float = flag(
-        0.0, "seconds a reward function may take for a rollout, else it counts as raising; 0: no limit",
+        0.0, "seconds for a call of a reward function, else it raises; 0: no limit, 60 for a class's calls",
         at_least=0)
     reward_combination: Literal["sum", "gdpo"] = flag(
         "sum", "add up the weighted points of the reward functions, or (gdpo) their weighted advantages")

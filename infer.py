@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     if args.merge_into:
         merge_adapter(source, args.merge_into)
         return
-    if not args.model_path:
+    if not args.model_path and not (args.chat and args.questions):
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
     keep_freed_memory()
     if args.evaluate:

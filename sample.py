@@ -3,8 +3,7 @@ Sampling: prompts in, groups of completions out, with the log-probability of eac
 
 Prompts are padded on the left, so that all end in one column, and forwarded together, once. What that leaves
 in transformers' cache is copied for each completion. Then a loop draws a token for each completion, until it
-ends with a stop token or at the length limit. The shared engine (engine/shared.py) does the same without
-copies of the prompts.
+ends with a stop token or at the length limit. engine/shared.py does the same without copies of prompts.
 
 Each completion has random numbers of its own, from the seed, its prompt, how often that came before, and its
 number in the group. So it is the same alone and in a batch, up to the rounding of the model.
@@ -49,6 +48,7 @@ class Rollout:
     finished: Tensor            # (B,) bool, False if the length limit came first
     completions: list           # B texts without stop token; with an environment, lists of messages
     turn_points: Tensor | None = None   # (B, T) points of turns, at their ends; NaN: the environment raised
+    environments: list | None = None    # B instances of a class, one for each conversation
 
 
 def sample_completions_for_prompts(
@@ -63,8 +63,8 @@ def sample_completions_for_prompts(
                generation_batch_size (completions at once, in whole groups; 0: all)
     num_completions  G, if not the config's
     earlier    result of occurrences(), if these prompts are part of a larger batch
-    reply      called with the number of a row and its ids after the prompt, when a turn has ended; returns
-               the ids that an environment adds, [] at the end. None: a completion is one turn
+    reply      called when turns have ended, with pairs of a row's number and its ids after the prompt;
+               returns the ids that each environment adds, [] at the end. None: a completion is one turn
     on_tokens  called with new tokens (n,) of the first completion
     """
     group_size = num_completions or config.num_completions_per_prompt
@@ -121,8 +121,9 @@ def sample_batch(
         drawn[rows, t] = from_policy
         ended = rows[from_policy & torch.isin(token, stops)]
         stopped[ended] = True
-        for row in ended.tolist() if reply else []:       # the environment writes the tokens that follow
-            added = reply(first_row + row, ids[row, : t + 1].tolist())[: limit - t - 1]
+        turns = [(first_row + row, ids[row, : t + 1].tolist()) for row in ended.tolist() if reply]
+        for row, added in zip(ended.tolist(), reply(turns) if turns else [], strict=False):
+            added = added[: limit - t - 1]                # environments write the tokens that follow
             ids[row, t + 1 : t + 1 + len(added)] = torch.tensor(added, dtype=torch.long, device=device)
             forced[row, t + 1 : t + 1 + len(added)] = True
             stopped[row] = not added                      # else there is another turn
@@ -212,8 +213,7 @@ def uniform_streams(
     earlier  result of occurrences(): a repeated prompt has different streams each time
     """
     generators = random_generators(prompts, earlier, group_size, seed)
-    streams = [generator.random(length, dtype=np.float32) for generator in generators]
-    return torch.from_numpy(np.stack(streams))
+    return torch.from_numpy(np.stack([each.random(length, dtype=np.float32) for each in generators]))
 
 
 def random_generators(

@@ -10,7 +10,7 @@ Left out on purpose: serving, and a cache kept between the user's turns: each fo
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -20,16 +20,17 @@ from transformers import TextStreamer
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.infer_flags import sampling_config
 from config import DataConfig, GRPOConfig, ModelConfig
-from data import as_text, encode_prompt
+from data import as_text, encode, encode_prompt
 from engine import make_engine
 from engine.devices import best_device
 from engine.errors import RunError
 from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
-from environments.conversations import sample_with_environment
+from environments.conversations import sample_with_environment, start_conversations
+from environments.instances import closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
-from engine.policy import check_context_length, load_policy, move
+from engine.policy import check_context_length, load_policy, load_tokenizer, move
 from environments.messages import encode_demonstration, with_known_role
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import UNSAFE, printable, section_of
@@ -68,7 +69,7 @@ class ChatModel:
         device = best_device(source.device)
         source = replace(source, precision=resolve_precision(source.precision, device))
         model, tokenizer = load_policy(source, trainable=False)
-        tokenizer.tools = getattr(load_environment(config.environment), "tools", None)
+        tokenizer.tools = tools_of(load_environment(config.environment))
         engine, ranks = make_engine("plain", move(model, device), tokenizer), make_ranks(device)
         if not alone or device.type == "xla":
             everything = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
@@ -85,6 +86,7 @@ class ChatModel:
         longest = max(len(encode_prompt(self.tokenizer, prompt)) for prompt in prompts)
         check_context_length(self.engine.model, longest, self.config.generation_max_length)
 
+    @closing_environments()
     def sample(self, examples: list[dict], num_completions: int = 1, **options) -> Rollout:
         """Sample completions of the prompts. options: as for Engine.sample."""
         environment = load_environment(self.config.environment)
@@ -126,6 +128,27 @@ def chat(chat_model: ChatModel, instruction: str) -> None:
             chat_model.seed += 1
     except (EOFError, KeyboardInterrupt):
         print()
+
+
+@closing_environments()
+def play(args, source: ModelConfig) -> None:
+    """Let the user write the model's turns. Print what the model would read, and the points."""
+    tokenizer, environment = load_tokenizer(source), load_environment(args.environment)
+    tokenizer.tools = tools_of(environment)
+    examples, stop = load_dataset(args, args.questions, 1), tokenizer.eos_token_id
+    refuse_missing_columns(args.environment, environment, examples)
+    config = replace(sampling_config(args), generation_max_length=10**9)         # turns are the limit
+    (talk,) = start_conversations(tokenizer, environment, examples, config, [stop], seed=args.seed)
+    ids, read = [], encode_prompt(tokenizer, talk.prompt)
+    with suppress(EOFError, KeyboardInterrupt):
+        while read:
+            print(printable(tokenizer.decode(read)))
+            ids += [*encode(tokenizer, input("> ")), stop]
+            read = talk.end_turn(ids)()
+            print(f"({talk.turn_points[len(ids) - 1]:+.2f} points)")
+            ids += read
+    total = sum(talk.turn_points.values()) + talk.final_points()()
+    print(f"{total:+.2f} points in {talk.num_turns} turns")
 
 
 def encode_conversation(
@@ -170,6 +193,9 @@ def write_answers(
 
 def answer_questions(args, source: ModelConfig) -> None:
     """Write the answers to the prompts of --questions into the file --answers, or print them."""
+    if args.chat:
+        play(args, source)
+        return
     examples = load_dataset(args, args.questions, args.limit or None)
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
     with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:

@@ -23,7 +23,7 @@ from experience import Experience, Groups, log_probs_of_rollout
 from grpo import compute_group_advantages, kl_penalty, token_loss
 from runs.console import RunConsole
 from runs.groups import select
-from runs.records import or_none, points_text
+from runs.records import or_none, points_of_turns, points_text
 from runs.run import Run
 
 COLD_STEPS = 100                # at most this many supervised steps: then the demonstration has right answers
@@ -136,6 +136,10 @@ def show_completions(
             rollout.completions, rollout.completion_mask, rollout.sampling_logp, rollout.finished.tolist(),
             strict=True))
     ])
+    if rollout.turn_points is not None:
+        masks, turns = rollout.completion_mask.tolist(), rollout.turn_points.tolist()
+        for g, of_turns in enumerate(map(points_of_turns, masks, turns)):
+            console.print(f"   {g}: points of turns {' '.join(points_text(or_none(p)) for p in of_turns)}")
     weighted = zip(groups.per_function.items(), config.weights, strict=True)
     columns = {f"{name} x {weight:g}": values for (name, values), weight in weighted} | {"r": groups.scores}
     if not torch.equal(groups.scores.nan_to_num(), points.nan_to_num()):

@@ -28,7 +28,8 @@ def build_parser() -> OneLineParser:
     )
     add = parser.add_argument
     add("--question", help="print the model's answer to this prompt")
-    add("--chat", action="store_true", help="hold a conversation with the model on the console")
+    add("--chat", action="store_true",
+        help="hold a conversation with the model; with --questions and --environment, take its place")
     add("--questions", metavar="DATASET", help="answer the prompts of a file, hub id or built-in task")
     add("--answers", metavar="FILE", help="write the answers to --questions there; without it, print them")
     add("--evaluate", metavar="DATASET",
@@ -73,7 +74,8 @@ def sampling_config(args: argparse.Namespace) -> GRPOConfig:
 def reject_incompatible(args: argparse.Namespace, parser: OneLineParser) -> None:
     """Raise ValueError, one line, for what the user has to change."""
     modes = [mode for mode in MODES if getattr(args, mode) not in (None, False)]
-    if len(modes) != 1 or not getattr(args, modes[0]):
+    plays = modes == ["chat", "questions"] and args.environment
+    if (len(modes) != 1 and not plays) or not getattr(args, modes[-1]):
         raise ValueError(f"give one of {', '.join(f'--{mode}' for mode in MODES)}; see --help")
     for name, least in ("samples", 1), ("limit", 0):
         if getattr(args, name) < least:

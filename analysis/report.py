@@ -29,7 +29,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from config import SECTIONS, ModelConfig
 from data import as_text
 from engine.policy import load_tokenizer
-from runs.records import or_none, points_text, read_jsonl, read_steps, replace_text
+from runs.records import or_none, points_of_turns, points_text, read_jsonl, read_steps, replace_text
 from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -205,6 +205,9 @@ def describe_completion(record: dict, tokenizer) -> dict:
     """Return lines of text, and texts and numbers of the tokens; without a tokenizer, one text."""
     end = "ended with a stop token" if record["finished"] else "truncated at the length limit"
     points = {"advantage": record["advantage"]} | record["rewards"]
+    chosen = [logp is not None for logp in record["sampling_logp"]]
+    of_turns = points_of_turns(chosen, record.get("turn_points", []))
+    points |= {f"turn {turn}": value for turn, value in enumerate(of_turns, start=1)}
     return {
         "reward": f"reward {points_text(record['reward'])}",
         "points": [f"{name} {points_text(value)}" for name, value in points.items()],

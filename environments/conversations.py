@@ -1,8 +1,8 @@
 """
 Conversations: the policy and an environment take turns, up to --max_turns turns of the policy.
 
-An environment is a function of the conversation so far, a list of chat messages of which the last one is the
-policy's:
+An environment is a class of which each conversation has an instance (environments/instances.py), or a
+function of the conversation so far, a list of chat messages of which the last one is the policy's:
 
     def respond(conversation, **columns) -> str | dict | None
 
@@ -13,10 +13,10 @@ including the last one, so that it can give points for it.
 
 Token ids are never decoded and encoded again: sampled tokens are kept, an environment's message is encoded
 alone and appended (environments/messages.py), and the key-value cache is extended.
-Left out on purpose: environments that run concurrently or asynchronously. They are called one after the
-other.
+Left out on purpose: functions that run concurrently. They are called one after the other.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,56 +25,99 @@ from functools import partial
 import torch
 
 from data import as_messages, is_ids
-from engine.errors import RunError, exits_as_errors
+from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
+from environments.instances import Instance, reset_group
 from environments.loading import responders
 from environments.messages import encode_reply
 from rewards import MOST_POINTS
-from sample import Rollout, stop_token_ids
+from sample import Rollout, occurrences, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
 
 def sample_with_environment(
     engine, environment: Callable | None, examples: list[dict], config, *, num_completions: int | None = None,
-    **options,
+    seed: int, **options,
 ) -> Rollout:
     """Sample a group for each example's prompt. With an environment a completion is a list of messages.
 
     engine   an Engine;  config  a GRPOConfig
-    options  seed, earlier, on_tokens: see Engine.sample
+    options  earlier, on_tokens: see Engine.sample
+    returns  with a class, its instances are open until closing_environments around the call closes them
     """
     prompts, tokenizer = [example["prompt"] for example in examples], engine.tokenizer
     if environment is None:
-        return engine.sample(prompts, config, num_completions=num_completions, **options)
-    stops = stop_token_ids(engine.model, tokenizer)
-    conversations = [
-        Conversation(tokenizer, prompt, respond, config, stops)
-        for prompt, respond in zip(prompts, responders(environment, examples), strict=True)
-        for _ in range(num_completions or config.num_completions_per_prompt)
-    ]
-    rollout = engine.sample(
-        prompts, config, num_completions=num_completions,
-        reply=lambda row, ids: conversations[row].end_turn(ids), **options,
+        return engine.sample(prompts, config, num_completions=num_completions, seed=seed, **options)
+    group_size = num_completions or config.num_completions_per_prompt
+    conversations = start_conversations(
+        tokenizer, environment, examples, config, stop_token_ids(engine.model, tokenizer),
+        group_size=group_size, seed=seed, earlier=options.get("earlier"),
     )
+    prompts = [conversation.prompt for conversation in conversations[::group_size]]
+
+    def reply(turns: list[tuple[int, list[int]]]) -> list[list[int]]:
+        begun = [conversations[row].end_turn(ids) for row, ids in turns]         # all, before one is awaited
+        return [tokens() for tokens in begun]
+
+    rollout = engine.sample(
+        prompts, config, num_completions=num_completions, seed=seed, reply=reply, **options)
     if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(conversations)):
         raise RunError(f"engine {type(engine).__name__} does not call reply: an environment needs that.")
     points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
     rows = zip(conversations, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
+    final_points = [conversation.final_points() for conversation in conversations]
     for row, conversation in enumerate(conversations):
         points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
+        points[row, lengths[row] - 1] += final_points[row]()
     return replace(
-        rollout, turn_points=points,
+        rollout, turn_points=points, environments=[each.environment for each in conversations],
         finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in conversations]),
         completions=[conversation.completion_messages(ids[:n]) for conversation, ids, n in rows],
     )
+
+
+def start_conversations(
+    tokenizer, environment: Callable, examples: list[dict], config, stops: list[int], *, group_size: int = 1,
+    seed: int = 0, earlier: list[int] | None = None,
+) -> list["Conversation"]:
+    """Return group_size conversations for each example. Instances of a class are made and reset.
+
+    seed, earlier  of `random` in reset: seed, and how often each prompt came before
+    """
+    rows = [example for example in examples for _ in range(group_size)]
+    prompts = [example["prompt"] for example in examples]
+    if not inspect.isclass(environment):
+        responds = responders(environment, rows)
+    else:
+        responds = [Instance(environment, example, config.reward_timeout) for example in rows]
+        for p, times in enumerate(earlier or occurrences(prompts)):
+            group = responds[p * group_size : (p + 1) * group_size]
+            try:
+                text = reset_group(group, f"{seed} {times} {prompts[p]}")
+                prompts[p] = append_text(prompts[p], text) if text else prompts[p]
+            except ValueError as error:
+                raise RunError(f"environment {config.environment}: {error}") from None
+    return [
+        Conversation(tokenizer, prompts[row // group_size], respond, config, stops)
+        for row, respond in enumerate(responds)
+    ]
+
+
+def append_text(prompt: str | list, text: str) -> str | list[dict]:
+    """Append text to a prompt, or to the last of its messages."""
+    if is_ids(prompt):
+        raise ValueError("reset returned text for a prompt that was cut; pass --long_prompts drop")
+    if isinstance(prompt, str):
+        return prompt + text
+    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
 
 
 class Conversation:
     """Hold the state of one conversation while it is sampled."""
 
     def __init__(self, tokenizer, prompt, respond: Callable, config, stops: list[int]):
-        """respond: a function of the messages; config: max_turns, generation_max_length, reward_errors."""
+        """respond: a function of messages, or an Instance; config: max_turns, reward_errors and so on."""
         self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
         self.config, self.stops = config, stops
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -85,13 +128,24 @@ class Conversation:
         self.turn_points: dict[int, float] = {}           # position of the turn's last token -> points
         self.too_long = False                           # ended because a message did not fit the length limit
 
-    def end_turn(self, ids: list[int]) -> list[int]:
-        """Return the tokens of the environment's message after a turn of the policy, or [] at the end.
+    @property
+    def environment(self):
+        """Return the instance of a class; None for a function."""
+        return self.respond.environment if isinstance(self.respond, Instance) else None
 
-        ids  all tokens after the prompt, up to and including the stop token of the turn
+    def end_turn(self, ids: list[int]) -> Callable[[], list[int]]:
+        """Begin the environment's step after a turn of the policy.
+
+        ids      all tokens after the prompt, up to and including the stop token of the turn
+        returns  a function that returns the tokens of the environment's message, or [] at the end
         """
         start, self.turn_start = self.turn_start, len(ids)
-        message, self.turn_points[len(ids) - 1] = self.environment_step(self.decode(ids[start:-1]))
+        step = self.environment_step(self.decode(ids[start:-1]))
+        return lambda: self.reply_tokens(ids, *step())
+
+    def reply_tokens(self, ids: list[int], message: dict | None, points: float) -> list[int]:
+        """Return the tokens of the environment's message after all tokens so far, ids, or [] at the end."""
+        self.turn_points[len(ids) - 1] = points
         if message is None or self.num_turns == self.config.max_turns:
             return []
         reply = encode_reply(self.tokenizer, self.prompt, message, self.stops)
@@ -103,22 +157,40 @@ class Conversation:
         self.turn_start += len(reply)
         return reply
 
-    def environment_step(self, text: str) -> tuple[dict | None, float]:
-        """Append a turn of the policy, and return the environment's message and its points for the turn.
+    def environment_step(self, text: str) -> Callable[[], tuple[dict | None, float]]:
+        """Append a turn of the policy, and begin the environment's step; a function is called later.
 
-        If the environment raises, raise RunError; with --reward_errors none, end the conversation with NaN.
+        returns  a function that returns the environment's message and its points for the turn
         """
         self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
+        call = partial(self.respond, [dict(message) for message in self.messages])
+        if isinstance(self.respond, Instance):
+            call = self.respond.start(call)
+        return partial(self.attempt, call)
+
+    def final_points(self) -> Callable[[], float]:
+        """Begin to ask an instance for its points at the end. Return a function that returns them."""
+        if not isinstance(self.respond, Instance):
+            return lambda: 0.0
+        points = self.respond.start(self.respond.points, True)
+        return lambda: self.attempt(lambda: (None, points()))[1]
+
+    def attempt(self, call: Callable) -> tuple[dict | None, float]:
+        """Return the message and the points of a call.
+
+        If it raises, raise RunError; with --reward_errors none, end the conversation with NaN.
+        """
         try:
             with exits_as_errors():
-                return parse_step(self.respond([dict(message) for message in self.messages]))
+                return parse_step(call())
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan
+            last = f"after turn {self.num_turns}, {self.messages[-1]['content']!r:.80}"
             raise RunError(
-                f"environment {self.config.environment} raised {type(error).__name__}: {error}; after turn "
-                f"{self.num_turns}, {text!r:.80}. Let it accept any text, or pass --reward_errors none."
+                f"environment {self.config.environment} raised {in_one_line(error)}; {last}. Let it accept "
+                "any text, or pass --reward_errors none."
             ) from error
 
     def completion_messages(self, ids: list[int]) -> list[dict]:
@@ -152,12 +224,12 @@ def run_scripted_turns(conversation: Conversation, turns: list[str]) -> tuple[li
     """Run a conversation with given turns of the policy. Return the messages and the total points."""
     total, turns = 0.0, turns[: conversation.config.max_turns]
     for number, text in enumerate(turns, start=1):
-        message, points = conversation.environment_step(text)
+        message, points = conversation.environment_step(text)()
         total += points
         if message is None or number == len(turns):
             break
         conversation.messages.append(message)
-    return conversation.messages[conversation.num_prompt_messages :], total
+    return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_points()()
 
 
 def describe_conversations(rollout) -> dict:

@@ -5,8 +5,10 @@ Finding an environment by name or in a file, and the columns of the data that it
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 
 from environments.games import guess_letter
+from environments.instances import refuse_class
 from environments.tools import calculate, python, with_tools
 from reward_functions.loading import accepted, as_name, columns_of, function_from_file, missing_columns
 from reward_functions.sandbox import run_python
@@ -15,9 +17,9 @@ BUILT_IN = {"calculator": with_tools(calculate), "python": with_tools(python), "
 
 
 def load_environment(name: str | Callable) -> Callable | None:
-    """Return a built-in environment by name, or the one of `path/to/file.py:function`; None for "".
+    """Return a built-in environment by name, or the function or class of `path/to/file.py:name`; None for "".
 
-    A function is returned as it is. Raises ValueError if it cannot be called as an environment, or if the
+    A function or class is returned as it is. Raises ValueError if it cannot be an environment, or if the
     sandbox that `python` needs is missing.
     """
     if name == "python":
@@ -28,7 +30,9 @@ def load_environment(name: str | Callable) -> Callable | None:
     environment = name if callable(name) else BUILT_IN.get(name)
     if name and environment is None:
         environment = function_from_file("environment", name, tuple(BUILT_IN))
-    if environment is not None and not inspect.signature(environment).parameters:
+    if inspect.isclass(environment):
+        refuse_class(as_name(name), environment)
+    elif environment is not None and not inspect.signature(environment).parameters:
         raise ValueError(
             f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
             "argument"
@@ -38,7 +42,11 @@ def load_environment(name: str | Callable) -> Callable | None:
 
 def refuse_missing_columns(name: str, environment: Callable | None, examples: list[dict]) -> None:
     """Raise ValueError if the environment requires a column that the examples do not have."""
-    missing = environment and missing_columns(partial(environment, []), columns_of(examples))
+    if environment is None:
+        return
+    is_class = inspect.isclass(environment)
+    takes_columns = MethodType(environment.reset, environment) if is_class else partial(environment, [])
+    missing = [name for name in missing_columns(takes_columns, columns_of(examples)) if name != "prompt"]
     if missing:
         raise ValueError(f"--environment={name}: needs the column {missing[0]}, which no example has")
 

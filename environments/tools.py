@@ -3,6 +3,8 @@ Environments that execute tool calls: a calculator and a Python interpreter.
 """
 
 import ast
+import asyncio
+import inspect
 import json
 import math
 import operator
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate
+from reward_functions.calling import event_loop
 from reward_functions.sandbox import run_python
 
 MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
@@ -45,7 +48,8 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
     *_, call = [None, *re.finditer(rf"\b({'|'.join(functions)})\(", text)]              # the last one
     if call is None or not text.endswith(")"):
         return []
-    return [run_call(functions[call[1]], text[call.end() : -1])]
+    argument = text[call.end() : -1].strip()
+    return [run_call(functions[call[1]], *[argument] * bool(argument))]
 
 
 def run_json_call(text: str, functions: dict[str, Callable]) -> str:
@@ -61,9 +65,16 @@ def run_json_call(text: str, functions: dict[str, Callable]) -> str:
 def run_call(function: Callable, /, *args, **kwargs) -> str:
     """Return the result of a tool as text. An exception becomes an error message to the model."""
     try:
-        return str(function(*args, **kwargs)).strip() or "(nothing)"
+        return str(await_result(function(*args, **kwargs))).strip() or "(nothing)"
     except Exception as error:
         return f"error: {str(error) or type(error).__name__}"
+
+
+def await_result(result):
+    """Return a result; for a coroutine, what it returns in the event loop of all async functions."""
+    if not inspect.iscoroutine(result):
+        return result
+    return asyncio.run_coroutine_threadsafe(result, event_loop()).result()
 
 
 def calculate(expression: str) -> str:

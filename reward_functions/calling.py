@@ -81,7 +81,7 @@ def wrap_reward_functions(
     """Return functions for compute_rewards_for_completions that call the given ones, and their reports.
 
     rollout   if it has turn_points (B, T), functions get the points of a conversation's turns, and one with
-              NaN among them is unscored: its environment raised
+              NaN among them is unscored: its environment raised. environments are passed on
     config    a GRPOConfig. reward_errors "raise": stop, naming the function and its error; "none": leave
               completions unscored. reward_timeout: seconds for one call, which scores all B completions;
               0: no limit. Taking longer is an error
@@ -101,6 +101,11 @@ def wrap_reward_functions(
         ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)       # (B, T), of turns
         provided["turn_points"] = select_tokens(turn_points, ends)
         unscored = turn_points.isnan().any(dim=1).tolist()
+    if environments := getattr(rollout, "environments", None):
+        # One that failed is replaced, so that a function that reads all of them can score the others.
+        pairs = list(zip(environments, unscored, strict=True))
+        working = next((each for each, failed in pairs if not failed), None)
+        provided["environments"] = [working if failed else each for each, failed in pairs]
     reports = Reports([{} for _ in mask])
 
     def wrap(function: Callable) -> Callable:
@@ -151,7 +156,8 @@ def start_call(function: Callable, arguments: dict, reports: Reports) -> Callabl
     """
     logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
     own = accepted(function, arguments | logs)
-    own |= {name: list(map(copy.deepcopy, value)) for name, value in own.items() if isinstance(value, list)}
+    lists = [name for name, value in own.items() if isinstance(value, list) and name != "environments"]
+    own |= {name: list(map(copy.deepcopy, own[name])) for name in lists}
 
     async def call_async():
         with exits_as_errors():                           # SystemExit would end the event loop

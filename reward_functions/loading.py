@@ -19,7 +19,7 @@ from rewards import NOT_PASSED, name_of, text_of
 BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name not in MAKERS}
 # Arguments that are no columns, and columns that are not passed to functions.
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
-            "log_extra", "log_metric")
+            "environments", "log_extra", "log_metric")
 RESERVED = (*PROVIDED, *NOT_PASSED)
 TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
 ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns

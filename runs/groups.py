@@ -9,18 +9,21 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from environments.instances import closing_environments
 from experience import Groups
 from reward_functions.calling import Reports
 from sample import Rollout, occurrences, pad_rows
 
 
+@closing_environments()
 def sample_on_all_ranks(engine, ranks, sample_and_score: Callable, examples: list[dict]) -> Groups:
     """Call sample_and_score(examples, earlier) with each rank's slice of examples, join the groups.
 
     earlier  of each prompt of the slice: how often it came before in the examples of all ranks
     """
     def of_this_rank(*columns) -> Groups:                 # examples may be large, and all ranks have them
-        return replace(sample_and_score(*columns), examples=[])
+        groups = sample_and_score(*columns)
+        return replace(groups, examples=[], rollout=replace(groups.rollout, environments=None))
 
     with engine.sampling():
         earlier = occurrences([example["prompt"] for example in examples])

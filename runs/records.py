@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import groupby, takewhile
+from itertools import compress, groupby, pairwise, takewhile
 from pathlib import Path
 
 from config import Config
@@ -79,6 +79,12 @@ def held_out_text(result: dict, config: Config) -> str:
             interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
             scored.append(f"{name} {mean:.3f}{interval} points")
     return ", ".join(scored) or "nothing could be scored"
+
+
+def points_of_turns(chosen: list[bool], points: list) -> list:
+    """Return the points at the last token of each turn. chosen: True on tokens of the policy."""
+    ends = [own and not following for own, following in pairwise([*chosen, False])]
+    return list(compress(points, ends))
 
 
 def points_text(reward: float | None) -> str:

@@ -26,6 +26,7 @@ from engine.precision import precision_of, resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from engine.sharding import replicated_sums, shard, sharded_like
 from engine.vllm_engine import VLLM, refuse_engine
+from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
@@ -147,7 +148,7 @@ def set_up(
 ) -> Run:
     """Prepare a run up to its first step. Raises ValueError if the user has to change something.
 
-    reward_functions, environment  names, functions, or None: those of config
+    reward_functions, environment  names, functions, a class of environments, or None: those of config
     dataset, eval_dataset          a source or examples for load_examples, or None: that of config
     engine                         a subclass of Engine, or a function of its arguments that returns one;
                                    None: --engine
@@ -190,7 +191,7 @@ def set_up(
     tokenizer = load_tokenizer(model_config)
     if training.use_grpo and config.grpo.reference_path:
         compare_tokenizers(load_tokenizer(of_teacher(config)), tokenizer, config, console.print)
-    tokenizer.tools = getattr(environment, "tools", None)                        # for the chat template
+    tokenizer.tools = tools_of(environment)               # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)

@@ -17,8 +17,8 @@ from engine.errors import first_line
 from engine.text_model import has_experts
 from engine.plain import Engine
 from engine.precision import is_exact
-from environments.conversations import Conversation, run_scripted_turns
-from environments.loading import responders
+from environments.conversations import run_scripted_turns, start_conversations
+from environments.instances import closing_environments
 from experience import compare_with_sampler, log_probs_of_rollout
 from reward_functions.calling import wrap_reward_functions
 from reward_functions.loading import data_example
@@ -64,6 +64,7 @@ def shortened(config, length: int = 16):
     return replace(config, generation_max_length=min(length, config.generation_max_length))
 
 
+@closing_environments()
 def check_setup(
     engine: Engine, examples: list[dict], config, reward_functions: list, environment=None
 ) -> list[Finding]:
@@ -86,8 +87,9 @@ def check_setup(
     ]
 
     def new_conversation():
-        (respond,) = responders(environment, [answered])
-        return Conversation(tokenizer, answered["prompt"], respond, config, stop_token_ids(model, tokenizer))
+        stops = stop_token_ids(model, tokenizer)
+        (conversation,) = start_conversations(tokenizer, environment, [answered], config, stops)
+        return conversation
 
     if reward_functions:
         start = new_conversation if environment else None
@@ -238,12 +240,14 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     """
     texts = completions_of(example)
     completions = list(texts.values())
-    if new_conversation:
-        before = gold_turns(example)[:-1]
-        results = [run_scripted_turns(new_conversation(), [*before, text]) for text in completions]
+    conversations = [new_conversation() for _ in completions] if new_conversation else []
+    if conversations:
+        before, pairs = gold_turns(example)[:-1], zip(conversations, completions, strict=True)
+        results = [run_scripted_turns(conversation, [*before, text]) for conversation, text in pairs]
         completions, points = map(list, zip(*results, strict=True))
     rollout = texts_as_rollout(completions)
-    if new_conversation:
+    if conversations:
+        rollout.environments = [conversation.environment for conversation in conversations]
         rollout.turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
     functions, reports = wrap_reward_functions(reward_functions, rollout, config)
     scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)

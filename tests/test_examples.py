@@ -15,14 +15,19 @@ from conftest import exhaustive
 
 import train
 from analysis.reward_linter import lint
-from config import ModelConfig
+from config import GRPOConfig, ModelConfig
 from engine.policy import load_policy, save_policy
+from environments.conversations import run_scripted_turns, start_conversations
+from environments.instances import OPEN, closing_environments
+from environments.loading import load_environment
+from model import byte_tokenizer
 from reward_functions.loading import load_reward_function
 from rewards import correctness
 from sources import load_examples
 from runs.command_line import parse_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PLAYED = {"adventure": "Adventure", "sql_shell": "Shell"}
 SITUATIONS = ["demo", "gsm8k_lora", "ema_reference", "conversation"]
 ROWS = [{"question": f"Tom has {n} apples and buys {n}. How many?", "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"} for n in range(1, 13)]
 
@@ -40,8 +45,8 @@ def shortened(monkeypatch, tmp_path):
         seen.append(config)
         data, model = config.data, config.model
         if model.model_path:
-            data, model = (dataclasses.replace(data, dataset=str(tmp_path / "gsm8k.jsonl")),
-                           dataclasses.replace(model, model_path=str(tmp_path / "model"), lora_rank=2))
+            model = dataclasses.replace(model, model_path=str(tmp_path / "model"), lora_rank=2, chat_template_kwargs="")
+            data = data if data.dataset.startswith("examples/") else dataclasses.replace(data, dataset=str(tmp_path / "gsm8k.jsonl"))
         training = dataclasses.replace(
             config.training, max_steps=2, cold_start_steps=min(1, config.training.cold_start_steps), batch_size=2, report_to="none",
             output_dir=str(tmp_path / f"run{len(seen)}"))
@@ -67,7 +72,7 @@ def test_the_script_and_the_settings_file_are_the_same_run_and_train(situation, 
 
 def test_there_is_a_script_and_a_file_for_each_situation_and_a_page_that_lists_them():
     for kind in ".py", ".json":
-        found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example", "gsm8k", "minimal"}
+        found = {path.stem for path in EXAMPLES.glob(f"*{kind}")} - {"customer_service", "rewards_example", "gsm8k", "minimal", *PLAYED}
         assert {name for name in found if not name.startswith("smollm2")} == set(SITUATIONS)
     readme = (EXAMPLES.parent / "README.md").read_text()
     assert all(f"(examples/{name}.py)" in readme and f"(examples/{name}.json)" in readme for name in SITUATIONS)
@@ -120,3 +125,49 @@ def test_the_reward_functions_give_what_they_say():
     names = runpy.run_path(str(EXAMPLES / "rewards_example.py"))
     assert names["brevity"](["<answer>5</answer>"], answer=[None]) == [None]
     assert names["closeness"](["<answer>nan</answer>", "<answer>5</answer>", "5"], answer=["1", None, "5"]) == [0.0, None, 0.0]
+
+
+def play(name, *calls, **columns):
+    """Play the first row of the data: what the tools answer, and the points."""
+    row = load_examples(f"{EXAMPLES}/{name}.jsonl")[0] | columns
+    config = GRPOConfig(max_turns=len(calls) + 1, environment=name)
+    calls = [f'<tool_call>{{"name": "{tool}", "arguments": {json.dumps(arguments)}}}</tool_call>' for tool, arguments in calls]
+    with closing_environments():
+        environment = load_environment(f"{EXAMPLES}/{name}.py:{PLAYED[name]}")
+        (conversation,) = start_conversations(byte_tokenizer(), environment, [row], config, [1])
+        messages, points = run_scripted_turns(conversation, [*calls, "done"])
+    return [message["content"] for message in messages[1::2]], pytest.approx(points)
+
+
+def test_the_adventure_is_won_by_those_who_search_in_both_rooms():
+    calls = [("unlock", {}), ("search", {"place": "shelf"}), ("go", {"room": "cellar"}), ("search", {"place": "sack"}),
+             ("search", {"place": "sack"}), ("search", {"place": "shelf"}), ("unlock", {}), ("go", {"room": "hall"}), ("unlock", {})]
+    said, points = play("adventure", *calls, hidden="shelf")
+    assert said == [
+        "error: you have no key", "error: there is no shelf in the hall", "You are in the cellar, with barrel, shelf, sack.", "Nothing.",
+        "Nothing.", "You have the key.", "error: the door is in the hall", "You are in the hall, with rug, vase, coat. The door is locked.",
+        "The door is open. You have won."]
+    assert points == 0.98 and play("adventure", *calls, ("unlock", {}), hidden="shelf")[1] == 0.98, "once"
+    assert play("adventure", *calls[:6], hidden="shelf")[1] == 0.28 and play("adventure", *calls, hidden="rug")[1] == -0.02
+
+
+def test_the_shell_checks_the_content_of_a_database_and_reaches_no_file(tmp_path):
+    right = ("run", {"sql": "UPDATE customers SET discount = 10 WHERE city = 'Oslo'"})
+    look = ("run", {"sql": "SELECT name, discount FROM customers WHERE city = 'Oslo'"})
+    assert play("sql_shell", look, right, look) == (["Ada | 0\nCem | 0", "done", "Ada | 10\nCem | 10"], 1.0)
+    assert play("sql_shell", look)[1] == 0.0 and play("sql_shell", right, ("run", {"sql": "DROP TABLE customers"}))[1] == 0.0
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
+    for sql, answer in {
+        f"ATTACH '{tmp_path}/a' AS a": "not authorized", f"VACUUM INTO '{tmp_path}/a'": "authorization denied", "PRAGMA writable_schema = 1": "not auth",
+        endless: "interrupted", "SELECT zeroblob(2000000)": "too big", "SELECT load_extension('x')": "not authorized", "SELECT 1; SELECT 2": "one statement",
+        "SELEC": "syntax error",
+    }.items():
+        assert answer in play("sql_shell", ("run", {"sql": sql}))[0][0], sql
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAYED)
+def test_the_settings_of_the_environments_train(name, shortened, tmp_path):
+    train.main([f"examples/{name}.json"])
+    assert (tmp_path / "run1/final").exists() and OPEN == []

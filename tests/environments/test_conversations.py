@@ -186,7 +186,7 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
         prompts.append([*prompt, *ids])
         turns.append([*tokenizer(text, add_special_tokens=False).input_ids, stops[0]])
         ids += turns[-1]
-        ids += conversation.end_turn(ids)
+        ids += conversation.end_turn(ids)()
     prompts.append([*prompt, *ids])
     for earlier, turn, later in zip(prompts, turns, prompts[1:]):
         assert later[: len(earlier) + len(turn)] == earlier + turn
@@ -281,10 +281,10 @@ def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(mode
 
 def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
     conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
-    message, _ = conversation.environment_step("hello")
+    message, _ = conversation.environment_step("hello")()
     assert message["content"] == "x" * MAX_MESSAGE_CHARACTERS + f" [{10**6 - MAX_MESSAGE_CHARACTERS} more characters were cut]"
     conversation.respond = lambda conversation: "half a pair: \ud83d"
-    assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
+    assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)()) == "\nhalf a pair: ?\n"
 
 
 @pytest.mark.parametrize("answer,message", [
@@ -398,6 +398,10 @@ def test_the_report_of_conversations_shows_who_said_what(finished):
     for completion in (c for block in blocks for group in json.loads(block) for c in group["completions"]):
         logp, *others = completion["numbers"].values()
         assert len(completion["pieces"]) == len(logp) and len(others) == 3, "changes, entropies, advantages"
+        turns = [float(text.partition(" +")[2] or text.split(" ")[2]) for text in completion["points"] if text.startswith("turn ")]
+        starts = [own is not None and before is None for before, own in zip([None, *logp], logp)]
+        (points,) = (float(text.split(" ")[1]) for text in completion["points"] if text.startswith("environment "))
+        assert len(turns) == sum(starts) and sum(turns) == pytest.approx(points, abs=0.02)
         for numbers in others:
             assert [value is None for value in numbers] == [value is None for value in logp]
         given += sum(value is None for value in logp)
@@ -410,6 +414,7 @@ def test_a_step_of_conversations_is_explained(finished, capsys):
                 "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
                 "--report_to", "none"])
     printed = capsys.readouterr().out
+    assert re.search(r"\n   0: points of turns [+-]\d\.\d\d", printed)
     assert "assistant: " in printed and "7. log-probability of each completion" in printed and " nan" not in printed
 
 

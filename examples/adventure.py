@@ -1,0 +1,66 @@
+"""
+A text adventure of two rooms: a key is hidden in one of six places, and opens the door of the hall.
+
+    python train.py examples/adventure.json
+    python infer.py --chat --questions examples/adventure.jsonl --environment examples/adventure.py:Adventure --max_turns 10
+
+With the second command you play it yourself. Each conversation has an adventure of its own, with a new place of the key for every group: what
+`random` gives in reset is the same for all completions of a prompt. Rows of the data are different words for one task, or have the column
+`hidden`. A policy learns to search, to remember where it was, and to come back.
+"""
+
+import random
+
+ROOMS = {"hall": ("rug", "vase", "coat"), "cellar": ("barrel", "shelf", "sack")}
+
+
+class Adventure:
+    """0.3 points for the key and 0.7 for the open door, when they come; -0.02 for a search of the same place again."""
+
+    def reset(self, hidden=None, **columns):
+        """Hide the key, and describe the hall."""
+        self.hidden = hidden or random.choice([place for places in ROOMS.values() for place in places])
+        self.room, self.searched, self.reward = "hall", set(), 0.0
+        self.has_key = self.is_open = False
+        return "\n" + self._look()
+
+    def go(self, room: str) -> str:
+        """
+        Go to the other room.
+
+        Args:
+            room: hall or cellar.
+        """
+        if room not in ROOMS:
+            raise ValueError(f"there is no {room}, only hall and cellar")
+        self.room = room
+        return self._look()
+
+    def search(self, place: str) -> str:
+        """
+        Search a place in this room for the key.
+
+        Args:
+            place: One of the places that you see here.
+        """
+        if place not in ROOMS[self.room]:
+            raise ValueError(f"there is no {place} in the {self.room}")
+        self.reward -= 0.02 * (place in self.searched)
+        self.searched.add(place)
+        if place != self.hidden or self.has_key:
+            return "Nothing."
+        self.has_key = True
+        self.reward += 0.3
+        return "You have the key."
+
+    def unlock(self) -> str:
+        """Unlock the door of the hall with the key."""
+        if self.room != "hall" or not self.has_key:
+            raise ValueError("you have no key" if self.room == "hall" else "the door is in the hall")
+        self.reward += 0.7 * (not self.is_open)
+        self.is_open = True
+        return "The door is open. You have won."
+
+    def _look(self):
+        door = " The door is locked." if self.room == "hall" else ""
+        return f"You are in the {self.room}, with {', '.join(ROOMS[self.room])}.{door}"

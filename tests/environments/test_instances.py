@@ -1,0 +1,450 @@
+"""Environments with a state: TRL's contract, threads, time limits, and what bad ones cost."""
+
+import inspect
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sqlite3
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import PROMPTS
+from test_chat_template import published
+from test_rewards import call_and_score
+
+import environments.instances
+import infer
+import train
+from config import Config, GRPOConfig, TrainingConfig
+from data import encode_prompt
+from engine import make_engine
+from engine.errors import RunError
+from environments.conversations import run_scripted_turns, sample_with_environment, start_conversations
+from environments.instances import OPEN, closing_environments, tools_of
+from environments.loading import load_environment, refuse_missing_columns
+from environments.tools import run_call
+from logprobs import completion_lengths
+from reward_functions import environment
+from runs.records import read_jsonl
+
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+
+
+class Tally:
+    """Add up to a number: as TRL's first example, it draws its task itself and gives its own reward."""
+
+    def reset(self, **kwargs) -> str | None:
+        self.sum, self.goal = 0, random.randint(1, 6)
+        return f"Reach {self.goal}."
+
+    def get_reward(self) -> float:
+        return float(self.sum == self.goal)
+
+    async def add(self, step: int) -> int:
+        """
+        Add to the sum.
+
+        Args:
+            step: What to add.
+
+        Returns:
+            The sum.
+        """
+        self.sum += step
+        return self.sum
+
+
+class Parrot:
+    """Say the same back: as TRL's echo, the trainer's reward function reads its attribute; over after three."""
+
+    def __init__(self):
+        self.reward, self.database = 0.0, sqlite3.connect(":memory:")
+
+    def reset(self, word, **kwargs) -> str | None:
+        self.word, self.reward, self.said = word, 0.0, 0
+        self.database.execute("CREATE TABLE said (text)")
+
+    def echo(self, message: str) -> str:
+        """
+        Say it back.
+
+        Args:
+            message: What to say.
+        """
+        if self.said == 3:
+            raise ValueError("Over.")
+        self.said += 1
+        self.database.execute("INSERT INTO said VALUES (?)", [message])          # only in the thread that connected
+        self.reward = len(message) / 10
+        return message
+
+    def close(self):
+        self.database.close()
+        self.closed = True
+
+
+def read_reward(environments, **kwargs):
+    return [each.reward for each in environments]
+
+
+@pytest.fixture(autouse=True)
+def no_instance_is_left():
+    with closing_environments():
+        yield
+    assert OPEN == []
+
+
+def play(tokenizer, settings, cls, example, *turns):
+    (conversation,) = start_conversations(tokenizer, load_environment(cls), [{"prompt": "p "} | example], settings, [1])
+    return conversation, *run_scripted_turns(conversation, list(turns))
+
+
+def test_an_environment_of_trl_that_draws_its_task_and_gives_its_own_reward(tokenizer, settings):
+    conversation, messages, points = play(tokenizer, settings, Tally, {}, CALL % ("add", '{"step": 2}'), "done")
+    goal = int(re.fullmatch(r"p Reach (\d)\.", conversation.prompt)[1])
+    assert [message["content"] for message in messages[1:]] == ["2", "done"] and points == (goal == 2)
+    calls = [CALL % ("add", '{"step": 1}')] * goal
+    assert play(tokenizer, replace(settings, max_turns=9), Tally, {}, *calls, "done")[2] == 1.0, "the same task again"
+
+
+def test_an_environment_of_trl_whose_reward_the_trainer_reads(tokenizer, settings):
+    turns = [CALL % ("echo", json.dumps({"message": word})) for word in ("hello", "hi", "x", "y")]
+    conversation, messages, points = play(tokenizer, replace(settings, max_turns=5), Parrot, {"word": "w"}, *turns, "bye")
+    assert [message["content"] for message in messages[1::2]] == ["hello", "hi", "x", "error: Over."]
+    assert points == pytest.approx(0.1) and conversation.respond.environment.word == "w"
+    assert [tool.__name__ for tool in tools_of(Parrot)] == ["echo"], "neither reset, get_reward nor close"
+
+
+def sample(model, tokenizer, config, cls, examples=None, seed=3):
+    """A rollout in which every turn of the random model is a call of the only tool."""
+    model.generation_config.eos_token_id = list(range(1, 90))
+    rows = examples or [{"prompt": prompt, "word": "w"} for prompt in PROMPTS[:2]]
+    return sample_with_environment(make_engine("shared", model, tokenizer), cls, rows, config, seed=seed, num_completions=4)
+
+
+@pytest.fixture
+def every_turn_is_a_call(monkeypatch):
+    monkeypatch.setattr(environments.instances, "run_calls", lambda text, tools: [run_call(next(iter(tools.values())), text[:9])])
+
+
+@pytest.fixture(autouse=True)
+def the_random_model_makes_calls(request):
+    if "model" in request.fixturenames:
+        request.getfixturevalue("every_turn_is_a_call")
+
+
+def test_a_group_has_one_beginning_and_a_seed_gives_it_again(model, tokenizer, settings):
+    class Drawn(Parrot):
+        def reset(self, **columns):
+            super().reset("w")
+            return f" {random.random()}"
+
+    before = random.getstate()
+    first, again, other = (sample(model, tokenizer, settings, Drawn, seed=seed) for seed in (3, 3, 4))
+    assert random.getstate() == before
+    assert first.completions == again.completions and torch.equal(first.turn_points, again.turn_points)
+    assert not torch.equal(first.prompt_ids, other.prompt_ids)
+    texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(first.prompt_ids, first.prompt_mask)]
+    assert all(re.search(r" 0\.\d+$", text) for text in texts) and len({text[-9:] for text in texts}) == 2
+
+
+def test_reward_functions_read_instances_before_they_are_closed(model, tokenizer, settings):
+    with closing_environments():
+        rollout = sample(model, tokenizer, settings, Parrot)
+        assert not any(hasattr(each, "closed") for each in rollout.environments)
+        examples = [{"prompt": prompt} for prompt in PROMPTS[:2]]
+        total, points = call_and_score([environment, read_reward], [1.0, 1.0], rollout, examples)
+        torch.testing.assert_close(points["environment"], points["read_reward"], atol=1e-6, rtol=0.0)
+        assert len(set(total.flatten().tolist())) > 2
+    assert all(each.closed for each in rollout.environments)
+
+
+def test_turns_that_end_together_wait_together(model, tokenizer, settings):
+    class Slow(Parrot):
+        def echo(self, message: str):
+            time.sleep(0.1)
+            return "x"
+
+    start = time.monotonic()
+    rollout = sample(model, tokenizer, settings, Slow)
+    turns = sum(message["role"] == "assistant" for messages in rollout.completions for message in messages)
+    assert time.monotonic() - start < 0.1 * turns * 0.8 and turns > 12
+
+
+def published_model(model, family):
+    """The tokenizer of a family, and the model with its tokens, of which the one that ends a turn is likely."""
+    tokenizer = published(family)
+    tokenizer.eos_token = {"Llama 3": "<|eot_id|>", "Gemma": "<end_of_turn>"}.get(family, "<|im_end|>")
+    model.resize_token_embeddings(len(tokenizer))
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=torch.arange(64)[None]).last_hidden_state.mean(dim=(0, 1))
+        model.get_output_embeddings().weight[tokenizer.eos_token_id] = 5 * hidden / hidden.pow(2).sum()
+    return tokenizer
+
+
+@pytest.mark.parametrize("family", ["Qwen 3", "Llama 3", "Gemma", "ChatML"])
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_sampler_and_trainer_agree_in_every_turn_of_published_templates(model, settings, family, engine):
+    tokenizer = published_model(model, family)
+    examples = [{"prompt": [{"role": "user", "content": prompt}], "word": "w"} for prompt in PROMPTS[:2]]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id]
+    config = replace(settings, generation_max_length=300)
+    rollout = sample_with_environment(make_engine(engine, model, tokenizer), Parrot, examples, config, seed=3, num_completions=4)
+    logp = make_engine("plain", model, tokenizer).log_probs(rollout, None, config.policy).logp
+    assert (logp - rollout.sampling_logp)[rollout.completion_mask].abs().max() < 1e-4
+    turns = 0
+    for messages, ids, mask in zip(rollout.completions, rollout.completion_ids, rollout.completion_mask):
+        length = int(completion_lengths(mask[None]))
+        runs = [(own, [token for _, token in run]) for own, run in itertools.groupby(zip(mask.tolist(), ids.tolist()[:length]), lambda pair: pair[0])]
+        assert [own for own, _ in runs] == [message["role"] == "assistant" for message in messages]
+        for (own, tokens), message in zip(runs, messages):
+            said = tokenizer.decode(tokens, skip_special_tokens=True)
+            assert said == message["content"] if own else message["content"].strip() in said
+            assert own or tokenizer.decode(tokens).endswith(("assistant\n", "model\n", "assistant<|end_header_id|>\n\n"))
+        turns += sum(own for own, _ in runs)
+    assert turns > 2 * len(rollout.completions)
+
+
+def never(*_):
+    while True:
+        pass
+
+
+class Quiet:
+    """What the bad environments change: in the fourth conversation of eight, at one place."""
+
+    born = 0
+    closed = 0
+    reward = 0.0
+
+    def __init__(self):
+        self.bad = int(re.search(r"\d+", threading.current_thread().name)[0]) == Quiet.born + 4
+        self._misbehave("init")
+
+    def reset(self, **columns):
+        return self._misbehave("reset")
+
+    def say(self, text: str) -> str:
+        """Say something.
+
+        Args:
+            text: The words.
+        """
+        result = self._misbehave("say")
+        return "x" if result is None else result
+
+    def close(self):
+        Quiet.closed += 1
+        self._misbehave("close")
+
+    def _misbehave(self, place):
+        return self._deed() if self.bad and place == self.place else None
+
+
+def bad(place, deed, **members):
+    return type("Bad", (Quiet,), {"place": place, "_deed": lambda self: deed(), **members})
+
+
+def throw(error):
+    raise error
+
+
+def leak():
+    threading.Thread(target=time.sleep, args=[99]).start()
+
+
+OWN, NOTHING = {3}, set()                                 # the conversations that are lost
+BAD = {
+    "raises when it is made": ("init", lambda: throw(OSError("no\ncontainer")), OWN, "raised OSError: no container"),
+    "hangs when it is made": ("init", never, OWN, r"no result within 0.3 s \(--reward_timeout\)"),
+    "raises in reset": ("reset", lambda: throw(KeyError("x")), OWN, "raised KeyError: 'x'"),
+    "hangs in reset": ("reset", lambda: time.sleep(3), OWN, "no result within 0.3 s"),
+    "returns a number from reset": ("reset", lambda: 7, OWN, "reset returned 7, neither text nor None"),
+    "hangs in a tool": ("say", never, OWN, "no result within 0.3 s .*; after turn [12]"),
+    "sleeps in a tool": ("say", lambda: time.sleep(3), OWN, "no result within 0.3 s"),
+    "exits in a tool": ("say", lambda: sys.exit(3), OWN, r"SystemExit\(3\)"),
+    "interrupts in a tool": ("say", lambda: throw(KeyboardInterrupt()), OWN, "RuntimeError: KeyboardInterrupt"),
+    "overflows the stack": ("say", lambda: (f := lambda: f())(), NOTHING, ""),          # an exception of a tool: told to the model
+    "gives text as points": ("say", lambda: None, OWN, "could not convert string to float", {"reward": "much"}),
+    "gives no number": ("say", lambda: None, OWN, "gave nan points", {"reward": math.nan}),
+    "raises in get_reward": ("reward", lambda: throw(OSError("judge")), OWN, "OSError: judge", {"get_reward": lambda self: self._misbehave("reward") or 0.0}),
+    "returns None from get_reward": ("x", None, set(range(8)), "float\\(\\) argument must be", {"get_reward": lambda self: None}),
+    "resets by position": ("x", None, set(range(8)), "missing 1 required positional", {"reset": lambda self, row, /: None}),
+    "returns no text from a tool": ("say", lambda: "", NOTHING, ""),
+    "returns a novel": ("say", lambda: "x" * 10**6, NOTHING, ""),
+    "returns half a character": ("say", lambda: "\ud83d", NOTHING, ""),
+    "raises in close": ("close", lambda: throw(OSError()), NOTHING, ""),
+    "hangs in close": ("close", never, NOTHING, ""),
+    "leaks threads": ("say", leak, NOTHING, ""),
+    "changes the seed": ("say", lambda: random.seed(0), NOTHING, ""),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings, name):
+    place, deed, lost, message, *members = BAD[name]
+    cls = bad(place, deed)
+    for key, value in (members[0] if members else {}).items():
+        if key == "reward":                               # of the fourth one alone
+            value = property(lambda self, value=value: value if self.bad else 0.0)
+        setattr(cls, key, value)
+    examples = [{"prompt": prompt} for prompt in PROMPTS[:2]]
+    config = replace(settings, reward_timeout=0.3, reward_errors="none")
+    for errors in "none", "raise":
+        Quiet.born, Quiet.closed, start = int(threading.Thread().name.partition("-")[2]), 0, time.monotonic()
+        config = replace(config, reward_errors=errors)
+        with closing_environments():
+            if errors == "raise" and lost:
+                with pytest.raises(RunError, match=message) as error:
+                    sample(model, tokenizer, config, cls, examples)
+                assert len(str(error.value).splitlines()) == 1
+            else:
+                rollout = sample(model, tokenizer, config, cls, examples)
+                found = rollout.turn_points.isnan().any(dim=1).nonzero().flatten().tolist()
+                assert set(found) == lost, name
+                total, _ = call_and_score([environment, lambda environments, **_: [each.closed for each in environments]], [1.0, 1.0], rollout, examples) \
+                    if len(lost) < 8 else (torch.full((8,), math.nan), None)
+                assert set(total.flatten().isnan().nonzero().flatten().tolist()) == lost, "siblings are scored"
+        assert time.monotonic() - start < 3
+        assert Quiet.closed == 8 - (place == "init"), "each that was made is closed, once"
+    assert not [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+
+
+@pytest.mark.parametrize("members,message", [
+    ({"reset": None}, "needs a method reset"), ({"say": None}, "and one that is a tool"),
+    ({"say": lambda self, text: "x"}, "no docstring"),
+    ({"__init__": lambda self, address: None}, "missing a required argument: 'address'"),
+    ({"reset": lambda self, level, **columns: None}, "needs the column level, which no example has"),
+])
+def test_a_class_that_cannot_be_an_environment_is_one_line_at_the_start(members, message):
+    cls = type("Mine", (Quiet,), members)
+    with pytest.raises(ValueError, match=f"^--environment=python:Mine: .*{message}") as error:
+        refuse_missing_columns("python:Mine", load_environment(cls), [{"prompt": "p"}])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_different_beginnings_of_a_group_end_the_run(model, tokenizer, settings):
+    numbers = itertools.count()
+    cls = bad("x", None, reset=lambda self, **columns: f"{next(numbers)}")
+    for errors in "raise", "none":
+        with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"):
+            sample(model, tokenizer, replace(settings, reward_errors=errors), cls)
+
+
+def test_instances_are_closed_after_ctrl_c_and_a_crash(model, tokenizer, settings):
+    for error in KeyboardInterrupt, MemoryError:
+        Quiet.closed = 0
+        engine = make_engine("plain", model, tokenizer)
+        engine.sample = lambda *_, error=error, **__: throw(error())
+        with pytest.raises(error), closing_environments():
+            sample_with_environment(engine, bad("x", None), [{"prompt": "p"}], settings, seed=0, num_completions=4)
+        assert Quiet.closed == 4
+
+
+def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, settings, model):
+    cls = bad("x", None, reset=lambda self, **columns: " It is dark.")
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Go."}]
+    for prompt in "Go.", chat:
+        (conversation,) = start_conversations(tokenizer, cls, [{"prompt": prompt}], settings, [1])
+        assert tokenizer.decode(encode_prompt(tokenizer, conversation.prompt)).rstrip().removesuffix("assistant:").endswith("Go. It is dark." + "\n" * (prompt is chat))
+    assert chat[-1]["content"] == "Go."
+    with pytest.raises(RunError, match="for a prompt that was cut; pass --long_prompts drop"):
+        start_conversations(tokenizer, cls, [{"prompt": [5, 6, 7]}], settings, [1])
+
+
+AT_EXIT = """
+import atexit, sys, threading, time
+from environments.instances import Instance, closing_environments
+class Dies:
+    def __init__(self):
+        threading.Thread(target=time.sleep, args=[99]).start()
+        atexit.register(lambda: 1 / 0)
+    def reset(self): time.sleep(99)
+    def __del__(self): raise OSError
+with closing_environments():
+    one = Instance(Dies, {}, 0.2)
+    one.environment = one.created()
+    try: one.start(one.reset, "")()
+    except TimeoutError: print("given up")
+"""
+
+
+def test_one_that_dies_at_exit_or_hangs_there_does_not_keep_the_program():
+    import subprocess
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, cwd=os.path.dirname(environments.__path__[0]))
+    assert done.returncode == 0 and done.stdout == "given up\n" and time.monotonic() - start < 30, done.stderr
+
+
+class Dice(Quiet):
+    """Its tool and its beginning are random, and its points differ between siblings."""
+
+    place = ""
+
+    def reset(self, **columns):
+        self.generator = random.Random(random.random())
+        return f" {self.generator.randint(1, 6)}"
+
+    def say(self, text: str) -> str:
+        """Say something.
+
+        Args:
+            text: The words.
+        """
+        self.reward += len(text) % 3 + self.generator.random()
+        return str(self.generator.randint(1, 6))
+
+
+def config_of(folder):
+    return Config(
+        grpo=GRPOConfig(generation_max_length=160, max_turns=3, num_completions_per_prompt=4),
+        training=TrainingConfig(
+            use_grpo=True, cold_start_steps=0, max_steps=4, batch_size=2, report_to="none", save_steps=1, eval_steps=0,
+            output_dir=folder, log_rollouts_every=1))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_in_a_step_continues_bit_for_bit(tmp_path, every_turn_is_a_call):
+    objects = dict(dataset=[{"prompt": f"{n}"} for n in range(20)], environment=Dice)
+    steps = itertools.count()
+
+    def stopping(environments, **columns):
+        if next(steps) == 4:                              # after the start-up check, an evaluation and two steps
+            raise KeyboardInterrupt
+        return read_reward(environments)
+
+    stopping.__name__ = "read_reward"
+    train.train(config_of(tmp_path / "whole"), reward_functions=[read_reward, "environment"], **objects)
+    Quiet.closed = 0
+    with pytest.raises(KeyboardInterrupt):
+        train.train(config_of(tmp_path / "run"), reward_functions=[stopping, "environment"], **objects)
+    assert OPEN == [] and Quiet.closed > 24, "closed after Ctrl-C in a reward function"
+    again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
+    train.train(again, reward_functions=[read_reward, "environment"], **objects)
+    whole, run = (read_jsonl(tmp_path / name / "rollouts.jsonl") for name in ("whole", "run"))
+    assert whole == run and len({record["reward"] for record in whole}) > 5 and len({r["prompt_ids"][-1] for r in whole}) > 2
+    assert max(len(record["completion"]) for record in whole) > 1
+
+
+def test_a_user_plays_as_the_model_would(monkeypatch, capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(inspect.getsource(Parrot).replace("class", "import sqlite3\nclass", 1))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "word": "w"}\n')
+    command = ["--chat", "--questions", f"{tmp_path}/rows.jsonl", "--environment", f"{tmp_path}/mine.py:Parrot", "--max_turns", "5"]
+    for turns, printed in {
+        ("echo(hello)", "done"): ["<bos>p", "(+0.50 points)", "", "hello", "", "(+0.00 points)", "+0.50 points in 2 turns"],
+        ("echo(hello)",): ["<bos>p", "(+0.50 points)", "", "hello", "", "+0.50 points in 1 turns"],              # Ctrl-D
+    }.items():
+        rest = iter(turns)
+        monkeypatch.setattr("builtins.input", lambda _, rest=rest: next(rest, None) or throw(EOFError()))
+        infer.main(command)
+        assert capsys.readouterr().out.splitlines() == printed
+    for wrong in command[:3], ["--chat", "--question", "p"]:
+        with pytest.raises(ValueError, match="give one of --question, --chat"):
+            infer.main(wrong)
