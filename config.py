@@ -288,8 +288,8 @@ class GRPOConfig(Section):
     kl_target: float = flag(
         0.0, "adapt the KL penalty's weight towards this KL, nats per token; 0: constant weight", at_least=0)
     reference_path: str = flag(
-        "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger one to "
-        "learn from; empty: a copy of the policy", needs="use_kl_penalty")
+        "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger one "
+        "to learn from; empty: a copy of the policy", needs="use_kl_penalty")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
         "static", "static; ema: moving average of the policy; periodic: replaced by the policy every "
         "reference_update_freq steps", needs="use_kl_penalty")

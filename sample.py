@@ -63,8 +63,9 @@ def sample_completions_for_prompts(
                generation_batch_size (completions at once, in whole groups; 0: all)
     num_completions  G, if not the config's
     earlier    result of occurrences(), if these prompts are part of a larger batch
-    reply      called when turns have ended, with pairs of a row's number and its ids after the prompt;
-               returns the ids that each environment adds, [] at the end. None: a completion is one turn
+    reply      called with the number of a row and its ids after the prompt, when a turn has ended; returns
+               the ids that an environment adds, [] at the end, or a function that returns them, which is
+               called when all rows that end have been asked. None: a completion is one turn
     on_tokens  called with new tokens (n,) of the first completion
     """
     group_size = num_completions or config.num_completions_per_prompt
@@ -121,9 +122,9 @@ def sample_batch(
         drawn[rows, t] = from_policy
         ended = rows[from_policy & torch.isin(token, stops)]
         stopped[ended] = True
-        turns = [(first_row + row, ids[row, : t + 1].tolist()) for row in ended.tolist() if reply]
-        for row, added in zip(ended.tolist(), reply(turns) if turns else [], strict=False):
-            added = added[: limit - t - 1]                # environments write the tokens that follow
+        begun = [reply(first_row + row, ids[row, : t + 1].tolist()) for row in ended.tolist() if reply]
+        for row, added in zip(ended.tolist(), begun, strict=False):              # an environment's tokens
+            added = (added() if callable(added) else added)[: limit - t - 1]
             ids[row, t + 1 : t + 1 + len(added)] = torch.tensor(added, dtype=torch.long, device=device)
             forced[row, t + 1 : t + 1 + len(added)] = True
             stopped[row] = not added                      # else there is another turn

@@ -113,7 +113,7 @@ class SamplingState:
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
         self.policy = policy                              # temperature, top_k, top_p
-        self.reply = reply                                # [(row, ids)] -> ids of environments, [] at the end
+        self.reply = reply                                # see sample_completions_for_prompts
         self.on_tokens, self.reported = on_tokens, 0      # callback for tokens of the first completion
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:
@@ -150,10 +150,10 @@ class SamplingState:
             self.reported = count[0]
         ended = [row for row in row_ids if self.reply and stopped[row]]
         ids = self.ids[self.padded(ended)].tolist() if ended else []
-        turns = [(row, own[: count[row]]) for row, own in zip(ended, ids, strict=False)]
+        begun = [self.reply(row, own[: count[row]]) for row, own in zip(ended, ids, strict=False)]
         answered = []
-        for row, reply in zip(ended, self.reply(turns) if turns else [], strict=True):
-            if reply:
+        for row, reply in zip(ended, begun, strict=True):
+            if reply := reply() if callable(reply) else reply:
                 end = count[row]
                 self.forced_on_host[row, end : end + len(reply)] = torch.tensor(reply)
                 stopped[row] = False

@@ -55,13 +55,9 @@ def sample_with_environment(
         group_size=group_size, seed=seed, earlier=options.get("earlier"),
     )
     prompts = [conversation.prompt for conversation in conversations[::group_size]]
-
-    def reply(turns: list[tuple[int, list[int]]]) -> list[list[int]]:
-        begun = [conversations[row].end_turn(ids) for row, ids in turns]         # all, before one is awaited
-        return [tokens() for tokens in begun]
-
     rollout = engine.sample(
-        prompts, config, num_completions=num_completions, seed=seed, reply=reply, **options)
+        prompts, config, num_completions=num_completions, seed=seed,
+        reply=lambda row, ids: conversations[row].end_turn(ids), **options)
     if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(conversations)):
         raise RunError(f"engine {type(engine).__name__} does not call reply: an environment needs that.")
     points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)

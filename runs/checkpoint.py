@@ -151,7 +151,7 @@ def checksum(path: Path) -> str:
 
 
 def weights_of(model) -> str:
-    """Return the commit of a model from a hub, else the SHA-256 of its files of weights. Call on all ranks."""
+    """Return the commit of a model from a hub, else the SHA-256 of its weights. Call on all ranks."""
     folder = Path(model.config.name_or_path)
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if is_main() else []
     commit = getattr(model.config, "_commit_hash", None)

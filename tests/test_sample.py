@@ -65,7 +65,7 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
         asked.clear(), shown.clear(), shapes.clear()
         rollout = sample_completions_for_prompts(
             model, tokenizer, PROMPTS, replace(config, generation_batch_size=size), seed=2,
-            reply=(lambda turns: [asked.append(turn) or reply(turn[1]) for turn in turns]) if with_environment else None,
+            reply=(lambda row, ids: asked.append((row, ids)) or reply(ids)) if with_environment else None,
             on_tokens=lambda ids: shown.extend(ids.tolist()))
         longest = max(len(ids) for ids, _, _ in expected)
         assert rollout.completion_ids.tolist() == [ids + [0] * (longest - len(ids)) for ids, _, _ in expected]

@@ -89,7 +89,7 @@ def test_a_run_with_a_teacher_is_resumed_bit_for_bit_and_its_checkpoints_name_it
     model, tokenizer = load_policy(ModelConfig(model_path=str(moved)))
     model.model.norm.weight.data += 0.01
     save_policy(model, tokenizer, moved)
-    with pytest.raises(ValueError, match="--reference_path=.*teacher: its weights are not those with which this run began"):
+    with pytest.raises(ValueError, match=r"--reference_path=.*teacher: its weights are not those with which this run began"):
         set_up(Config.of(resume=True, output_dir=str(run)))
 
 
@@ -138,7 +138,7 @@ def test_a_teacher_that_is_not_there_is_one_line(tmp_path):
 
 
 def test_the_memory_estimate_counts_a_teacher_by_its_own_size(tmp_path, teacher):
-    model, tokenizer = load_policy(ModelConfig())
+    model, _ = load_policy(ModelConfig())
     config = model.config
     config.hidden_size, config.intermediate_size = 4 * config.hidden_size, 4 * config.intermediate_size
     shutil.copytree(teacher, tmp_path / "large")
