@@ -45,7 +45,7 @@ TAG_LABELS = {                  # printed instead of a tag
 
 
 class AnswerStreamer(TextStreamer):
-    """Print an answer word by word while it is sampled. Tags hold no space, so they arrive whole as well."""
+    """Print an answer while it is sampled. Tags hold no space, so they arrive whole."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         for tag, label in TAG_LABELS.items():

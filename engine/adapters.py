@@ -3,6 +3,7 @@ LoRA adapters (peft): adding one to a model, the parameters that are trained, th
 merging it into the weights.
 """
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -18,11 +19,12 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
 
     config  a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
     """
-    from peft import LoraConfig                           # here: few models have an adapter
+    from peft import LoraConfig, PeftModel, get_peft_model                       # few models have an adapter
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # by peft
     if saved:
-        model.load_adapter(config.model_path, is_trainable=True)
+        adapted = PeftModel.from_pretrained(model, config.model_path, is_trainable=True)
     else:
         lora = LoraConfig(
             r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
@@ -31,7 +33,8 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
         # a copy of their weights in every pass and while they are merged, so they are left out.
         convert_peft_config_for_transformers(lora, model, None)
         lora.target_parameters, lora.rank_pattern, lora.alpha_pattern = None, {}, {}
-        model.add_adapter(lora)
+        adapted = get_peft_model(model, lora)
+    model.save_adapter = adapted.save_pretrained          # peft has added the adapter to the model in place
 
 
 def has_adapter(model: PreTrainedModel) -> bool:

@@ -146,7 +146,7 @@ def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipp
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the model's state_dict, gathered if sharded. Called on all ranks; complete on the main one."""
     reshard(model)
-    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+    return full_tensor(model.state_dict())
 
 
 def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
@@ -155,5 +155,8 @@ def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict |
     weights  full_state_dict(model), if it has been gathered already; otherwise all ranks must call this
     """
     weights = full_state_dict(model) if weights is None else weights
-    if is_main():
+    if is_main() and has_adapter(model):
+        model.save_adapter(folder, state_dict={f"base_model.model.{name}": x for name, x in weights.items()})
+        tokenizer.save_pretrained(folder)
+    elif is_main():
         core.save_policy(model, tokenizer, folder, weights)
