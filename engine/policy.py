@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 import model as core
-from engine.adapters import AdapterReference, add_adapter, has_adapter, trainable_parameters
+from engine.adapters import AdapterReference, add_adapter, has_adapter, save_adapter, trainable_parameters
 from engine.devices import is_main
 from engine.model_files import adapter_settings, auto_class, check_model_path, loading_errors
 from engine.precision import precision_of, round_frozen_weights, with_precision
@@ -155,8 +155,6 @@ def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict |
     weights  full_state_dict(model), if it has been gathered already; otherwise all ranks must call this
     """
     weights = full_state_dict(model) if weights is None else weights
-    if is_main() and has_adapter(model):
-        model.save_adapter(folder, state_dict={f"base_model.model.{name}": x for name, x in weights.items()})
-        tokenizer.save_pretrained(folder)
-    elif is_main():
-        core.save_policy(model, tokenizer, folder, weights)
+    if is_main():
+        save = save_adapter if has_adapter(model) else core.save_policy
+        save(model, tokenizer, folder, weights)

@@ -50,12 +50,9 @@ def loading_shards():
         part._is_hf_initialized = True                    # else transformers draws it again
         return part
 
-    hook = torch.nn.modules.module.register_module_parameter_registration_hook(keep_shard)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"          # else threads read all weights ahead
-    try:
+    with torch.nn.modules.module.register_module_parameter_registration_hook(keep_shard):
         yield
-    finally:
-        hook.remove()
 
 
 def set_tensor(model, name: str, tensor: Tensor) -> None:
@@ -67,11 +64,8 @@ def set_tensor(model, name: str, tensor: Tensor) -> None:
 def take_weights(model) -> dict[str, torch.nn.Parameter]:
     """Replace all parameters by empty ones on the meta device. Returns them by name."""
     weights = dict(model.named_parameters(remove_duplicate=False))
-    empty = {
-        weight: torch.nn.Parameter(
-            torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
-        for weight in weights.values()
-    }
+    tensors = {x: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in weights.values()}
+    empty = {weight: torch.nn.Parameter(tensor, weight.requires_grad) for weight, tensor in tensors.items()}
     for name, weight in weights.items():
         set_tensor(model, name, empty[weight])
     return weights

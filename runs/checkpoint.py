@@ -98,10 +98,7 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
 
 def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
     """Return the part of state.pt that belongs to a phase. optimizer: None between two phases."""
-    state = {
-        "scaler": scaler.state_dict(),
-        "value_head": None if value_head is None else full_tensor(value_head.state_dict()),
-    }
+    state = {"scaler": scaler.state_dict(), "value_head": value_head and full_tensor(value_head.state_dict())}
     if optimizer is not None:
         state |= {"scheduler": scheduler.state_dict(), "position": batches.position}
         state["optimizer"] = full_tensor(optimizer.state_dict())
