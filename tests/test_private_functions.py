@@ -1,4 +1,4 @@
-"""What the program uses of Python, torch, transformers and peft that they may change without notice. A test's name is the function's.
+"""What the program uses of Python, torch, transformers and peft that they may change without notice, and what they have deprecated.
 
 A line of the tables says what to do without it, if there is something. The last tests find what is in no table.
 """
@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, build_gpt2
+from conftest import ARCHITECTURES, build_gpt2, run_folder
 from project_files import ROOT, modules_of_the_program
 from transformers import core_model_loading
 
@@ -135,6 +135,13 @@ def test_argparse_has_its_actions_and_its_pattern_of_negative_numbers():
     assert parser._actions[-1] is flag and parser._negative_number_matcher.match("-5")
     parser._negative_number_matcher = re.compile(r"-\.?\d")
     assert parser.parse_args(["--lr", "-5e-05"]).lr == -5e-05
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning", "error::PendingDeprecationWarning", "error::FutureWarning")
+@pytest.mark.parametrize("flags", ["", "--engine plain --use_value_head true", "--lora_rank 4 --gradient_checkpointing"])
+def test_a_run_calls_nothing_that_is_deprecated(flags, tmp_path):
+    common = "--use_grpo --max_steps 1 --cold_start_steps 1 --eval_limit 2 --batch_size 2 --generation_max_length 8"
+    assert (run_folder(tmp_path / "run", *common.split(), *flags.split()) / "final").is_dir()
 
 
 def test_every_private_name_that_the_program_uses_is_in_a_table_above():
