@@ -1,6 +1,6 @@
 """
 LoRA adapters (peft): adding one to a model, the parameters that are trained, the reference of an adapter,
-merging it into the weights.
+merging it into the weights. All by peft, as transformers from 5.24 on asks for a newer one than there is.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
 
     config  a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
     """
-    # Here, as few models have an adapter; not through transformers, which from 5.24 on asks for a newer peft.
     from peft import LoraConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

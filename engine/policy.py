@@ -156,5 +156,4 @@ def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict |
     """
     weights = full_state_dict(model) if weights is None else weights
     if is_main():
-        save = save_adapter if has_adapter(model) else core.save_policy
-        save(model, tokenizer, folder, weights)
+        (save_adapter if has_adapter(model) else core.save_policy)(model, tokenizer, folder, weights)

@@ -43,12 +43,12 @@ def loading_shards():
     mesh = init_device_mesh(best_device().type, (num_processes(),))
 
     def keep_shard(module, name: str, weight):            # called with each parameter that a module gets
-        if not getattr(weight, "_is_hf_initialized", False) or weight.is_meta or isinstance(weight, DTensor):
-            return weight                                 # empty, not from a file, or a shard already
-        part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
-        part = torch.nn.Parameter(part, weight.requires_grad)
-        part._is_hf_initialized = True                    # else transformers draws it again
-        return part
+        read = getattr(weight, "_is_hf_initialized", False) and not weight.is_meta
+        if read and weight.ndim and not isinstance(weight, DTensor):
+            part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
+            weight = torch.nn.Parameter(part, weight.requires_grad)
+            weight._is_hf_initialized = True              # else transformers draws it again
+        return weight
 
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"          # else threads read all weights ahead
     with torch.nn.modules.module.register_module_parameter_registration_hook(keep_shard):
@@ -157,12 +157,14 @@ def reshard(model) -> None:
 
 
 def full_tensor(tensor):
-    """Gather a sharded tensor, or those in a dict, to the CPU of the main process; None in the others.
+    """Gather a sharded tensor, or all in a container, to the CPU of the main process; None in the others.
 
     A tensor on XLA is moved to the CPU. Other tensors and values are returned unchanged.
     """
     if isinstance(tensor, dict):
         return {name: full_tensor(value) for name, value in tensor.items()}
+    if isinstance(tensor, list | tuple):
+        return type(tensor)(map(full_tensor, tensor))
     if isinstance(tensor, DTensor):
         full = tensor.full_tensor()
         return full.cpu() if is_main() else None
