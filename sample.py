@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
 import torch
@@ -108,7 +109,8 @@ def sample_batch(
     prompt_ids, attention_mask = (x.to(device) for x in left_pad(prompts, 0))    # (P, Tp)
     position_ids = positions_of(attention_mask)
     cache = DynamicCache(config=model.config.get_text_config())
-    logits = next_logits(model, prompt_ids, attention_mask, position_ids, cache)     # (P, V)
+    name = "cache" if "cache" in signature(type(model.base_model).forward).parameters else "past_key_values"
+    logits = next_logits(model, prompt_ids, attention_mask, position_ids, **{name: cache})       # (P, V)
     # What they have left in the cache is copied for each completion (reorder_cache selects rows).
     rows = torch.arange(num_rows, device=device)          # the completions that are forwarded, (b,)
     prompt_of = rows // (num_rows // len(prompts))
@@ -139,20 +141,18 @@ def sample_batch(
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=1)
         position_ids = position_ids[:, -1:] + 1
         last = ids[rows, t, None].masked_fill(stopped[rows, None], 0)            # pad may be no known id
-        logits = next_logits(model, last, attention_mask, position_ids, cache)
+        logits = next_logits(model, last, attention_mask, position_ids, **{name: cache})
     return tuple(x.cpu() for x in (ids, drawn, drawn | forced, logp, stopped))
 
 
-def next_logits(
-    model, ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
-) -> Tensor:
+def next_logits(model, ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **cache) -> Tensor:
     """Forward tokens (b, n) behind those in the cache, and return the logits (b, V) of the next one.
 
     attention_mask  (b, m) False on padding, of all tokens so far;  position_ids  (b, n)
+    cache           a DynamicCache by the name of the model's argument, which transformers 5.24 has changed
     """
     hidden = model.base_model(
-        input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache,
-        use_cache=True,
+        input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True, **cache,
     ).last_hidden_state[:, -1]                                                   # (b, H)
     return compute_logits(model, hidden)
 

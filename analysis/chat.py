@@ -1,7 +1,7 @@
 """
 Answers of a model to one prompt, in a conversation, or to a file of prompts, and the evaluation of models.
 
-Answers are printed word by word while they are sampled, with the reasoning on a line of its own and control
+Answers are printed while they are sampled, with the reasoning on a line of its own and control
 characters as escapes. With an environment, such as one with tools, an answer is all messages of the model and
 the environment up to the user's next turn.
 
@@ -46,7 +46,7 @@ TAG_LABELS = {                  # printed instead of a tag
 
 
 class AnswerStreamer(TextStreamer):
-    """Print an answer word by word while it is sampled. Tags hold no space, so they arrive whole as well."""
+    """Print an answer while it is sampled. Tags hold no space, so they arrive whole."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         for tag, label in TAG_LABELS.items():
@@ -98,7 +98,7 @@ class ChatModel:
         )
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
-        """Print and return the answer to one prompt: text word by word, a conversation when it is over."""
+        """Print and return the answer to one prompt: text as it comes, a conversation when it is over."""
         in_turns = bool(self.config.environment)
         streamer = None if in_turns else AnswerStreamer(self.tokenizer, skip_special_tokens=True)
         rollout = self.sample([{"prompt": prompt}], on_tokens=streamer and streamer.put)

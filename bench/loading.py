@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from config import ModelConfig
 from engine.devices import all_gather_object, best_device, num_processes, shutdown
 from engine.recomputation import layers_of
-from engine.sharding import local, shard
+from engine.sharding import shard
 from engine.policy import load_policy, move
 from model import byte_tokenizer
 
@@ -70,7 +70,7 @@ def load(folder: str) -> None:
     thread.join()
     found = {
         "parameters": sum(p.numel() for p in model.parameters()) / 1e9, "seconds": seconds,
-        "shards": sum(local(p).nbytes for p in model.parameters()) / 1e9, "loading": peaks[0] * 1024 / 1e9,
+        "shards": sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in model.parameters()) / 1e9, "loading": peaks[0] * 1024 / 1e9,
         "first pass": peaks[1] * 1024 / 1e9, "VmHWM": kilobytes("VmHWM") * 1024 / 1e9,
     }
     for rank, line in enumerate(all_gather_object(found)):

@@ -1,11 +1,12 @@
 """
 LoRA adapters (peft): adding one to a model, the parameters that are trained, the reference of an adapter,
-merging it into the weights.
+merging it into the weights. All by peft, as transformers from 5.24 on asks for a newer one than there is.
 """
 
 from collections.abc import Iterator
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from engine.model_files import auto_class
@@ -18,20 +19,22 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
 
     config  a ModelConfig. saved: the adapter is in the folder model_path, otherwise it is a new one
     """
-    from peft import LoraConfig                           # here: few models have an adapter
+    from peft import LoraConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     if saved:
-        model.load_adapter(config.model_path, is_trainable=True)
+        lora = LoraConfig.from_pretrained(config.model_path)
+        lora.inference_mode = False
     else:
-        lora = LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
-            target_modules=linear_layers(model))
+        lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
+                          target_modules=linear_layers(model), base_model_name_or_path=model.name_or_path)
         # For some models peft reads names such as gate_proj as those of all experts. Adapting experts needs
         # a copy of their weights in every pass and while they are merged, so they are left out.
         convert_peft_config_for_transformers(lora, model, None)
         lora.target_parameters, lora.rank_pattern, lora.alpha_pattern = None, {}, {}
-        model.add_adapter(lora)
+    inject_adapter_in_model(lora, model)
+    if saved:
+        set_peft_model_state_dict(model, load_peft_weights(config.model_path, device="cpu"))
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
@@ -42,6 +45,16 @@ def has_adapter(model: PreTrainedModel) -> bool:
 def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """Return the parameters that are trained: those of the text model, or the adapter's."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def save_adapter(model: PreTrainedModel, tokenizer, folder, weights: dict[str, torch.Tensor]) -> None:
+    """Write the adapter alone to a folder, in peft's format, and the tokenizer. weights: full_state_dict."""
+    from peft import get_peft_model_state_dict
+
+    model.peft_config["default"].save_pretrained(folder)
+    adapter = {f"base_model.model.{name}": x for name, x in get_peft_model_state_dict(model, weights).items()}
+    save_file(adapter, folder / "adapter_model.safetensors", {"format": "pt"})
+    tokenizer.save_pretrained(folder)
 
 
 class AdapterReference:

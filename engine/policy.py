@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 import model as core
-from engine.adapters import AdapterReference, add_adapter, has_adapter, trainable_parameters
+from engine.adapters import AdapterReference, add_adapter, has_adapter, save_adapter, trainable_parameters
 from engine.devices import is_main
 from engine.model_files import adapter_settings, auto_class, check_model_path, loading_errors
 from engine.precision import precision_of, round_frozen_weights, with_precision
@@ -146,7 +146,7 @@ def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipp
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the model's state_dict, gathered if sharded. Called on all ranks; complete on the main one."""
     reshard(model)
-    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+    return full_tensor(model.state_dict())
 
 
 def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
@@ -156,4 +156,4 @@ def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict |
     """
     weights = full_state_dict(model) if weights is None else weights
     if is_main():
-        core.save_policy(model, tokenizer, folder, weights)
+        (save_adapter if has_adapter(model) else core.save_policy)(model, tokenizer, folder, weights)

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface
 
 from engine import attention_kernels
@@ -70,8 +69,10 @@ class TokenLayout:
 
     def to(self, device) -> "TokenLayout":
         """Return a copy on a device."""
-        tensors = self.own, self.prefix, self.own_slots, self.prefix_query_slots, self.prefix_key_slots
-        return TokenLayout(*tree_map_only(Tensor, lambda x: x.to(device), tensors))
+        blocks = ([Block(*(x.to(device) for x in block[:4]), *block[4:]) for block in blocks]
+                  for blocks in (self.own, self.prefix))
+        slots = self.own_slots, self.prefix_query_slots, self.prefix_key_slots
+        return TokenLayout(*blocks, *(x.to(device) for x in slots))
 
 
 def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
@@ -361,11 +362,11 @@ def forward_packed(model, ids: Tensor, positions: Tensor, layout: TokenLayout) -
 def use_prefix_attention(model):
     """Make a model's attention layers call prefix_attention. Each pass then needs a token_layout."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    previous = [(each, each._attn_implementation_internal) for each in configs.values()]
+    previous = [(each, each._attn_implementation) for each in configs.values()]
     try:
         for each, _ in previous:
-            each._attn_implementation_internal = NAME
+            each._attn_implementation = NAME
         yield
     finally:
-        for each, name in previous:
-            each._attn_implementation_internal = name
+        for each, name in previous:                       # those of parts after that of the whole model
+            each._attn_implementation = name

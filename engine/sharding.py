@@ -14,12 +14,10 @@ from fnmatch import fnmatch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import core_model_loading
 
 from engine import devices
 from engine.devices import best_device, is_main, num_processes, sum_in_place
@@ -43,22 +41,18 @@ def loading_shards():
         yield
         return
     mesh = init_device_mesh(best_device().type, (num_processes(),))
-    set_weight = core_model_loading.set_param_for_module
 
-    def set_shard(model, name: str, *args) -> None:
-        set_weight(model, name, *args)
-        weight = model.get_parameter_or_buffer(name)
-        if isinstance(weight, torch.nn.Parameter) and weight.ndim and not weight.is_meta:
+    def keep_shard(module, name: str, weight):            # called with each parameter that a module gets
+        read = getattr(weight, "_is_hf_initialized", False) and not weight.is_meta
+        if read and weight.ndim and not isinstance(weight, DTensor):
             part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None).clone()
-            set_tensor(model, name, torch.nn.Parameter(part, weight.requires_grad))
-            model.get_parameter(name)._is_hf_initialized = True
+            weight = torch.nn.Parameter(part, weight.requires_grad)
+            weight._is_hf_initialized = True              # else transformers draws it again
+        return weight
 
-    core_model_loading.set_param_for_module = set_shard
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"          # else threads read all weights ahead
-    try:
+    with torch.nn.modules.module.register_module_parameter_registration_hook(keep_shard):
         yield
-    finally:
-        core_model_loading.set_param_for_module = set_weight
 
 
 def set_tensor(model, name: str, tensor: Tensor) -> None:
@@ -70,11 +64,8 @@ def set_tensor(model, name: str, tensor: Tensor) -> None:
 def take_weights(model) -> dict[str, torch.nn.Parameter]:
     """Replace all parameters by empty ones on the meta device. Returns them by name."""
     weights = dict(model.named_parameters(remove_duplicate=False))
-    empty = {
-        weight: torch.nn.Parameter(
-            torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
-        for weight in weights.values()
-    }
+    tensors = {x: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in weights.values()}
+    empty = {weight: torch.nn.Parameter(tensor, weight.requires_grad) for weight, tensor in tensors.items()}
     for name, weight in weights.items():
         set_tensor(model, name, empty[weight])
     return weights
@@ -166,10 +157,14 @@ def reshard(model) -> None:
 
 
 def full_tensor(tensor):
-    """Gather a sharded tensor to the CPU of the main process, None in the others.
+    """Gather a sharded tensor, or all in a container, to the CPU of the main process; None in the others.
 
     A tensor on XLA is moved to the CPU. Other tensors and values are returned unchanged.
     """
+    if isinstance(tensor, dict):
+        return {name: full_tensor(value) for name, value in tensor.items()}
+    if isinstance(tensor, list | tuple):
+        return type(tensor)(map(full_tensor, tensor))
     if isinstance(tensor, DTensor):
         full = tensor.full_tensor()
         return full.cpu() if is_main() else None
@@ -192,12 +187,6 @@ def sharded_like(tensor, parameter):
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None).clone()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a tensor, after waiting for its collective; other tensors unchanged."""
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
 def replicated_sums(name: str, module: torch.nn.Module) -> dict[str, float]:
     """Return the sum of each parameter's shard here, under a name that replicas of the shard share."""
     sums = {}
@@ -205,7 +194,8 @@ def replicated_sums(name: str, module: torch.nn.Module) -> dict[str, float]:
         if isinstance(parameter, DTensor):
             place = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
             parameter_name += str([index for index, placement in place if not placement.is_replicate()])
-        sums[parameter_name] = float(local(parameter.detach()).sum(dtype=torch.float64))
+            parameter = parameter.to_local()
+        sums[parameter_name] = float(parameter.detach().sum(dtype=torch.float64))
     return sums
 
 

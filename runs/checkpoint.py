@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch.utils._pytree import tree_map
 
 from engine.adapters import AdapterReference
 from engine.devices import all_gather_object, is_main, num_processes
@@ -99,13 +98,10 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
 
 def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
     """Return the part of state.pt that belongs to a phase. optimizer: None between two phases."""
-    state = {
-        "scaler": scaler.state_dict(),
-        "value_head": None if value_head is None else tree_map(full_tensor, value_head.state_dict()),
-    }
+    state = {"scaler": scaler.state_dict(), "value_head": value_head and full_tensor(value_head.state_dict())}
     if optimizer is not None:
         state |= {"scheduler": scheduler.state_dict(), "position": batches.position}
-        state["optimizer"] = tree_map(full_tensor, optimizer.state_dict())
+        state["optimizer"] = full_tensor(optimizer.state_dict())
     return state
 
 

@@ -39,9 +39,11 @@ class RunFolder:
         default = time.strftime("outputs/%Y-%m-%d_%H-%M-%S")
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
+        whole = Path(os.path.abspath(self.path))
+        if max(map(len, map(os.fsencode, whole.parts))) > 255:     # Python 3.14's exists() would be silent
+            raise ValueError(f"--output_dir={self.path}: File name too long; name a shorter one")
         if not training.resume:
             self.refuse_other_run(ValueError)
-        whole = Path(os.path.abspath(self.path))
         existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
         read_only = training.check or training.explain or bool(training.replay)
         if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
@@ -57,10 +59,8 @@ class RunFolder:
     def refuse_other_run(self, error: type[Exception]) -> None:
         """Raise the error if the folder of a new run holds a run already."""
         if (self.path / "config.json").exists():
-            raise error(
-                f"--output_dir={self.path}: holds another run; continue it with --resume (from Python "
-                "resume=True), or name a new one"
-            )
+            raise error(f"--output_dir={self.path}: holds another run; continue it with --resume (from "
+                        "Python resume=True), or name a new one")
 
     def acquire_lock(self) -> None:
         """Create the folder and keep other processes from writing to it. A kill ends the lock too.

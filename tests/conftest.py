@@ -1,7 +1,9 @@
 """Small models of six architectures, with random weights large enough that every logit matters."""
 
+import platform
 import signal
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -31,6 +33,15 @@ from sample import Rollout, left_pad
 for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL):
     if signal.getsignal(number) == signal.SIG_IGN:        # as in a background job or under nohup: runs would inherit it
         signal.signal(number, handler)
+
+
+
+def pytest_unconfigure(config):
+    """End with the versions that the tests ran on."""
+    if not hasattr(config, "workerinput"):                # of a process that runs a part of them
+        names = "torch", "transformers", "peft", "datasets", "numpy"
+        print(", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]))
+
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -42,7 +42,7 @@ def scripted(monkeypatch, tokenizer, *turns):
     return calls
 
 
-def test_a_question_is_answered_word_by_word_with_reasoning_set_apart(folder, tokenizer, capsys, monkeypatch):
+def test_a_question_is_answered_in_pieces_with_reasoning_set_apart(folder, tokenizer, capsys, monkeypatch):
     scripted(monkeypatch, tokenizer, "<reasoning>1 and 1</reasoning><answer>2</answer>")
     pieces, real = [], chat.AnswerStreamer.on_finalized_text
 
@@ -53,7 +53,9 @@ def test_a_question_is_answered_word_by_word_with_reasoning_set_apart(folder, to
     monkeypatch.setattr(chat.AnswerStreamer, "on_finalized_text", note)
     infer.main(["--model_path", folder, "--question", "1+1=?"])
     assert capsys.readouterr().out == "reasoning: 1 and 1\nanswer: 2\n"
-    assert [piece for piece in pieces if piece] == ["<reasoning>1 ", "and ", "1</reasoning><answer>2</answer>"]
+    assert "".join(pieces) == "<reasoning>1 and 1</reasoning><answer>2</answer>"
+    pieces = [piece for piece in pieces if piece]                                # words; letters from transformers 5.24 on
+    assert pieces[0] == "<reasoning>1 " and pieces[1][0] == "a" and pieces[-1].endswith("</reasoning><answer>2</answer>")
 
 
 def test_a_single_answer_does_not_wait_for_the_check_of_packing(folder, capsys, monkeypatch):

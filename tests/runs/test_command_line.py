@@ -207,7 +207,7 @@ MISTAKES = {
     "batch": (["--batch_size", str(10**30)], "--batch_size=1.*: must be above 0 and at most 1048576"),
     "steps": (["--max_steps", str(10**30)], "--max_steps=1.*: must be a number of at most"),
     "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
-    "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "File name too long"),
+    "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "--output_dir=.*: File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
                           "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),

@@ -42,9 +42,9 @@ def test_windows_is_answered_in_one_line():
     assert done.returncode == 1 and done.stderr == "this is Windows; run it in WSL2, as Linux\n"
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "test-tpu", "test-oldest"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "test-tpu", "test-oldest", "test-newest"])
 def test_make_ends_before_it_installs(path, tmp_path, target):
-    for name in "Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", ".ci/oldest.txt", "runs/__init__.py":
+    for name in "Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", ".ci/oldest.txt", ".ci/usual.txt", "runs/__init__.py":
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     done = subprocess.run(["make", target], cwd=tmp_path, env=path, capture_output=True, text=True)

@@ -1,0 +1,164 @@
+"""What the program uses of Python, torch, transformers and peft that they may change without notice, and what they have deprecated.
+
+A line of the tables says what to do without it, if there is something. The last tests find what is in no table.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import logging
+import re
+
+import pytest
+import torch
+import transformers
+from conftest import ARCHITECTURES, build_gpt2, run_folder
+from project_files import ROOT, modules_of_the_program
+from transformers import core_model_loading
+
+from engine import sharding
+from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options
+from engine.recomputation import layers_of
+from engine.text_model import linear_layers
+
+FLASH_FOR_CPU, FLASH, EFFICIENT = (f"_scaled_dot_product_{name}" for name in (
+    "flash_attention_for_cpu", "flash_attention", "efficient_attention"))
+OPERATORS = {                   # torch.ops.aten.NAME of engine/attention_kernels.py. Without one: choose_kernel returns Chunked
+    FLASH_FOR_CPU:
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
+        "float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    f"{FLASH_FOR_CPU}_backward":
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, "
+        "*, Tensor? attn_mask=None, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    FLASH:
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+        "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+        "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
+    f"{FLASH}_backward":
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, "
+        "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, "
+        "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    EFFICIENT:
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+        "bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
+    f"{EFFICIENT}_backward":
+        "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, "
+        "Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, "
+        "float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
+}
+FUNCTIONS = {                   # module.NAME -> parameters
+    "torch.distributed.distributed_c10d._get_default_store": "",                 # without: every rank prints the last line
+    "transformers.core_model_loading.revert_weight_conversion": "model, state_dict",         # vLLM; save_pretrained calls it too
+    "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers": "peft_config, model, conversions",
+    "atexit._run_exitfuncs": "",
+}
+ATTRIBUTES = {"_attn_implementation", "_is_hf_initialized", "_actions", "_negative_number_matcher"}      # a test each, below
+DOCUMENTED = {"_exit", "_getframe"}                       # of os and of sys
+MODULES = {                     # undocumented; a test of what is imported from each is above or below
+    "transformers.core_model_loading", "transformers.modeling_layers", "transformers.pytorch_utils",
+    "peft.utils.transformers_weight_conversion",
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator(name):
+    found = getattr(torch.ops.aten, name, None)
+    assert found is not None, f"torch.ops.aten.{name} is gone"
+    assert str(found.default._schema) == f"aten::{name}{OPERATORS[name]}"
+
+
+@pytest.mark.parametrize("kernel,dtype", [(FlashOnCUDA, torch.float16), (EfficientOnCUDA, torch.float32)])
+def test_the_kernels_for_gpus_pass_what_the_operators_take(kernel, dtype):
+    q, (k, v) = torch.empty(2, 4, 8, 64, dtype=dtype, device="meta"), torch.empty(2, 2, 1, 8, 64, dtype=dtype, device="meta")
+    options = Options(None, None, 0.125)
+    output, lse = kernel.forward(q, k, v, None, True, options)
+    assert output.shape == q.shape and lse.shape == q.shape[:3]
+    grads = kernel.backward(output, q, k, v, output, lse, None, True, options)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name):
+    module, _, function = name.rpartition(".")
+    found = getattr(importlib.import_module(module), function, None)
+    assert found is not None, f"{name} is gone"
+    if module != "atexit":                                # in C, without a signature before Python 3.13
+        assert ", ".join(inspect.signature(found).parameters) == FUNCTIONS[name]
+
+
+def test_attn_implementation_is_what_a_layer_reads_and_sets_that_of_the_parts():
+    config = transformers.Gemma3Config(text_config={}, vision_config={})
+    config._attn_implementation = "eager"
+    config._attn_implementation = "prefix_attention"
+    assert config.text_config._attn_implementation == config.vision_config._attn_implementation == "prefix_attention"
+    assert "config._attn_implementation" in inspect.getsource(transformers.models.gemma3.modeling_gemma3.Gemma3Attention.forward)
+
+
+def test_is_hf_initialized_marks_each_weight_that_was_read_when_a_module_gets_it(tmp_path):
+    ARCHITECTURES["llama"]().save_pretrained(tmp_path)
+    read = set()
+
+    def note(module, name, weight):
+        if getattr(weight, "_is_hf_initialized", False) and not weight.is_meta:
+            read.add(weight)
+
+    with torch.nn.modules.module.register_module_parameter_registration_hook(note):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert read >= set(model.parameters())
+
+
+def test_hf_deactivate_async_load_is_read_by_the_loader():
+    found = '"HF_DEACTIVATE_ASYNC_LOAD"' in inspect.getsource(core_model_loading)
+    assert found, "from_pretrained reads all weights ahead, into the memory of each process"
+
+
+def test_gradient_checkpointing_layer_is_the_class_of_layers_and_conv1d_that_of_gpt2s_matrices():
+    model = build_gpt2()
+    assert len(layers_of(model)) == model.config.n_layer and len(linear_layers(model)) == 4 * model.config.n_layer
+
+
+def test_base_model_tp_plan_has_the_styles_that_are_known():
+    plan = transformers.Qwen3Config().base_model_tp_plan
+    assert set(plan.values()) == {*sharding.STYLES, sharding.PARTIAL}
+
+
+def test_the_logger_that_is_silenced_is_the_one_that_warns():
+    module = importlib.import_module("torch.distributed.tensor._redistribute")
+    assert module.logger.name == module.__name__ and module.logger is logging.getLogger(module.__name__)
+    assert module.logger.level == logging.ERROR
+
+
+def test_argparse_has_its_actions_and_its_pattern_of_negative_numbers():
+    parser = argparse.ArgumentParser()
+    flag = parser.add_argument("--lr", type=float)
+    assert parser._actions[-1] is flag and parser._negative_number_matcher.match("-5")
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
+    assert parser.parse_args(["--lr", "-5e-05"]).lr == -5e-05
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning", "error::PendingDeprecationWarning", "error::FutureWarning")
+@pytest.mark.parametrize("flags", ["", "--engine plain --use_value_head true", "--lora_rank 4 --gradient_checkpointing"])
+def test_a_run_calls_nothing_that_is_deprecated(flags, tmp_path):
+    common = "--use_grpo --max_steps 1 --cold_start_steps 1 --eval_limit 2 --batch_size 2 --generation_max_length 8"
+    assert (run_folder(tmp_path / "run", *common.split(), *flags.split()) / "final").is_dir()
+
+
+def test_every_private_name_that_the_program_uses_is_in_a_table_above():
+    trees = [ast.parse(path.read_text()) for path in modules_of_the_program()]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__"}
+    assert used == {*OPERATORS, *ATTRIBUTES, *DOCUMENTED, *(name.rpartition(".")[2] for name in FUNCTIONS)} - {
+        "revert_weight_conversion", "convert_peft_config_for_transformers"}
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    assert not [module for module in modules if "._" in module]
+    modules -= {"transformers.utils", "peft"}             # documented, as are those of torch
+    assert {module for module in modules if module.startswith(("transformers.", "peft"))} == MODULES
+
+
+def test_nothing_of_a_library_is_replaced():
+    for path in modules_of_the_program():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for target in getattr(node, "targets", []):
+                assert not ast.unparse(target).startswith(("torch.nn", "transformers", "core_model_loading", "peft")), (
+                    f"{path.relative_to(ROOT)}:{node.lineno}")
