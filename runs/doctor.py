@@ -34,6 +34,7 @@ class Metrics:
         """history: metrics of the rollouts, the newest last."""
         self.history, self.config, self.grpo = history, config, config.grpo
         self.right = next((f"reward/{name}" for name in SUCCESS if f"reward/{name}" in history[-1]), "")
+        self.taught = config.grpo.reward_functions == ["none"]                   # by a teacher alone
 
     def now(self, name: str, rollouts: int = WINDOW) -> float:
         """Return the mean over the last rollouts."""
@@ -80,8 +81,10 @@ class Metrics:
         return f"from {self.ago(name):{form}} to {self.now(name):{form}}"
 
     def improves(self) -> bool:
-        """Check that more completions are right than LONG ago; where that is not known, that rewards rose."""
-        return self.change(self.right or "mean_reward") > 0
+        """Check that more completions are right than LONG ago; where that is not known, that rewards rose, or
+        that the KL to a teacher fell.
+        """
+        return self.change("kl") < 0 if self.taught else self.change(self.right or "mean_reward") > 0
 
     def most_tied(self) -> bool:
         """Check that all groups are tied, or for longer most, and more than chance ties if most are right."""
@@ -156,11 +159,11 @@ RULES: dict[str, tuple[Callable[[Metrics], bool], Callable[[Metrics], str]]] = {
                   "see in rollouts.jsonl what they still earn, and lower its --reward_weights"),
     "entropy_falls": (
         lambda m: (min(m.grew("entropy", SHORT), m.grew("entropy")) < 0.5 and not m.improves()
-                   and not m.now(m.right) > 0.8),
+                   and not m.now(m.right) > 0.8 and not m.taught),
         lambda m: f"entropy fell {m.was('entropy')} nat/token, and no more completions are right: take "
                   + m.smaller_updates() + " or --entropy_coef 0.01" * (not m.grpo.entropy_coef)),
     "ties": (
-        lambda m: m.most_tied() and not m.grpo.use_value_head and m.grpo.reward_functions != ["none"],
+        lambda m: m.most_tied() and not m.grpo.use_value_head and not m.taught,
         lambda m: f"{m.now('tied_groups'):.0%} of groups have equal rewards, of which nothing is learned: "
                   + m.remedy_of_ties()),
     "truncation": (

@@ -167,6 +167,15 @@ def test_flags_that_would_change_nothing_are_not_named():
     assert play([line | {"tied_groups": 1.0} for line in healthy(4, 40, 0.5, 0.5)], Config.of(use_grpo=True, use_value_head=True))[0] == []
 
 
+def test_a_run_with_a_teacher_alone_is_judged_by_its_kl():
+    config = Config.of(use_grpo=True, reward_functions=["none"], use_kl_penalty=True, reference_path="teacher")
+    tied = [{"tied_groups": 1.0, "mean_reward": 0.0, "reward/none": 0.0, "completion_tokens": 20.0} for _ in range(60)]
+    falls = [line | {"kl": 1 / (1 + n), "entropy": 1 / (1 + n)} for n, line in enumerate(tied)]
+    assert play(falls, config)[0] == [] and play(falls)[0] != []
+    rises = [line | {"kl": 0.02 * n, "entropy": 1.0} for n, line in enumerate(tied)]
+    assert [rule for _, rule, _ in play(rises, config)[0]] == ["kl_drift"]
+
+
 @pytest.mark.parametrize("tied", [0.8, 1.0])
 def test_ties_of_right_and_of_wrong_groups_get_opposite_advice(tied):
     for right, remedy in (tied, "take harder problems"), (0.0, "take easier problems, more --cold_start_steps"), (None, "partial credit"):
