@@ -328,7 +328,7 @@ class GRPOConfig(Section):
         """
         functions = self.reward_functions
         self.reject(
-            ("reward_functions", not functions, "name at least one"),
+            ("reward_functions", not functions, "name at least one, or none, to learn from a reference"),
             ("reward_weights", len(self.reward_weights) not in (0, len(functions)),
              f"{len(self.reward_weights)} weights for {len(functions)} reward functions, "
              f"{' '.join(functions)}; give one for each"),

@@ -214,7 +214,7 @@ def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=F
     return logp.requires_grad_(), old_logp.masked_fill(~mask, masked_value), advantages, mask
 
 
-def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl_coef=0.0, weights=None, moved=None):
+def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl_coef=0.0, weights=None, moved=None, options=None):
     """Loss, and its derivative with respect to logp[moved], by a loop over tokens with the docstrings' formulas."""
     logp, old_logp, ref_logp, advantages, mask = (tensor.tolist() for tensor in batch)
     per_token = LOSSES[loss_type].per_token
@@ -226,7 +226,7 @@ def objective_by_hand(batch, loss_type, aggregation, dual_clip=None, kl=None, kl
         sequence_ratio = exp(sum(log_ratios, Dual(0.0)) / len(tokens))
         for t, log_ratio in zip(tokens, log_ratios):
             ratio = sequence_ratio if dual_clip and loss_type == "gspo" else exp(log_ratio)
-            names = defaults(per_token) | dict(
+            names = defaults(per_token) | (options or {}) | dict(
                 ratio=ratio, sequence_ratio=sequence_ratio, product=exp(sum(log_ratios, Dual(0.0))), logp=now[t],
                 old_logp=old_logp[i][t], A=advantages[i][t if len(advantages[i]) > 1 else 0],
                 clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
@@ -276,6 +276,22 @@ def test_every_loss_aggregation_and_kl_term_equals_a_loop_over_its_formulas(loss
         loss = loss + 0.7 * aggregate(penalty, mask, aggregation, **COUNTS)
     batch = logp, old_logp, ref_logp, advantages, mask
     assert_equal_by_hand(loss, batch, loss_type=loss_type, aggregation=aggregation, kl=kl, kl_coef=0.7)
+
+
+@pytest.mark.parametrize("loss_type,option", [(name, option) for name, loss in LOSSES.items() for option in loss.bounds if option != "dual_clip"])
+def test_each_option_of_a_loss_is_that_of_its_formula(loss_type, option):
+    default, (low, high) = defaults(LOSSES[loss_type].per_token)[option], LOSSES[loss_type].bounds[option]
+    other, tells = (default + (low if default > low else min(high, 2 * default + 1))) / 2, False
+    for seed in range(20):
+        logp, old_logp, advantages, mask = toy_batch(seed=seed, token_level=True)
+        old_logp = logp.detach() + 3 * (old_logp - logp.detach())                # far off policy
+        before, after = (
+            policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **{option: value}, **COUNTS)[0]
+            for value in (default, other))
+        tells |= bool(before != after)
+        batch = logp, old_logp, logp.detach(), advantages, mask
+        assert_equal_by_hand(after, batch, loss_type=loss_type, aggregation=LOSSES[loss_type].aggregation, options={option: other})
+    assert tells
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo"])

@@ -36,7 +36,7 @@ from grpo import LOSSES, compute_group_advantages, policy_loss  # noqa: E402
 P = torch.tensor([0.01, 0.02, 0.05, *(n / 10 for n in range(1, 10)), 0.95, 0.98, 0.99], dtype=torch.float64)
 SHOWN = 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99
 STEP = 0.1                      # by which an update moves the logit of a prompt: p = 0.5 to 0.525
-AGES = 0, 1, 8                  # updates since a rollout was sampled
+AGES = 0, 1, 4, 8               # updates since a rollout was sampled
 SIZES = 2, 4, 8, 16             # G
 EQUAL, UNEQUAL = (4, 4), (2, 4) # tokens of right and of wrong completions
 BATCH = 8                       # groups of an optimiser step, where groups are coupled

@@ -11,6 +11,7 @@ import operator
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate
 from reward_functions.calling import event_loop
@@ -48,8 +49,21 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
     *_, call = [None, *re.finditer(rf"\b({'|'.join(functions)})\(", text)]              # the last one
     if call is None or not text.endswith(")"):
         return []
-    argument = text[call.end() : -1].strip()
-    return [run_call(functions[call[1]], *[argument] * bool(argument))]
+    function, argument = functions[call[1]], text[call.end() : -1].strip()
+    return [run_call(function, *[value_of(argument, function)] * bool(argument))]
+
+
+def value_of(text: str, function: Callable) -> object:
+    """Return the argument of a call: a literal of the type that the first parameter names, else the text.
+
+    A string in quotes is one too, so buy("rice") and buy(rice) are the same.
+    """
+    kinds = [p.annotation for p in inspect.signature(function).parameters.values()]
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        value = ast.literal_eval(text)
+        if isinstance(value, str) or (kinds and type(value) is kinds[0]):
+            return value
+    return text
 
 
 def run_json_call(text: str, functions: dict[str, Callable]) -> str:

@@ -24,6 +24,8 @@ def flag_notes(settings: Config) -> list[str]:
             training.use_grpo and loss.uses_ratio and not loss.weighs_sampler and not several,
         "gdpo scales each function in its group, then the sum; advantage_scale batch is the paper's":
             config.reward_combination == "gdpo" and config.scale == "group",
+        f"advantage_scale {config.scale} has no effect with use_value_head, which scales over the step":
+            config.use_value_head and config.scale not in ("group", "none"),
         f"{config.loss_type} corrects the sampler: with importance_cap its first ratios are 1":
             loss.weighs_sampler and config.importance_cap > 0,
         "dr_grpo is meant for advantages in points; --normalize_advantages false is the paper's":

@@ -196,6 +196,8 @@ class Run:
             self.optimizer = self.make_optimizer([pair for pair in named if pair[1].requires_grad])
             if not isinstance(self.optimizer, torch.optim.Optimizer):
                 raise RunError(f"optimizer: returned a {type(self.optimizer).__name__}, no torch Optimizer")
+            if not {"state", "param_groups"} <= self.optimizer.state_dict().keys():
+                raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
         else:
             parameters = [{"params": trainable_parameters(module)} for module in modules]
             self.optimizer = make_optimizer(parameters, phase, training, self.device)

@@ -159,15 +159,20 @@ def check_sampler(plain: Engine, rollout: Rollout, config) -> Finding:
 
 
 def check_engine(engine: Engine, ranks, examples: list[dict], config) -> Finding:
-    """Compare the log-probabilities that vLLM or a caller's engine sampled with and those of training.
-
-    Call on all ranks.
+    """Compare the log-probabilities that vLLM or a caller's engine sampled with and those of training, and
+    the tokens that it drew with these: -log p is the entropy on average. Call on all ranks.
     """
     prompt = encode_prompt(engine.tokenizer, examples[0]["prompt"])
     with engine.sampling():
         rollout = engine.sample(of_two_lengths(prompt), shortened(config, 64), seed=0, num_completions=8)
-    found = compare_with_sampler(log_probs_of_rollout(engine, ranks, rollout, config.policy).logp, rollout)
+    trained = log_probs_of_rollout(engine, ranks, rollout, config.policy)
+    found = compare_with_sampler(trained.logp, rollout)
+    surprise = (-trained.logp - trained.entropy)[rollout.completion_mask].double()           # (n,), mean 0
+    errors = float(surprise.mean() * len(surprise) ** 0.5 / (surprise.std() + 1e-6))
     ok = found["sampler_deviation"] <= engine.ratio_tolerance
+    if ok and abs(errors) > 5:
+        return Finding("engine", False, f"draws {'less' if errors > 0 else 'more'} likely tokens than its "
+                       f"log-probabilities say, by {abs(errors):.0f} standard errors", "correct sample")
     fix = "sample and log_probs compute other probabilities: correct one; vLLM: --precision float32"
     return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, largest difference "
                    f"{found['engine_deviation']:.1e} nat", fix)

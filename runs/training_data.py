@@ -42,7 +42,9 @@ def load_data(
     chosen = array("q", (i for i in chosen if i not in overlap))
     if not chosen:
         flag = f"--dataset={data_config.dataset}"
-        raise ValueError(f"{flag}: all its prompts are held out; choose another --eval_dataset")
+        raise ValueError(
+            f"{flag}: all its prompts are held out; choose another --eval_dataset, or, if they are all the "
+            "same, --eval_limit 0")
     instruct = partial(with_instruction, instruction=data_config.instruction)
     return View(examples, chosen, instruct), [instruct(example) for example in held_out]
 

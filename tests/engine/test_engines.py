@@ -81,6 +81,21 @@ def test_a_sampler_that_is_wrong_does_not_start(tmp_path, old, new):
         set_up(settings_of_run(tmp_path), engine=of_the_page(old, new))
 
 
+@pytest.mark.parametrize("temperature, words", [(0.3, "more"), (3.0, "less"), (1.0, "")])
+def test_a_sampler_that_draws_other_tokens_than_it_says_does_not_start(tmp_path, temperature, words):
+    class Liar(of_the_page("temperature=config.generation_temperature", f"temperature={temperature}")):
+        def sample(self, *arguments, **options):
+            rollout = super().sample(*arguments, **options)
+            return replace(rollout, sampling_logp=self.log_probs(rollout, None, {}).logp.detach().cpu())
+
+    settings = replace(settings_of_run(tmp_path), grpo=replace(settings_of_run(tmp_path).grpo, generation_max_length=64))
+    if not words:
+        assert type(set_up(settings, engine=Liar).engine) is Liar
+        return
+    with pytest.raises(ValueError, match=f"start-up check: engine: draws {words} likely tokens than its log-probabilities say, by .* standard errors"):
+        set_up(settings, engine=Liar)
+
+
 def test_a_sampler_that_becomes_wrong_ends_the_run(tmp_path):
     class Later(of_the_page()):
         def sample(self, prompts, config, **options):

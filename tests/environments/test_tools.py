@@ -38,6 +38,11 @@ def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
     for mention in "With calculate(x) I get", "calculate( adds.", "calculate() or fails():":
         assert run_calls(f"{mention} calculate(3*(4+5))", tools) == ["27"], mention
     assert run_calls("calculate(1)) calculate(2", tools) == []
+    def take(count: int):
+        return f"{count + 1} left"
+
+    for text, result in ("calculate('1+1')", "2"), ('calculate("1+1")', "2"), ("take(2)", "3 left"), ("take(two)", "error: can only concatenate"), ("calculate(7)", "7"):
+        assert run_calls(text, tools | {"take": take})[0].startswith(result), text
     for text in "the answer is 132", "calculated(1+1)", "calculate(1+1) is 2":
         assert run_calls(text, tools) == []
     for text, problem in {

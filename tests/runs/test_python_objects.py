@@ -190,3 +190,11 @@ def test_what_is_no_optimizer_is_refused_when_its_phase_begins(tmp_path):
     run = set_up(config, optimizer=lambda pairs: [1, 2])
     with pytest.raises(RunError, match="optimizer: returned a list, no torch Optimizer"):
         run.begin_phase(run.phases[0])
+
+    class TwoInOne(torch.optim.SGD):
+        def state_dict(self):
+            return {"one": super().state_dict(), "other": {}}
+
+    run.make_optimizer = lambda pairs: TwoInOne([parameter for _, parameter in pairs])
+    with pytest.raises(RunError, match="optimizer: its state_dict has no state and param_groups: not to be resumed"):
+        run.begin_phase(run.phases[0])
