@@ -27,8 +27,8 @@ RUNS = {
     "exact KL, gdpo": f"--use_grpo {SMALL} --use_kl_penalty --kl_estimator exact --reward_combination gdpo",
     "cispo, k2, queue": f"--use_grpo {SMALL} --loss_type cispo --ppo_epochs 2 --use_kl_penalty --kl_estimator k2 "
                         "--generation_batch_size 12 --generation_top_k 20 --generation_top_p 0.9",
-    "conversations": f"--use_grpo {GAME}",
-    "conversations, value head": f"--use_grpo {GAME} --use_value_head",
+    "conversations": f"--use_grpo {GAME} --use_value_head false",
+    "conversations, value head": f"--use_grpo {GAME}",
     "supervised bfloat16": f"--use_grpo false {QUICK} --precision bfloat16 --max_steps 6 --batch_size 8",
 }
 NOT_COMPARED = {"peak_memory_gb", "step_seconds", "sampling_seconds", "training_seconds"}

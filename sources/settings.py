@@ -78,9 +78,9 @@ PROFILES: dict[str, dict[str, Any]] = {
     "guess_letter": dict(
         dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
         num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
-        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=100,
-        cold_start_learning_rate=2e-3, batch_size=32, num_epochs=2, learning_rate=4e-4, warmup_ratio=0.1,
-        eval_steps=20, save_steps=100,
+        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, use_value_head=True,
+        cold_start_steps=200, cold_start_learning_rate=2e-3, batch_size=32, num_epochs=3, learning_rate=5e-4,
+        warmup_ratio=0.1, eval_steps=40, save_steps=100,
     ),
     "demo_supervised": dict(
         generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
