@@ -49,8 +49,9 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
     *_, call = [None, *re.finditer(rf"\b({'|'.join(functions)})\(", text)]              # the last one
     if call is None or not text.endswith(")"):
         return []
-    function, argument = functions[call[1]], text[call.end() : -1].strip()
-    return [run_call(function, *[value_of(argument, function)] * bool(argument))]
+    function, argument = functions[call[1]], text[call.end() : -1]
+    takes_one = argument.strip() or inspect.signature(function).parameters
+    return [run_call(function, *[value_of(argument, function)] * bool(takes_one))]
 
 
 def value_of(text: str, function: Callable) -> object:
@@ -60,7 +61,7 @@ def value_of(text: str, function: Callable) -> object:
     """
     kinds = [p.annotation for p in inspect.signature(function).parameters.values()]
     with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(text.strip())
         if isinstance(value, str) or (kinds and type(value) is kinds[0]):
             return value
     return text

@@ -48,7 +48,7 @@ def test_core_files_import_core_files_and_libraries_alone():
     found = {name: imports_of(name) - LIBRARIES for name in CORE}
     assert found.pop("rewards") == {"analysis"}, "the linter, where rewards.py is a program"
     assert found == {
-        "grpo": set(), "logprobs": set(), "data": set(), "config": set(), "sample": {"data", "logprobs"}, "model": {"rewards"},
+        "grpo": set(), "logprobs": set(), "data": set(), "config": {"grpo"}, "sample": {"data", "logprobs"}, "model": {"rewards"},
         "experience": {"grpo", "logprobs", "rewards", "sample"},
     }
     assert imports_of("data") <= sys.stdlib_module_names

@@ -113,6 +113,7 @@ CASES = [
 @pytest.mark.parametrize("architecture,loss_type,terms", CASES)
 def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_ordered(base, architecture, loss_type, terms):
     dtype, tolerance = (torch.float32, 2e-6) if architecture == "gemma3" else (torch.float64, 1e-12)
+    tolerance *= 5 if loss_type == "sequence_mask" else 1            # a product of ratios adds up their rounding
     run = with_settings(base, architecture, loss_type=loss_type, **TERMS[terms])
     experience = off_policy(run)
     for module in run.model, run.reference, run.value_head:

@@ -49,6 +49,8 @@ def test_every_function_starts_on_every_task_or_says_what_data_it_needs(name, ta
         pytest.skip("needs math-verify")
     if name == "environment" and task != "guess_letter":
         message = "--reward_functions=environment: .*add --environment"
+    elif name == "none":
+        message = "--reward_functions=none: nothing would be learned"
     elif needed and needed not in COLUMNS[task]:
         message = rf"--reward_functions {name}: needs the column {needed}, which {task} .*; a line of data for {name}: \{{.*{needed}"
     elif name == "multiple_choice":                                # neither a number nor the letter t names a choice
