@@ -35,12 +35,10 @@ for number, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGH
         signal.signal(number, handler)
 
 
-
-def pytest_unconfigure(config):
-    """End with the versions that the tests ran on."""
-    if not hasattr(config, "workerinput"):                # of a process that runs a part of them
-        names = "torch", "transformers", "peft", "datasets", "numpy"
-        print(", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]))
+def pytest_terminal_summary(terminalreporter):
+    """End with the versions that the tests ran on, before the line of results."""
+    names = "torch", "transformers", "peft", "datasets", "numpy"
+    terminalreporter.write_line(", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]))
 
 
 SIZES = dict(
