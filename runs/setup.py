@@ -190,7 +190,7 @@ def set_up(
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
     if training.use_grpo and config.grpo.reference_path:
-        compare_tokenizers(load_tokenizer(of_teacher(config)), tokenizer, config, console.print)
+        compare_tokenizers(tokenizer, config, console.print)
     tokenizer.tools = tools_of(environment)               # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
@@ -278,8 +278,12 @@ def of_teacher(config: Config) -> ModelConfig:
     return replace(config.model, model_path=config.grpo.reference_path, lora_rank=0)
 
 
-def compare_tokenizers(of_reference, tokenizer, config: Config, notify: Callable) -> None:
+def compare_tokenizers(tokenizer, config: Config, notify: Callable) -> None:
     """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
+    try:
+        of_reference = load_tokenizer(of_teacher(config))
+    except ValueError as error:
+        raise ValueError(str(error).replace("--model_path=", "--reference_path=")) from None
     ours, theirs = tokenizer.get_vocab(), of_reference.get_vocab()
     if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
         example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"

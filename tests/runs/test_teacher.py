@@ -133,7 +133,7 @@ def test_settings_that_do_not_fit_a_teacher_are_one_line(tmp_path, flags, messag
 
 
 def test_a_teacher_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match="nowhere"):
+    with pytest.raises(ValueError, match=r"^--reference_path=\S*nowhere: no such folder"):
         set_up(run_of(tmp_path, tmp_path / "nowhere"))
 
 
