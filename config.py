@@ -219,7 +219,7 @@ class GRPOConfig(Section):
 
     environment: str = flag(
         "", "function or class that replies to the policy: calculator, python, guess_letter, or "
-        "path/to/file.py:function; empty: completions are single messages")
+        "path/to/file.py:name; empty: completions are single messages")
     max_turns: int = flag(
         1, "messages of the policy per conversation, at most; generation_max_length limits all its tokens",
         above=0)
@@ -231,7 +231,7 @@ class GRPOConfig(Section):
     reward_errors: Literal["raise", "none"] = flag(
         "raise", "if a reward function raises: stop the run, or leave completions unscored and count them")
     reward_timeout: float = flag(
-        0.0, "seconds for a call of a reward function, else it raises; 0: no limit, 60 for a class's calls",
+        0.0, "seconds for a call of a reward function, else it raises; 0: no limit, 60 for an environment's",
         at_least=0)
     reward_combination: Literal["sum", "gdpo"] = flag(
         "sum", "add up the weighted points of the reward functions, or (gdpo) their weighted advantages")
@@ -563,7 +563,7 @@ class Config(Section):
         config.reject(
             ("generation_temperature", training.use_grpo and config.generation_temperature == 0,
              "all completions of a prompt would be equal and nothing could be learned; try 0.8"),
-            ("loss_type", training.use_grpo and not config.loss_entry.uses_ratio and updates > 1,
+            ("loss_type", training.use_grpo and "log_ratio" not in config.loss_entry.reads and updates > 1,
              f"has no ratio: of {updates} updates on a rollout only the first is right; take dapo"),
         )
 

@@ -1,7 +1,7 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
-policy_loss works alone, copied below `import torch` and `from torch import Tensor` without the rest of this
-file; policy_loss needs token_loss, aggregate and LOSSES as well.
+policy_loss and token_loss works alone, copied below `import torch` and `from torch import Tensor` without
+the rest of this file; these two need aggregate and LOSSES as well.
 
 Reading order: compute_group_advantages (compare each completion with its group), policy_loss (raise the
 probability of the better ones, within limits) with a function for each per-token loss, kl_penalty (stay near
@@ -142,9 +142,11 @@ def token_loss(
 
     per_token is the function of the loss type, the mean runs over a completion: arXiv:2512.02556 eq. 9.
 
+    logp, old_logp, advantages, mask  as for policy_loss
     options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
     returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
     """
+    options = {name: value for name, value in options.items() if value is not None}        # None: the default
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
     if loss_type not in LOSSES:
         raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
@@ -322,11 +324,6 @@ class Loss:
     def reads(self) -> set[str]:
         """Return the names of its function's parameters."""
         return set(inspect.signature(self.per_token).parameters)
-
-    @property
-    def uses_ratio(self) -> bool:
-        """Return whether it is right for several updates per rollout."""
-        return "log_ratio" in self.reads
 
     @property
     def all_bounds(self) -> dict[str, tuple[float, float]]:

@@ -21,7 +21,7 @@ def flag_notes(settings: Config) -> list[str]:
         f"train_split {split} has no effect: a file has no splits": is_file and split != "train",
         "clipping and max_policy_kl have no effect: with one update per rollout every ratio is 1; see "
         "--ppo_epochs":
-            training.use_grpo and loss.uses_ratio and not loss.weighs_sampler and not several,
+            training.use_grpo and "log_ratio" in loss.reads and not loss.weighs_sampler and not several,
         "gdpo scales each function in its group, then the sum; advantage_scale batch is the paper's":
             config.reward_combination == "gdpo" and config.scale == "group",
         f"advantage_scale {config.scale} has no effect with use_value_head, which scales over the step":

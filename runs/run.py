@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from grpo import adapt_kl_coefficient, compute_group_advantages
 from model import ValueHead
 from runs.checkpoint import (
     NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
-    set_random_states, versions, write_checkpoint,
+    set_random_states, versions, weights_of, write_checkpoint,
 )
 from runs.console import RunConsole
 from runs.doctor import diagnose
@@ -96,7 +96,6 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     make_optimizer: Callable | None = None                # the caller's, of named parameters; None: AdamW
     teacher: torch.nn.Module | None = None                # a reference that is no copy of the policy
-    weights_of_teacher: str = ""                          # of --reference_path: commit or checksums
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
     # Objects of the current phase.
     batches: ShuffledBatches | None = None
@@ -256,8 +255,14 @@ class Run:
     @property
     def handed_in(self) -> dict[str, bool]:
         """Return which objects of the caller replace those of the flags and have a part in checkpoints."""
-        passed = self.teacher is not None and not self.weights_of_teacher
+        passed = self.teacher is not None and not self.config.grpo.reference_path
         return {"optimizer": self.make_optimizer is not None, "reference": passed}
+
+    @cached_property
+    def weights_of_teacher(self) -> str:
+        """Return what tells the weights of --reference_path from others, "" without it. Call on all ranks."""
+        is_named = self.teacher is not None and self.config.grpo.reference_path
+        return weights_of(self.teacher) if is_named else ""
 
     @property
     def how_to_resume(self) -> str:

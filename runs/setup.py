@@ -30,7 +30,7 @@ from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
-from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states, weights_of
+from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.flag_notes import template_notes
 from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
@@ -213,10 +213,8 @@ def set_up(
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
     for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
-    weights_of_teacher = ""
     if reference is None and training.use_grpo and config.grpo.reference_path:
         reference = load_teacher(config, mesh, device)
-        weights_of_teacher = weights_of(reference)
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
         ranks.agree(replicated_sums("reference", reference))
@@ -225,7 +223,7 @@ def set_up(
         console.print)
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
-        Progress(kl_coef=config.grpo.kl_coef), optimizer, reference, weights_of_teacher,
+        Progress(kl_coef=config.grpo.kl_coef), optimizer, reference,
     )
     for line in describe_step(
         config, longest_prompt=longest_prompt, shared_prompt=engine.shares_prompts, mesh=mesh, memory=memory,

@@ -20,6 +20,7 @@ from engine.precision import is_exact
 from environments.conversations import run_scripted_turns, start_conversations
 from environments.instances import closing_environments
 from experience import compare_with_sampler, log_probs_of_rollout
+from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from reward_functions.loading import data_example
 from rewards import compute_rewards_for_completions
@@ -167,8 +168,7 @@ def check_engine(engine: Engine, ranks, examples: list[dict], config) -> Finding
         rollout = engine.sample(of_two_lengths(prompt), shortened(config, 64), seed=0, num_completions=8)
     trained = log_probs_of_rollout(engine, ranks, rollout, config.policy)
     found = compare_with_sampler(trained.logp, rollout)
-    surprise = (-trained.logp - trained.entropy)[rollout.completion_mask].double()           # (n,), mean 0
-    errors = float(surprise.mean() * len(surprise) ** 0.5 / (surprise.std() + 1e-6))
+    errors = surprise_in_standard_errors(trained, rollout.completion_mask)
     ok = found["sampler_deviation"] <= engine.ratio_tolerance
     if ok and abs(errors) > 5:
         return Finding("engine", False, f"draws {'less' if errors > 0 else 'more'} likely tokens than its "
@@ -176,6 +176,18 @@ def check_engine(engine: Engine, ranks, examples: list[dict], config) -> Finding
     fix = "sample and log_probs compute other probabilities: correct one; vLLM: --precision float32"
     return Finding("engine", ok, f"mean of |ratio - 1| {found['sampler_deviation']:.4f}, largest difference "
                    f"{found['engine_deviation']:.1e} nat", fix)
+
+
+def surprise_in_standard_errors(trained: LogProbs, mask: torch.Tensor) -> float:
+    """Return the mean of -log p - entropy of tokens (B, T) in its standard errors; 0 on average.
+
+    Where one token is nearly certain, a sample may hold none of the rare ones that make most of the variance:
+    it is at least 3 times a small entropy, which it exceeds there.
+    """
+    entropy = trained.entropy[mask].double()                                     # (n,)
+    surprise = -trained.logp[mask].double() - entropy
+    variance = max(float(surprise.var()), min(1.0, 3 * float(entropy.mean())), 1e-12)
+    return float(surprise.mean()) * math.sqrt(len(surprise) / variance)
 
 
 @torch.no_grad()

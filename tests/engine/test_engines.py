@@ -16,7 +16,9 @@ from engine.ranks import ManyRanks, OneRank, make_ranks
 from engine.shared import Shared
 from environments.conversations import sample_with_environment
 from environments.games import guess_letter
+from logprobs import LogProbs
 from runs.setup import set_up
+from runs.startup_check import surprise_in_standard_errors
 from sample import sample_completions_for_prompts
 from conftest import PROMPTS
 from train import train
@@ -94,6 +96,21 @@ def test_a_sampler_that_draws_other_tokens_than_it_says_does_not_start(tmp_path,
         return
     with pytest.raises(ValueError, match=f"start-up check: engine: draws {words} likely tokens than its log-probabilities say, by .* standard errors"):
         set_up(settings, engine=Liar)
+
+
+@pytest.mark.parametrize("rare", [1e-4, 1e-3, 3e-3, 0.02, 0.1, 0.3])
+def test_a_policy_that_is_nearly_certain_is_no_false_alarm_and_a_wrong_one_is_found(rare):
+    """A thousand tokens of two kinds: rare ones make the variance, and a sample may hold none of them."""
+    generator, p = torch.Generator().manual_seed(0), torch.tensor([rare, 1 - rare], dtype=torch.float64)
+    logp, entropy = p.log(), float(-(p * p.log()).sum())
+    mask = torch.ones(1, 1000, dtype=torch.bool)
+
+    def errors(drawn):
+        tokens = torch.multinomial(drawn, 1000, replacement=True, generator=generator)[None]
+        return abs(surprise_in_standard_errors(LogProbs(logp[tokens], torch.full((1, 1000), entropy)), mask))
+
+    assert max(errors(p) for _ in range(300)) < 5
+    assert errors(torch.tensor([min(0.9, rare + 0.25), max(0.1, 0.75 - rare)])) > 5
 
 
 def test_a_sampler_that_becomes_wrong_ends_the_run(tmp_path):
