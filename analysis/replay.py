@@ -36,8 +36,8 @@ from rewards import name_of, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.records import or_none, read_jsonl, read_steps, warn_once
+from runs.reference import load_reference, load_teacher
 from runs.run import Progress, Run
-from runs.setup import load_reference, load_teacher
 from sample import Rollout, left_pad, pad_rows
 
 SHOWN = "total_loss", "grad_norm", "policy_kl"            # in the table
@@ -98,8 +98,8 @@ def load_run(config: Config, weights: Path) -> Run:
     if not (grpo.kl_target and state):
         run.progress.kl_coef = grpo.kl_coef
     if config.training.use_grpo and grpo.kl_coef:
-        run.reference = load_teacher(config, {}, device) if grpo.reference_path else load_reference(
-            run.model, config, weights, state)
+        run.reference = load_teacher(config, policy) if grpo.reference_path else load_reference(
+            policy, config, weights, state)
         if run.reference is None:
             raise ValueError(
                 f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")

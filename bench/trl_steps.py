@@ -2,6 +2,7 @@
 GRPO steps of TRL on a workload, measured from outside; runs in an environment of its own (requirements-trl-*.txt).
 
     python bench/trl_steps.py NAME FOLDER SEED [--gradient_checkpointing] [--bfloat16]        prints one line of JSON
+    python bench/trl_steps.py NAME FOLDER SEED --teacher FOLDER        steps of DistillationTrainer, a prompt for each completion
 """
 
 import json
@@ -44,24 +45,27 @@ class Clock(TrainerCallback):
         self.steps.append(time.perf_counter() - self.began)
 
 
-def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool) -> None:
+def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, teacher: str) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     workload, clock, sampling = WORKLOADS[name], Clock(), []
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     dataset = Dataset.from_list([json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()])
-    config = trl.GRPOConfig(
+    settings = dict(
         output_dir=str(folder / "trl"), per_device_train_batch_size=workload.prompts * workload.group_size,
-        num_generations=workload.group_size, max_completion_length=workload.new_tokens, temperature=1.0, top_p=1.0, top_k=0,
-        beta=0.0, num_iterations=1, loss_type="dapo", max_steps=1 + workload.measured_steps, learning_rate=1e-6,
-        gradient_checkpointing=checkpointing, bf16=half, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, seed=seed,
+        max_completion_length=workload.new_tokens, temperature=1.0, top_p=1.0, top_k=0, max_steps=1 + workload.measured_steps,
+        learning_rate=1e-6, gradient_checkpointing=checkpointing, bf16=half, use_cpu=not torch.cuda.is_available(),
+        report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=seed,
     )
-    trainer = trl.GRPOTrainer(
-        model=model, reward_funcs=share_of_even, args=config, train_dataset=dataset, processing_class=tokenizer,
-        callbacks=[clock],
-    )
+    given = dict(model=model, train_dataset=dataset, processing_class=tokenizer, callbacks=[clock])
+    if teacher:                                           # beta=1: the KL to the teacher under the policy
+        teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, attn_implementation="sdpa")
+        trainer = trl.DistillationTrainer(teacher_model=teacher, args=trl.DistillationConfig(beta=1.0, **settings), **given)
+    else:
+        config = trl.GRPOConfig(
+            num_generations=workload.group_size, beta=0.0, num_iterations=1, loss_type="dapo", **settings)
+        trainer = trl.GRPOTrainer(reward_funcs=share_of_even, args=config, **given)
     generate = model.generate
 
     def timed_generate(*args, **kwargs):
@@ -85,4 +89,7 @@ def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), "--gradient_checkpointing" in sys.argv, "--bfloat16" in sys.argv)
+    main(
+        sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), "--gradient_checkpointing" in sys.argv, "--bfloat16" in sys.argv,
+        sys.argv[-1] if "--teacher" in sys.argv else "",
+    )

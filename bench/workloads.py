@@ -1,6 +1,6 @@
 """
-The workloads on which GRPO systems are compared, seven for CPUs and one of each QWEN3 for a GPU (gpu.py), as files that any of them can read: a model with random weights, a
-tokenizer, prompts. Needs torch and transformers alone, so that it runs in every environment.
+The workloads on which GRPO systems are compared, seven for CPUs, two with a teacher (teacher.py) and one of each QWEN3 for a
+GPU (gpu.py), as files that any of them can read: a model with random weights, a tokenizer, prompts. Needs torch and transformers alone, so that it runs in every environment.
 
 What a completion says does not matter for time and memory; how long it is does. Where a workload gives lengths, every
 system has to end a completion at exactly its length, otherwise at the limit or a stop token, whichever is first.
@@ -62,6 +62,8 @@ WORKLOADS = {
     "reasoning": Workload(MEDIUM, prompts=2, prompt_tokens=128, group_size=8, new_tokens=384, measured_steps=1),
     "gsm8k": Workload(MEDIUM, prompts=4, prompt_tokens=128, group_size=8, new_tokens=192, measured_steps=1),
     "ragged": Workload(MEDIUM, prompts=2, prompt_tokens=512, group_size=8, new_tokens=512, measured_steps=1, mean_length=64),
+    "taught": Workload(MEDIUM, prompts=8, prompt_tokens=128, group_size=2, new_tokens=192, measured_steps=2),
+    "sums": Workload({}, prompts=32, prompt_tokens=40, group_size=2, new_tokens=24, measured_steps=2),    # SmolLM2, its own files
 } | {
     f"qwen3-{name}": Workload(
         qwen3(*sizes), prompts=2 if name == "tiny" else 8, prompt_tokens=16 if name == "tiny" else 512,

@@ -29,6 +29,7 @@ from engine.precision import matrices_of_layers, precision_of, with_precision
 from engine.recomputation import layers_of
 from engine.text_model import freeze_towers, text_model
 from model import attention_options, byte_tokenizer, tiny_gemma
+from runs.reference import config_of_reference
 
 FULL = 0.9                      # use at most this share of the memory: fragments and CUDA's context need some
 PASS_TOKENS = 8192, 4096, 2048  # defaults of --max_tokens_per_forward on an accelerator, the best one first
@@ -146,7 +147,7 @@ def reference_bytes(config: Config, model) -> int:
     if not config.training.use_grpo or not config.grpo.kl_coef or config.grpo.reference_offload:
         return 0
     if config.grpo.reference_path:
-        model = model_shapes(replace(config.model, model_path=config.grpo.reference_path, lora_rank=0), 1)
+        model = model_shapes(config_of_reference(config), 1)
     if has_adapter(model):
         return num_bytes(trainable_parameters(model))
     exact = config.grpo.reference_mode == "ema" or precision_of(model) == "float32"

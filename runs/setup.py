@@ -16,15 +16,14 @@ import numpy as np
 import torch
 
 from config import Config, ModelConfig, TrainingConfig
-from engine.adapters import AdapterReference, copy_into
 from engine.devices import (
     all_gather_object, available_gb, best_device, is_main, keep_freed_memory, num_processes, peak_memory_gb,
 )
 from engine.plain import Engine
 from engine.policy import check_context_length, load_policy, load_tokenizer, move
-from engine.precision import precision_of, resolve_precision
+from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
-from engine.sharding import replicated_sums, shard, sharded_like
+from engine.sharding import replicated_sums, shard
 from engine.vllm_engine import VLLM, refuse_engine
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
@@ -35,6 +34,7 @@ from runs.flag_notes import template_notes
 from runs.folder import RunFolder
 from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
+from runs.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from runs.run import Progress, Run
 from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine
 from runs.training_data import (
@@ -190,6 +190,8 @@ def set_up(
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_tokenizer(model_config)
     if training.use_grpo and config.grpo.reference_path:
+        if reference is not None:
+            raise ValueError("reference: --reference_path names another model; pass one of them")
         compare_tokenizers(tokenizer, config, console.print)
     tokenizer.tools = tools_of(environment)               # for the chat template
     if training.use_grpo:
@@ -213,8 +215,8 @@ def set_up(
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
     for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
-    if reference is None and training.use_grpo and config.grpo.reference_path:
-        reference = load_teacher(config, mesh, device)
+    if training.use_grpo and config.grpo.reference_path:
+        reference = load_teacher(config, policy)
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
         ranks.agree(replicated_sums("reference", reference))
@@ -248,57 +250,6 @@ def load_trained_policy(
     shard(policy, layers_of(policy), mesh)
     keep_freed_memory()                                   # after loading, which frees whole weights
     return policy
-
-
-def validate_reference(
-    reference: torch.nn.Module, policy: torch.nn.Module, tokenizer, config: Config
-) -> None:
-    """Freeze a reference that was passed. Raises ValueError if the settings or the policy do not fit it."""
-    if not config.training.use_grpo or not config.grpo.kl_coef:
-        raise ValueError("reference: nothing is compared with it; add use_grpo, and use_kl_penalty")
-    if config.grpo.reference_mode != "static":
-        raise ValueError(f"--reference_mode={config.grpo.reference_mode}: one that is passed is static")
-    sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy)]
-    if sizes[0] < len(tokenizer) or (config.grpo.estimator == "exact" and sizes[0] != sizes[1]):
-        raise ValueError(
-            f"reference: its vocabulary has {sizes[0]} tokens, that of the policy {sizes[1]}; take a model "
-            "with the same tokenizer"
-        )
-    in_16_bits = any(parameter.dtype != torch.float32 for parameter in reference.parameters())
-    if in_16_bits and precision_of(reference) == "float32":
-        raise ValueError(
-            "reference: its weights are in 16 bits; load it with load_policy of engine/policy.py")
-    reference.eval().requires_grad_(False)
-
-
-def of_teacher(config: Config) -> ModelConfig:
-    """Return settings that load the model of --reference_path: in the policy's precision, without LoRA."""
-    return replace(config.model, model_path=config.grpo.reference_path, lora_rank=0)
-
-
-def compare_tokenizers(tokenizer, config: Config, notify: Callable) -> None:
-    """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
-    try:
-        of_reference = load_tokenizer(of_teacher(config))
-    except ValueError as error:
-        raise ValueError(str(error).replace("--model_path=", "--reference_path=")) from None
-    ours, theirs = tokenizer.get_vocab(), of_reference.get_vocab()
-    if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
-        example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
-        raise ValueError(
-            f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens are others "
-            f"there ({example}); take a model with the policy's tokenizer"
-        )
-    if of_reference.chat_template != tokenizer.chat_template:
-        notify("  note   the reference was made for another chat template; it reads prompts in the policy's")
-
-
-def load_teacher(config: Config, mesh: dict[str, int], device: torch.device) -> torch.nn.Module:
-    """Load the model of --reference_path, frozen and sharded as the policy is."""
-    teacher, _ = load_policy(of_teacher(config), trainable=False)
-    move(teacher, device)
-    shard(teacher, layers_of(teacher), mesh)
-    return teacher
 
 
 def find_checkpoint(config: Config, folder: RunFolder, ranks: OneRank | ManyRanks) -> Path | None:
@@ -339,25 +290,6 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
             )
     if changed:
         notify("  note   changed: " + ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in changed))
-
-
-def load_reference(model, config: Config, checkpoint: Path, state: dict):
-    """Return the reference saved with a checkpoint, None without a KL penalty. state: from state.pt."""
-    adapter = state.get("reference_adapter")
-    if config.grpo.kl_coef and adapter:
-        reference = AdapterReference(model)
-        pairs = zip(adapter, reference.kept, strict=True)
-        copy_into(reference.kept, [sharded_like(new, old) for new, old in pairs])
-        return reference
-    if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
-        return None
-    reference, _ = load_policy(
-        replace(config.model, model_path=str(checkpoint / "reference")),
-        trainable=config.grpo.reference_mode == "ema",    # in float32, see frozen_copy
-    )
-    reference = move(reference, torch.device("cpu") if config.grpo.reference_offload else model.device).eval()
-    shard(reference, layers_of(reference), getattr(model, "mesh", {}))
-    return reference.requires_grad_(False)
 
 
 def parse_mesh(config: Config) -> dict[str, int]:

@@ -102,6 +102,34 @@ def test_a_step_with_a_teacher_is_replayed_with_it(tmp_path, teacher, capsys):
     assert replayed["kl"] > 0 and replayed["policy_loss"] == 0
 
 
+def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same(tmp_path, teacher):
+    model, tokenizer = load_policy(ModelConfig(model_path=str(teacher)))
+    model.resize_token_embeddings(300)
+    save_policy(model, tokenizer, tmp_path / "padded")
+    kl = []
+    for name, folder in ("as it is", teacher), ("padded", tmp_path / "padded"):
+        train.train(run_of(tmp_path / name, folder, kl_estimator="exact", max_steps=1, save_steps=0))
+        kl.append(json.loads((tmp_path / name / "run/metrics.jsonl").open().readlines()[1])["kl"])
+    assert kl[0] == kl[1] > 0
+
+
+def test_the_exact_kl_to_a_head_of_fewer_rows_is_refused(tmp_path, teacher):
+    model, tokenizer = load_policy(ModelConfig(model_path=str(teacher)))
+    model.resize_token_embeddings(300)
+    save_policy(model, tokenizer, tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"its head has 263 rows, that of the policy 300, .* --kl_estimator ratio_k3, or resize_token_embeddings\(263\)"):
+        set_up(run_of(tmp_path, teacher, kl_estimator="exact", model_path=str(tmp_path / "policy")))
+
+
+def test_two_references_are_refused_and_one_without_weights_is_named_by_its_flag(tmp_path, teacher):
+    with pytest.raises(ValueError, match="reference: --reference_path names another model; pass one of them"):
+        set_up(run_of(tmp_path, teacher), reference=load_policy(ModelConfig())[0])
+    empty = shutil.copytree(teacher, tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"--reference_path.*empty"):
+        set_up(run_of(tmp_path, empty))
+
+
 def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loaded(tmp_path, teacher, monkeypatch):
     other = shutil.copytree(teacher, tmp_path / "other")
     text = (other / "tokenizer.json").read_text()

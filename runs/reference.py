@@ -1,0 +1,108 @@
+"""
+The reference of the KL term where it is no copy of the policy at hand: the model of --reference_path, one
+that a caller passes to train(), or the one that was saved with a checkpoint.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from config import Config, ModelConfig
+from engine.adapters import AdapterReference, copy_into
+from engine.policy import load_policy, load_tokenizer, move
+from engine.precision import precision_of
+from engine.recomputation import layers_of
+from engine.sharding import shard, sharded_like
+
+
+def config_of_reference(config: Config) -> ModelConfig:
+    """Return settings that load the model of --reference_path: in the policy's precision, without LoRA."""
+    return replace(config.model, model_path=config.grpo.reference_path, lora_rank=0)
+
+
+@contextmanager
+def errors_name_reference():
+    """Errors of loading within the context name --reference_path in place of --model_path."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("--model_path", "--reference_path")) from None
+
+
+def compare_tokenizers(tokenizer, config: Config, notify: Callable) -> None:
+    """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
+    with errors_name_reference():
+        of_reference = load_tokenizer(config_of_reference(config))
+    ours, theirs = tokenizer.get_vocab(), of_reference.get_vocab()
+    if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
+        example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
+        raise ValueError(
+            f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens are others "
+            f"there ({example}); take a model with the policy's tokenizer"
+        )
+    if of_reference.chat_template != tokenizer.chat_template:
+        notify("  note   the reference was made for another chat template; it reads prompts in the policy's")
+
+
+def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
+    """Load the model of --reference_path, frozen, and place and shard it as the policy is.
+
+    Heads of one tokenizer are padded to different sizes, such as those of Qwen 2.5 to 151,936 and 152,064
+    rows: rows beyond those of the policy belong to no token and are dropped.
+    """
+    with errors_name_reference():
+        teacher, _ = load_policy(config_of_reference(config), trainable=False)
+    rows = len(policy.get_output_embeddings().weight)
+    if len(teacher.get_output_embeddings().weight) > rows:
+        teacher.resize_token_embeddings(rows)
+    move(teacher, policy.device)
+    shard(teacher, layers_of(teacher), getattr(policy, "mesh", {}))
+    return teacher
+
+
+def validate_reference(
+    reference: torch.nn.Module, policy: torch.nn.Module, tokenizer, config: Config
+) -> None:
+    """Freeze a reference that was passed. Raises ValueError if the settings or the policy do not fit it."""
+    if not config.training.use_grpo or not config.grpo.kl_coef:
+        raise ValueError("reference: nothing is compared with it; add use_grpo, and use_kl_penalty")
+    if config.grpo.reference_mode != "static":
+        raise ValueError(f"--reference_mode={config.grpo.reference_mode}: one that is passed is static")
+    sizes = [len(model.get_output_embeddings().weight) for model in (reference, policy)]
+    if sizes[0] < len(tokenizer):
+        raise ValueError(
+            f"reference: it knows {sizes[0]} tokens, the tokenizer {len(tokenizer)}; take a model with the "
+            "same tokenizer"
+        )
+    if config.grpo.estimator == "exact" and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
+            f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})"
+        )
+    in_16_bits = any(parameter.dtype != torch.float32 for parameter in reference.parameters())
+    if in_16_bits and precision_of(reference) == "float32":
+        raise ValueError(
+            "reference: its weights are in 16 bits; load it with load_policy of engine/policy.py")
+    reference.eval().requires_grad_(False)
+
+
+def load_reference(model, config: Config, checkpoint: Path, state: dict):
+    """Return the reference saved with a checkpoint, None without a KL penalty. state: from state.pt."""
+    adapter = state.get("reference_adapter")
+    if config.grpo.kl_coef and adapter:
+        reference = AdapterReference(model)
+        pairs = zip(adapter, reference.kept, strict=True)
+        copy_into(reference.kept, [sharded_like(new, old) for new, old in pairs])
+        return reference
+    if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
+        return None
+    reference, _ = load_policy(
+        replace(config.model, model_path=str(checkpoint / "reference")),
+        trainable=config.grpo.reference_mode == "ema",    # in float32, see frozen_copy
+    )
+    reference = move(reference, torch.device("cpu") if config.grpo.reference_offload else model.device).eval()
+    shard(reference, layers_of(reference), getattr(model, "mesh", {}))
+    return reference.requires_grad_(False)
