@@ -285,4 +285,6 @@ def check_rewards(example: dict, config, reward_functions: list, new_conversatio
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
     told = list(per_function) == ["none"]                 # nothing is to be learned from points
     flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True) if not told]
+    if config.scale == "mean" and min(totals.values()) < 0:
+        flags.append("points below 0: by --advantage_scale mean a group of mean 0 or less has no advantages")
     return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]

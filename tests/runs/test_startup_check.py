@@ -101,6 +101,16 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
     assert found.fix == "nothing could be scored: the data may lack columns that it needs, such as answers"
 
 
+@pytest.mark.parametrize("scale, noted", [("mean", True), ("group", False)])
+def test_points_below_0_are_noted_where_advantages_are_divided_by_their_mean(model, tokenizer, scale, noted):
+    def penalty(completions, **columns):
+        return [-float(not text) for text in completions]
+
+    config = GRPOConfig(reward_functions=["penalty"], reward_weights=[1.0], advantage_scale=scale)
+    found = check_setup(make_engine("shared", model, tokenizer), EXAMPLES, config, [penalty])
+    assert any(f.found.startswith("points below 0: by --advantage_scale mean") for f in found if f.ok is None) == noted
+
+
 def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, tokenizer):
     def fussy(completions, **columns):
         raise KeyError("level")
