@@ -55,9 +55,12 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     """
     with errors_name_reference():
         teacher, _ = load_policy(config_of_reference(config), trainable=False)
-    rows = len(policy.get_output_embeddings().weight)
-    if len(teacher.get_output_embeddings().weight) > rows:
-        teacher.resize_token_embeddings(rows)
+    rows, shorter = len(policy.get_output_embeddings().weight), {}
+    for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():  # may share weights
+        whole = module.weight                             # resize_token_embeddings cannot cut a DTensor
+        if len(whole) > rows:
+            shorter.setdefault(whole, torch.nn.Parameter(whole.detach()[:rows], requires_grad=False))
+            module.weight = shorter[whole]
     move(teacher, policy.device)
     shard(teacher, layers_of(teacher), getattr(policy, "mesh", {}))
     return teacher
