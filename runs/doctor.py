@@ -12,19 +12,13 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 
+from runs.metrics import SUCCESS, mean_of
+
 WINDOW = 5                      # rollouts that a metric is averaged over
 SHORT, LONG = 10, 100           # rollouts between the means that are compared
 STAYS = 20                      # rollouts without its condition after which an advice is withdrawn
 ERRORS = 3                      # standard errors of a change that is no noise
 WITHDRAWN = "withdrawn, as it no longer holds"
-SUCCESS = "correctness", "math_equality", "passes_tests", "countdown", "multiple_choice"     # right: 1 point
-
-
-def mean_of(lines: list[dict], metric: str) -> float:
-    """Return the mean of a metric over the lines where it is a finite number; NaN if there are none."""
-    values = [line.get(metric) for line in lines]
-    values = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-    return sum(values) / len(values) if values else math.nan
 
 
 class Metrics:
