@@ -75,5 +75,5 @@ def main(minutes: float, output: str, model_path: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    model, seed = [*sys.argv[3:], *("HuggingFaceTB/SmolLM2-135M-Instruct", 0)[len(sys.argv) - 3 :]]
-    main(float(sys.argv[1]), sys.argv[2], model, int(seed))
+    model = sys.argv[3] if len(sys.argv) > 3 else "HuggingFaceTB/SmolLM2-135M-Instruct"
+    main(float(sys.argv[1]), sys.argv[2], model, seed=int(sys.argv[4]) if len(sys.argv) > 4 else 0)

@@ -25,7 +25,7 @@ def config_of_reference(config: Config) -> ModelConfig:
 
 @contextmanager
 def errors_name_reference():
-    """Errors of loading within the context name --reference_path in place of --model_path."""
+    """Name --reference_path in place of --model_path in errors of loading within the context."""
     try:
         yield
     except ValueError as error:
@@ -55,13 +55,11 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     """
     with errors_name_reference():
         teacher, _ = load_policy(config_of_reference(config), trainable=False)
-    rows, shorter = len(policy.get_output_embeddings().weight), {}
-    for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():  # may share weights
-        whole = module.weight                             # resize_token_embeddings cannot cut a DTensor
-        if len(whole) > rows:
-            shorter.setdefault(whole, torch.nn.Parameter(whole.detach()[:rows], requires_grad=False))
-            module.weight = shorter[whole]
-    move(teacher, policy.device)
+    rows = len(policy.get_output_embeddings().weight)
+    for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
+        if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
+            module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
+    move(teacher, policy.device)                          # ties again what was tied
     shard(teacher, layers_of(teacher), getattr(policy, "mesh", {}))
     return teacher
 
@@ -69,7 +67,7 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
 def validate_reference(
     reference: torch.nn.Module, policy: torch.nn.Module, tokenizer, config: Config
 ) -> None:
-    """Freeze a reference that was passed. Raises ValueError if the settings or the policy do not fit it."""
+    """Freeze a teacher, named or passed. Raises ValueError if the settings or the policy do not fit it."""
     if not config.training.use_grpo or not config.grpo.kl_coef:
         raise ValueError("reference: nothing is compared with it; add use_grpo, and use_kl_penalty")
     if config.grpo.reference_mode != "static":

@@ -70,6 +70,17 @@ def name_objects(config: Config, given: dict) -> Config:
     return replace(config, grpo=grpo, data=data)
 
 
+def config_on_device(config: Config, device: torch.device) -> Config:
+    """Return the configuration with the precision of this device. Raises ValueError for what is not here."""
+    refuse_engine(config.grpo, device)
+    precision = resolve_precision(config.model.precision, device)                # in config.json
+    if device.type == "xla" and precision == "float16":
+        raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
+    if config.training.adam_8bit:
+        adam_8bit()
+    return replace(config, model=replace(config.model, precision=precision))
+
+
 def validate_grpo_setup(
     config: Config, tokenizer, dataset: Sequence[dict], *, reward_functions: Sequence | None = None,
     environment: str | Callable | None = None,
@@ -160,23 +171,16 @@ def set_up(
     """
     device = best_device(config.model.device)
     ranks = make_ranks(device)
-    refuse_engine(config.grpo, device)
     if reward_functions is not None:
         alone = isinstance(reward_functions, str) or callable(reward_functions)
         reward_functions = [reward_functions] if alone else list(reward_functions)
-    config = name_objects(config, dict(
+    config = config_on_device(name_objects(config, dict(
         reward_functions=reward_functions, environment=environment, dataset=dataset,
         eval_dataset=eval_dataset,
-    ))
-    precision = resolve_precision(config.model.precision, device)                # in config.json
-    config = replace(config, model=replace(config.model, precision=precision))
+    )), device)
     training = config.training
     for seed in random.seed, np.random.seed, torch.manual_seed:      # transformers.set_seed imports trainers
         seed(training.seed)
-    if device.type == "xla" and config.model.precision == "float16":
-        raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
-    if training.adam_8bit:
-        adam_8bit()
     mesh = parse_mesh(config)
     folder = RunFolder(config, ranks)
     console = folder.console
