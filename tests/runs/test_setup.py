@@ -13,6 +13,14 @@ import train
 from config import Config, ModelConfig
 from engine import shared
 from engine.policy import load_policy, save_policy
+from runs.setup import config_on_device
+
+
+def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
+    config = Config.of(use_grpo=True, precision="float16")
+    with pytest.raises(ValueError, match=r"^--precision=float16: on XLA the loss would not be scaled; use bfloat16$"):
+        config_on_device(config, torch.device("xla"))
+    assert config_on_device(config, torch.device("cpu")).model.precision == "float16"
 
 
 @pytest.mark.slow
