@@ -2,6 +2,7 @@
 
 import importlib.util
 import runpy
+import shutil
 import signal
 
 import pytest
@@ -63,6 +64,7 @@ def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(fo
     run(folder, tmp_path / "whole")
     checked = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("start-up check: "))
     assert all(f"{name} ok" in checked for name in ("BOS", "stop ids", "open prompt", "head", "sampler", "packing"))
+    shutil.rmtree(tmp_path / "whole/checkpoints")  # 0.5 GB
     log_step = Run.log_step
 
     def press_ctrl_c(run, *rest):
