@@ -46,7 +46,7 @@ def table_keys(name: str) -> tuple[str, ...]:
 
 
 def as_number(text: str) -> float:
-    """Return the number that a text says, NaN if it says none."""
+    """Return the number that is written in a text, NaN if there is none."""
     try:
         return float(text)
     except ValueError:

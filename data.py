@@ -251,7 +251,7 @@ def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer, size: int, *known: str) -> re.Pattern:
-    """Return a pattern of the texts of all special tokens. size, known: of this state of the tokenizer."""
+    """Return a pattern of the texts of all special tokens. size, known: they change when tokens are added."""
     texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {*known}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 

@@ -134,13 +134,14 @@ def compute_experience(
     policy_logp = rollout.sampling_logp
     if reference is not None and config.estimator != "exact":
         with engine.on_device(reference):
-            found = log_probs_of_rollout(engine, ranks, rollout, config.policy, model=reference)
-            reference_logp = found.logp
+            of_reference = log_probs_of_rollout(engine, ranks, rollout, config.policy, model=reference)
+            reference_logp = of_reference.logp
     if config.importance_cap or value_head is not None or not engine.same_arithmetic:
         before = log_probs_of_rollout(engine, ranks, rollout, config.policy, value_head=value_head)
         policy_logp, values = before.logp, before.values
-        found = compare_with_sampler(policy_logp, rollout)
-        metrics |= {"sampler_deviation": found["sampler_deviation"]} if engine.same_arithmetic else found
+        deviations = compare_with_sampler(policy_logp, rollout)
+        names = ["sampler_deviation"] if engine.same_arithmetic else deviations
+        metrics |= {name: deviations[name] for name in names}
     if config.importance_cap:
         weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=config.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())
@@ -163,8 +164,8 @@ def compute_experience(
         )
     old_logp = rollout.sampling_logp if weights is None else policy_logp
     return Experience(
-        groups.examples, rollout, mask, advantages, policy_logp, old_logp, weights, reference_logp,
-        values, returns, groups, metrics,
+        groups.examples, rollout, mask, advantages, policy_logp, old_logp, weights=weights,
+        reference_logp=reference_logp, old_values=values, returns=returns, groups=groups, metrics=metrics,
     )
 
 
@@ -232,10 +233,10 @@ def log_probs_of_rollout(
 
 
 def minibatches(config, num_rows: int, seed: int) -> Iterator[Tensor]:
-    """Yield the rows of each update on a rollout: every row once per epoch, in a new order each time.
+    """Yield the rows of each update on a rollout, for all --ppo_epochs: every row once per epoch.
 
-    Groups stay together, unless --minibatch_size is not a multiple of their size; 0: all rows in
-    one update.
+    Every epoch has a new order. Groups stay together if --minibatch_size is a multiple of their size; 0: all
+    rows in one update.
     """
     size = config.minibatch_size or num_rows
     generator = torch.Generator().manual_seed(seed)

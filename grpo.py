@@ -10,9 +10,9 @@ of rewards, weights and coefficients. A new baseline, scale or aggregation is an
 loss a function and an entry of LOSSES: flags, notes, --explain and tests are read from the tables.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
-default aggregation is DAPO's token mean, and denominators are arguments, so that micro-batches add up to one
-big batch. Formulas are written in the docstrings as Python expressions: the tests evaluate and compare them
-token by token.
+default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
+denominators are arguments, so that micro-batches add up to one big batch. Formulas in the docstrings are
+Python expressions: tests evaluate and compare them token by token.
 
 Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them) with siblings adjacent, T
 completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
@@ -52,7 +52,7 @@ def compute_group_advantages(
              fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
 
     std divides by n - 1 (torch's default): a group of two scores about +0.71 and -0.71. The result is not
-    centered again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
+    centred again: that would cancel the choice of baseline. GRPO: arXiv:2402.03300 sec. 4.1.2; scale="none":
     Dr. GRPO, arXiv:2503.20783; leave_one_out: RLOO, arXiv:2402.14740 sec. 2.2; scale="mean": MaxRL, for
     points from 0 up, arXiv:2602.02710. docs/algorithm.md, Which one?, compares them.
     """
@@ -106,7 +106,7 @@ def policy_loss(
     logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
     loss_type   a key of LOSSES, which names the loss of a token and how tokens are averaged
-    num_tokens, num_sequences, max_tokens  of the whole step, all micro-batches and processes: see aggregate
+    num_tokens, num_sequences, max_tokens  of the update, all micro-batches and processes: see aggregate
     weights     (B, T) without gradient, factors of each token's loss: see importance_weights
     aggregation in place of the loss type's own
     options     clip_low=0.2, clip_high=0.2 and others: see token_loss
@@ -276,7 +276,7 @@ def dppo(
         -ratio * A if sign(A) * (exp(logp) - exp(old_logp)) <= delta else 0
 
     The difference is a lower bound of the total variation between the policies at that position. A ratio is
-    none: a token that went from 0.001 to 0.002 has doubled, and hardly anything has moved.
+    no such bound: a token that went from 0.001 to 0.002 has doubled, and hardly anything has moved.
     """
     ratio = log_ratio.clamp(-20, 20).exp()
     moved = logp.detach().exp() - (logp - log_ratio).detach().exp()
@@ -299,7 +299,7 @@ def icepop(
 def sequence_mask(
     logp: Tensor, log_ratio: Tensor, advantages: Tensor, *, alpha: float = 0.0, beta: float = 3.0, **unused
 ) -> tuple[Tensor, Tensor]:
-    """Weigh a completion by the product of its ratios, and drop it outside alpha ... beta (TRL's default).
+    """Weigh a completion by the product of its ratios, and drop it outside alpha ... beta (TRL's with vLLM).
 
         -sg(product) * A * logp if alpha <= product <= beta else 0
 
@@ -312,12 +312,12 @@ def sequence_mask(
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of LOSSES. The function says the rest: its formula, and by its parameters what it reads."""
+    """An entry of LOSSES. The docstring of the function has its formula, its parameters say what it reads."""
 
     per_token: Callable
     aggregation: str                                      # see aggregate
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    usual: dict = field(default_factory=dict)             # flag -> the same in papers; others get a note
+    usual: dict = field(default_factory=dict)             # flag -> its range in papers; outside: a note
     weighs_sampler: bool = False                          # its ratio corrects the sampler: no importance_cap
 
     @property
@@ -360,9 +360,9 @@ def kl_penalty(
     ratio           (B, T) exp(logp - old_logp) with its gradient, or None
     returns         (B, T) nats; k2 and k3 are never negative
 
-    A loss needs the gradient, and on policy it differs from what the value suggests: that of k1 is 0, of k3
-    that of KL(reference || policy), of ratio * k3 exactly that of KL(policy || reference). So pass ratio when
-    the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
+    In a loss the gradient counts, not the value. On policy and on average it is 0 for k1, the gradient of
+    KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3: pass ratio
+    where the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
     """
     x = ref_logp - logp
     estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}

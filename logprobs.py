@@ -8,8 +8,8 @@ and for the trainer, so that they give a token the same probability, to rounding
     p p p p     c c c c . .
           ^     ^ ^ ^               the last token of the prompt predicts the first c, each c the next one
 
-The plain way: each completion is a row with a prompt of its own. The shared engine (engine/shared.py)
-forwards a prompt once for all its completions.
+Reading order: completion_log_probs lays out the rows, head_log_probs has the formulas, in_chunks only saves
+memory. Each row has a prompt of its own; engine/shared.py forwards a prompt once for all its completions.
 Shapes: B = P*G rows of T completion tokens, b rows of a pass of L tokens, N tokens of the policy in them, n
 of those at once, H hidden size, V vocabulary.
 """
@@ -64,7 +64,7 @@ def completion_log_probs(
     positions = torch.arange(ids.shape[1], device=device) * attention_mask
     inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
     pass_row, column = mask.nonzero(as_tuple=True)                                             # (N,) each
-    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column    # token before
+    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column    # its position - 1
     chosen = rollout.completion_ids[rows][mask].to(device)
     pass_row, predictor = pass_row.to(device), predictor.to(device)
     policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -158,7 +158,7 @@ def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]
 
 
 def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """Count tokens (B,) up to and with the last one that the policy drew, and an environment's before it."""
+    """Return (B,): tokens up to the last one that the policy drew, an environment's before it included."""
     steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
     return (completion_mask * steps).amax(dim=1)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 NOT_PASSED = {"prompt", "original_prompt", "completion", "turn_points"}          # columns; prompts is passed
-MOST_POINTS = 1e15              # of which the square is a number of float32 as well
+MOST_POINTS = 1e15              # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
@@ -97,7 +97,7 @@ def score_each(points: Callable, completions, *columns) -> list[float | None]:
 
 
 def is_missing(value) -> bool:
-    """Check for None, blank text and NaN. Of a NaN in the column `answer` data.py makes the text "nan"."""
+    """Check for None, blank text and NaN. data.py turns a NaN in the column `answer` into "nan"."""
     return value is None or (isinstance(value, str | float) and str(value).strip() in ("", "nan"))
 
 

@@ -1,9 +1,9 @@
 """
 Sampling: prompts in, groups of completions out, with the log-probability of each sampled token.
 
-Prompts are padded on the left, so that all end in one column, and forwarded together, once. What that leaves
-in transformers' cache is copied for each completion. Then a loop draws a token for each completion, until it
-ends with a stop token or at the length limit. engine/shared.py does the same without copies of prompts.
+Prompts are padded on the left, so that all end in one column, and forwarded together, once. Their keys and
+values in transformers' cache are copied for each completion. Then a loop draws a token for each completion,
+until it ends with a stop token or at the length limit. engine/shared.py does the same without copies.
 
 Each completion has random numbers of its own, from the seed, its prompt, how often that came before, and its
 number in the group. So it is the same alone and in a batch, up to the rounding of the model.
@@ -78,11 +78,11 @@ def sample_completions_for_prompts(
     parts = []
     with sampling_mode(model):
         for first in range(0, len(prompts), prompts_at_once):
-            batch = prompt_ids[first : first + prompts_at_once]
-            start = first * group_size
-            numbers = uniforms[start : start + len(batch) * group_size]
-            parts.append(sample_batch(model, tokenizer, batch, numbers, policy, start, reply, on_tokens))
-    return make_rollout(tokenizer, prompt_ids, *map(torch.cat, zip(*parts, strict=True)))
+            batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
+            numbers = uniforms[first_row : first_row + len(batch) * group_size]
+            parts.append(sample_batch(model, tokenizer, batch, numbers, policy, first_row, reply, on_tokens))
+    columns = map(torch.cat, zip(*parts, strict=True))    # ids, drawn, written, logp, stopped of all batches
+    return make_rollout(tokenizer, prompt_ids, *columns)
 
 
 def sample_batch(
@@ -111,7 +111,7 @@ def sample_batch(
     cache = DynamicCache(config=model.config.get_text_config())
     name = "cache" if "cache" in signature(type(model.base_model).forward).parameters else "past_key_values"
     logits = next_logits(model, prompt_ids, attention_mask, position_ids, **{name: cache})       # (P, V)
-    # What they have left in the cache is copied for each completion (reorder_cache selects rows).
+    # Their keys and values in the cache are copied for each completion (reorder_cache selects rows).
     rows = torch.arange(num_rows, device=device)          # the completions that are forwarded, (b,)
     prompt_of = rows // (num_rows // len(prompts))
     cache.reorder_cache(prompt_of)

@@ -7,12 +7,12 @@ GRPO and supervised training of a language model.
 Reading order here: grpo_training_step, with sampling above it and the loss below it; then learn, the loop
 around the steps. examples/minimal.py is the same without checkpoints, processes and flags.
 
-Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens. Units:
-rewards in points, log-probabilities (logp) and KL in nats. Scores are weighted sums of reward functions;
-rewards are scores clipped and penalised. A group of equal rewards is tied. A rollout holds completions and
-their logp when they were sampled; an experience adds what updates need: advantages, old_logp (usually equal
-to it), logp of the reference, a copy of the policy that is frozen or follows it. A run holds the model,
-its optimiser, the data and the progress, which counts updates: so do --eval_steps and --save_steps.
+Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
+Units: points; nats for log-probabilities (logp) and KL. A group of equal rewards is tied.
+    score, reward  weighted sum of the reward functions; the same, clipped and penalised for length
+    rollout        completions, and their logp when they were sampled
+    experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
+    run            policy, its reference (a frozen or following copy), optimiser, data; progress, in updates
 """
 
 import math
@@ -69,7 +69,7 @@ def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups
     """Sample and score a group for each prompt: each rank a slice of them. All ranks get all groups."""
     config = run.config.grpo
 
-    def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:
+    def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:        # earlier: see Engine.sample
         rollout = sample_with_environment(
             run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
         functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
@@ -90,7 +90,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         ratio  exp(logp - old_logp)                       policy now / policy that sampled
         loss   mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + kl_coef * KL
 
-    by default; the other choices are in grpo.py. Returns metrics, and what was learned from.
+    by default; the demonstration has no KL, other choices are in grpo.py. Returns metrics and the experience.
     """
     config, progress = run.config.grpo, run.progress
     P, G = len(examples), config.num_completions_per_prompt
@@ -103,28 +103,26 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     # 2. Compare each completion with the others of its group. Equal rewards: zeros.
     advantages = compute_group_advantages(                                       # (P, G)
         groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
-    off_center, largest = float(advantages.sum(dim=1).abs().max()), float(advantages.abs().max())
-    may_differ = config.baseline not in CENTERED_BASELINES
-    require(may_differ or off_center <= 1e-3 * max(1.0, largest), f"a group must sum to 0: {off_center=}")
+    off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
+    if config.baseline in CENTERED_BASELINES:
+        require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
 
     # 3. Compute once what all updates share, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
         groups, advantages, config, run.engine, run.ranks, reference=run.reference,
-        value_head=run.value_head, kl_coef=progress.kl_coef)
+        value_head=run.value_head, kl_coef=progress.kl_coef)                     # for --kl_in reward
 
-    # 4. Update the policy: once, or several times with --ppo_epochs and --minibatch_size.
+    # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        moved = updates if run.device.type == "xla" else [u for u in updates if u["ratio_deviation"] >= 0]
-        if not moved:                                     # NaN: no gradient; but on XLA zeros move weights
-            deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
-            run.engine.require_ratios_of_1(deviation)
+        run.require_first_ratios_of_1(experience, losses, updates)
         if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
             run.optimizer.zero_grad()                     # too far from the policy that sampled
             break
-        updates.append(losses | optimizer_step(run, losses["total_loss"]))
-        if progress.phase_step == run.phase.steps:        # counts updates
+        update = optimizer_step(run, losses["total_loss"])
+        updates.append(losses | update)
+        if progress.phase_step == run.phase.steps:        # optimizer_step has counted the update
             break
 
     metrics = summarize_groups(groups, experience) | summarize_updates(updates)
@@ -138,11 +136,11 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     rows    completions of the experience. The denominators of means count all of them, so that micro-batches
             add up. Rows without a gradient, such as tied groups without a KL term, are not forwarded.
     """
-    denominators = experience.denominators(rows, config.generation_max_length)
+    denominators = experience.denominators(rows, config.generation_max_length)   # for policy_loss
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, counts in run.ranks.steps(micro_batches):       # this rank's; 0 for one that is repeated
+    for micro_batch, is_own in run.ranks.steps(micro_batches):       # 0: a repeat, to wait for other ranks
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.policy,
             value_head=run.value_head if config.use_value_head else None,
@@ -150,12 +148,12 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         )
         batch = experience.select(micro_batch, new.logp.device)
         terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
-        run.scaler.scale(terms["total_loss"] * counts).backward()
-        results.append({name: term.detach() * counts for name, term in terms.items()})
+        run.scaler.scale(terms["total_loss"] * is_own).backward()
+        results.append({name: term.detach() * is_own for name, term in terms.items()})
     sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
-    share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]       # of tokens forwarded
-    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # means of these
-        sums[name] = sums[name] / share if share else math.nan
+    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
+    for name in "entropy", "clip_fraction", "ratio_deviation", "policy_kl":      # means over forwarded tokens
+        sums[name] = sums[name] / forwarded if forwarded else math.nan
     return sums
 
 
@@ -165,15 +163,15 @@ def total_loss(
     """Return the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
-        KL         = mean of ratio * (exp(d) - d - 1), d = reference logp - logp (docs/algorithm.md)
+        KL         = mean of ratio * (exp(x) - x - 1), x = reference logp - logp (grpo.kl_penalty)
 
     new, batch  (b, T), under the current policy with gradient; the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
-    aggregation = config.loss_aggregation or config.loss_entry.aggregation
+    aggregation = config.loss_aggregation or config.loss_entry.aggregation      # dapo: token_mean
     loss, terms = policy_loss(
         new.logp, batch.old_logp, batch.advantages, mask, weights=batch.weights, aggregation=aggregation,
-        **config.loss, **denominators)
+        **config.loss, **denominators)            # loss_type, clip_low, clip_high, ...; num_tokens, ...
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)
@@ -194,16 +192,16 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
     rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_demonstration)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
-    return {
-        "loss": losses["total_loss"], "entropy": losses["entropy"],
-        "completion_tokens": int(experience.mask.sum()) / len(examples),
-    } | optimizer_step(run, losses["total_loss"]), experience
+    update = optimizer_step(run, losses["total_loss"])
+    tokens = int(experience.mask.sum()) / len(examples)
+    metrics = {"loss": losses["total_loss"], "entropy": losses["entropy"], "completion_tokens": tokens}
+    return metrics | update, experience
 
 
 def optimizer_step(run: Run, loss: float) -> dict:
     """Take one optimiser step with the accumulated gradient. Returns grad_norm, before clipping, and skipped.
 
-    A step whose loss or gradient is not finite is skipped: it counts, and leaves parameters and schedule.
+    A step whose loss or gradient is not finite is skipped: it counts, but parameters and schedule stay.
     """
     progress, finite = run.progress, math.isfinite(loss)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -214,7 +212,7 @@ def optimizer_step(run: Run, loss: float) -> dict:
     skipped = not (finite and math.isfinite(norm))
     if skipped:
         progress.skipped += 1
-        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # float16 often overflows
+        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # above 1 it is halved
     else:
         scaler.step(run.optimizer)
         run.scheduler.step()
@@ -285,8 +283,10 @@ def main(argv: list[str], config: Config | None = None) -> None:
 
     with exit_on_setup_errors():
         config = config or parse_config(argv)
-        if config.training.replay or config.training.estimate:
-            return replay(config, accumulate_gradients) if config.training.replay else print_estimate(config)
+        if config.training.replay:
+            return replay(config, accumulate_gradients)
+        if config.training.estimate:
+            return print_estimate(config)
         run = set_up(config)
         if config.training.explain:
             explain(run, supervised_training_step, sample_groups, accumulate_gradients, optimizer_step)

@@ -134,6 +134,16 @@ class Run:
             value_head=self.value_head, kl_coef=self.progress.kl_coef,
         )
 
+    def require_first_ratios_of_1(self, experience: Experience, losses: dict, updates: list[dict]) -> None:
+        """Raise RunError if the policy is not the one that sampled, unless earlier updates have moved it.
+
+        losses, updates  of accumulate_gradients now; of the updates on this rollout so far
+        """
+        moved = updates if self.device.type == "xla" else [u for u in updates if u["ratio_deviation"] >= 0]
+        if not moved:                                     # NaN: no gradient; but on XLA zeros move weights
+            deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
+            self.engine.require_ratios_of_1(deviation)
+
     def sampling_seed(self, attempt: int) -> int:
         """Return the seed of an attempt at sampling in this step (--dynamic_sampling makes several)."""
         return self.minibatch_seed + 1 + (attempt << 96)
