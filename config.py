@@ -355,6 +355,9 @@ class GRPOConfig(Section):
              f"a group of {size} is sampled together; at least that many, or 0 for all"),
             ("importance_cap", 0 < self.importance_cap < 1,
              "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none"),
+            ("advantage_scale", self.scale == "mean" and (
+                self.reward_combination == "gdpo" or self.overlong == "penalise"),
+             "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),
             ("kl_estimator", in_reward and self.estimator != "k1",
              "in a reward only k1 pulls the policy to the reference (near it, k2 and k3 hardly pull at all, "
              "and exact does not depend on the token); leave it out"),
@@ -553,7 +556,7 @@ class Config(Section):
         for f in dataclasses.fields(self):
             section = getattr(self, f.name)
             of_section = {name: values[name] for name in values.keys() & f.type.__dataclass_fields__.keys()}
-            object.__setattr__(self, f.name, filled := dataclasses.replace(section, **of_section))
+            object.__setattr__(self, f.name, filled := f.type(**of_section))
             object.__setattr__(filled, "given", section.given)
         training, config = self.training, self.grpo
         config.reject_incompatible()

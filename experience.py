@@ -139,9 +139,8 @@ def compute_experience(
     if config.importance_cap or value_head is not None or not engine.same_arithmetic:
         before = log_probs_of_rollout(engine, ranks, rollout, config.policy, value_head=value_head)
         policy_logp, values = before.logp, before.values
-        deviations = compare_with_sampler(policy_logp, rollout)
-        names = ["sampler_deviation"] if engine.same_arithmetic else deviations
-        metrics |= {name: deviations[name] for name in names}
+        found = compare_with_sampler(policy_logp, rollout)
+        metrics |= {"sampler_deviation": found["sampler_deviation"]} if engine.same_arithmetic else found
     if config.importance_cap:
         weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=config.importance_cap)
         metrics["importance_weight"] = float(weights[mask].mean())

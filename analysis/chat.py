@@ -120,7 +120,7 @@ def chat(chat_model: ChatModel, instruction: str) -> None:
             messages.append({"role": "user", "content": text})
             try:
                 reply = chat_model.answer(encode_conversation(chat_model, messages, instruction))
-            except ValueError as error:
+            except (ValueError, RunError) as error:
                 print(f"{error}\n(this message is left out)")
                 messages.pop()
                 continue
@@ -245,16 +245,13 @@ def examples_to_evaluate(args, functions: list) -> list[dict]:
 
 
 def measure_model(args, source: ModelConfig, examples: list[dict], functions: list) -> dict:
-    """Return the result of evaluation.measure, and model_path. Raises ValueError if it cannot be measured."""
+    """Return the result of evaluation.measure, and model_path. Raises RunError if a function fails."""
     loaded = ChatModel.load(source, sampling_config(args), args.seed)
     loaded.check_length([example["prompt"] for example in examples])
-    try:
-        return {"model_path": source.model_path} | measure(
-            loaded.engine, loaded.ranks, examples, loaded.config, seed=args.seed, samples=args.samples,
-            reward_functions=functions, environment=load_environment(args.environment),
-        )
-    except RunError as error:
-        raise ValueError(str(error)) from None
+    return {"model_path": source.model_path} | measure(
+        loaded.engine, loaded.ranks, examples, loaded.config, seed=args.seed, samples=args.samples,
+        reward_functions=functions, environment=load_environment(args.environment),
+    )
 
 
 def load_dataset(args, source: str, limit: int | None) -> list[dict]:

@@ -55,26 +55,36 @@ def read_variants(paths: list[Path]) -> tuple[dict[str, dict[str, np.ndarray]], 
         evaluation = json.loads(file.read_text())
         results = evaluation.pop("results")[0]["problems"]
         if not variants:
-            problems, settings = results, evaluation
+            problems, settings, measure = results, evaluation, measure_of(results, evaluation)
         if [p["prompt"] for p in results] != [p["prompt"] for p in problems] or evaluation != settings:
             raise ValueError(f"--compare {file.parent}: evaluated on other problems than {found[0].parent}")
         runs = variants.setdefault(file.parent.parent.name, {})
         if file.parent.name in runs:
             raise ValueError(f"--compare {file.parent}: another run has its name and variant")
-        runs[file.parent.name] = problem_values(results)
+        runs[file.parent.name] = values = problem_values(results, measure)
+        if np.isnan(values).all():
+            raise ValueError(f"--compare {file.parent}: no problem of its evaluation has {measure}")
     if not variants:
         raise ValueError(f"--compare {paths[0]}: no run in it is complete and evaluated")
     first = next((name for name in variants if name + TWIN in variants), next(iter(variants)))
     order = sorted(variants, key=lambda name: (not name.startswith(first), name))
-    measure = "accuracy" if any(p["right"] for p in problems) else "points"
     return {name: variants[name] for name in order}, f"{measure} of {len(problems)} held-out problems"
 
 
-def problem_values(problems: list[dict]) -> np.ndarray:
-    """Return (P,) the share of right completions of each problem, or mean points if none has an answer."""
-    rows = [p["right"] or [] for p in problems]
-    if not any(rows):
-        rows = [[value for value in p["points"].get("reward", []) if value is not None] for p in problems]
+def measure_of(problems: list[dict], settings: dict) -> str:
+    """Return "accuracy" if answers are known and correctness is a reward or there is none, else "points"."""
+    names = settings.get("reward_functions") or ["correctness"]
+    known = any(p["right"] for p in problems)
+    return "accuracy" if known and {"correctness", "none"} & {*names} else "points"
+
+
+def problem_values(problems: list[dict], measure: str) -> np.ndarray:
+    """Return (P,) the share of right completions of each problem, or mean points, NaN if unscored."""
+    rows = [
+        p["right"] or [] if measure == "accuracy" else
+        [value for value in p["points"].get("reward", []) if value is not None]
+        for p in problems
+    ]
     return np.array([np.mean(row) if row else math.nan for row in rows])
 
 

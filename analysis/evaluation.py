@@ -21,7 +21,7 @@ from experience import Groups
 from runs.groups import sample_on_all_ranks
 from reward_functions.calling import wrap_reward_functions
 from rewards import (
-    compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of,
+    compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of, weighted_sum,
 )
 from runs.records import or_none
 
@@ -94,9 +94,9 @@ def measure(
     )
     points, completions = groups.per_function, groups.rollout.completions
     rewards = {f"reward/{name_of(function)}": points[name_of(function)] for function in reward_functions}
-    if rewards:                                           # NaN where a function with a weight is
-        pairs = zip(config.weights, rewards.values(), strict=True)
-        rewards["reward"] = sum((w * values for w, values in pairs if w), torch.zeros(len(examples), samples))
+    if rewards:                                           # as in training
+        unscored = groups.scores.isnan()
+        rewards["reward"] = weighted_sum(rewards, config.weights).masked_fill(unscored, torch.nan)
     problems = []
     for p, example in enumerate(examples):
         correct, answer = points["correctness"][p], example.get("answer")

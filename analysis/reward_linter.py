@@ -58,7 +58,9 @@ def completions_of(example: dict, other: dict | None = None, choices: Sequence =
     if answer and correct:
         changed = re.sub(r"\d{1,9}", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)
         wrong_answer = changed if changed != answer else f"not {answer}"
-        head, found, tail = gold.rpartition(correct)
+        text, closing = gold.removesuffix("</answer>"), "</answer>" * gold.endswith("</answer>")
+        head, found, tail = text.rpartition(correct)
+        tail += closing
         wrong = head + wrong_answer + tail if found else wrong_answer
         answers = (f"<answer>{text}</answer>" for text in (wrong_answer, correct, f"{wrong_answer}1"))
         spam = "<reasoning>One of these.</reasoning>" + "".join(answers)
@@ -66,7 +68,8 @@ def completions_of(example: dict, other: dict | None = None, choices: Sequence =
         for letter, choice in zip(LETTERS, choices if right else (), strict=False):
             kind = "right choice" if choice == right else "other choice"
             named |= {f"{kind}: {name}": head + name + tail if found else name for name in (letter, choice)}
-    wrong = example.get("wrong") or wrong
+    if isinstance(column := example.get("wrong"), str):
+        wrong = column or wrong
     spam = spam or f"{wrong}\n{gold}\n{wrong}"
     start = "<reasoning>" if "<reasoning>" in wrong else ""
     confident = wrong.replace(start, start + "I am absolutely certain of this and have checked it twice. ", 1)
@@ -133,7 +136,7 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
     if not points:
         return ["scores none of the examples: does the data have the columns it needs?"]
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
-        return [f"gives {points['empty']:g} to every completion, so nothing can be learned from it here"]
+        return [f"gives {max(points.values()):g} to every completion, so nothing can be learned from it here"]
     flags = []
     orders = {"wrong": ["empty", "form", "spam", "echo", "other choice"], "untagged": ["reversed"]}
     for lower, kinds in {"gold": [*KINDS], "right choice": ["gold"], **orders}.items():

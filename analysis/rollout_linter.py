@@ -74,7 +74,8 @@ def changes_of(
         new["candidates"] = (f"{closing}\n{opening}" if opening else " or ").join([other, right, f"{other}1"])
     if re.fullmatch(r"-?[0-9]{1,99}(\.[0-9]+)?", answer):
         whole, point, decimals = answer.partition(".")
-        new["thousands"] = f"{int(whole):,}{point}{decimals}"
+        if len(whole.lstrip("-")) > 3:
+            new["thousands"] = f"{int(whole):,}{point}{decimals}"
         new["notation"] = f"{answer}.0" if not point else answer[1:] if whole == "0" else f"{answer}0"
         new |= {"unit": f"${answer}"} if "$" in signs else {"unit": f"{answer} %"} if "%" in signs else {}
     if answer and boxed and "\\boxed" not in opening:

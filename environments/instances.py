@@ -36,8 +36,12 @@ class Instance:
         self.environment = self.error = None
         self.total = 0.0                                  # points so far
         self.start_thread()
-        self.created = self.start(environment_class)
+        self.created = self.start(self.create, environment_class)
         OPEN.append(self)
+
+    def create(self, environment_class: type) -> None:
+        """Make the instance of the class."""
+        self.environment = environment_class()
 
     def start_thread(self) -> None:
         """Start the thread. It and those that it starts are daemons, which do not keep Python alive."""
@@ -112,7 +116,7 @@ def reset_group(instances: list[Instance], seed: str) -> str:
     texts, state = [], random.getstate()
     for instance in instances:
         with suppress(Exception):
-            instance.environment = instance.created()
+            instance.created()
             texts.append(instance.start(instance.reset, seed)() or "")
     random.setstate(state)
     if different := [text for text in texts if text != texts[0]]:

@@ -55,14 +55,14 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
 
 
 def value_of(text: str, function: Callable) -> object:
-    """Return the argument of a call: a literal of the type that the first parameter names, else the text.
+    """Return the argument of a call: a literal, unless the first parameter takes text; else the text.
 
-    A string in quotes is one too, so buy("rice") and buy(rice) are the same.
+    A string in quotes is a literal too, so buy("rice") and buy(rice) are the same.
     """
-    kinds = [p.annotation for p in inspect.signature(function).parameters.values()]
+    kind = next((p.annotation for p in inspect.signature(function).parameters.values()), str)
     with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         value = ast.literal_eval(text.strip())
-        if isinstance(value, str) or (kinds and type(value) is kinds[0]):
+        if isinstance(value, str) or kind not in (str, "str", str | None, "str | None"):
             return value
     return text
 

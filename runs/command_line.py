@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from config import FLAGS, Config
+from engine.errors import RunError
 from sources.foreign_names import explain_unknown, without_removed
 from sources.run_owner import refuse_foreign_code
 from sources.settings import read_settings
@@ -121,7 +122,7 @@ def report_exception(kind: type, error: BaseException, traceback) -> None:
 
 @contextmanager
 def exit_on_mistake(program: str):
-    """Turn a ValueError into one line on stderr and exit code 2; make what is printed go to a Console.
+    """Turn ValueError and RunError into a line on stderr and exit code 2; print to a Console.
 
     Ctrl-C outside a run ends the program, also after this context, without a traceback.
     """
@@ -132,7 +133,7 @@ def exit_on_mistake(program: str):
             setattr(sys, name, Console(stream))
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RunError) as error:
         if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0":         # see torchrun
             print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -110,8 +110,10 @@ def check_comparison(config: Config, args, pairs: list[tuple[str, str]]) -> dict
             raise ValueError(f"--variant {name}: {error}") from None
         same = SAME - ({"dataset"} if config.data.eval_dataset else set())
         if changed := [n for n in sorted(same) if flags_of(other)[n] != flags_of(config)[n]]:
-            typed = [n for n in changed if n in other.given_flags] or changed
-            raise ValueError(f"--variant {name}: leave out --{typed[0]}, which is the same for all runs")
+            typed = [n for n in changed if n in other.given_flags]
+            raise ValueError(
+                f"--variant {name}: leave out --{typed[0]}, which is the same for all runs" if typed else
+                f"--variant {name}: it would change {changed[0]} of the profile; name that in {args.compare}")
     data = config.data
     own_split = data.eval_dataset or Path(data.dataset).suffix not in READERS
     wrong = {

@@ -20,7 +20,8 @@ from engine.sharding import shard, sharded_like
 
 def config_of_reference(config: Config) -> ModelConfig:
     """Return settings that load the model of --reference_path: in the policy's precision, without LoRA."""
-    return replace(config.model, model_path=config.grpo.reference_path, lora_rank=0)
+    return replace(
+        config.model, model_path=config.grpo.reference_path, lora_rank=0, chat_template_kwargs="")
 
 
 @contextmanager
@@ -59,6 +60,7 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
             module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
+            module.padding_idx = None                     # of an embedding; one of these rows
     move(teacher, policy.device)                          # ties again what was tied
     shard(teacher, layers_of(teacher), getattr(policy, "mesh", {}))
     return teacher

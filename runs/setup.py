@@ -89,9 +89,6 @@ def validate_grpo_setup(
 
     reward_functions, environment  names or functions; None: those of config
     """
-    size = config.grpo.num_completions_per_prompt
-    if size < 2:
-        raise ValueError(f"--num_completions_per_prompt={size}: GRPO needs at least 2, to compare them")
     if tokenizer is None or tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
         raise ValueError("GRPO needs a tokenizer with pad_token and eos_token")
     if not dataset or not all("prompt" in example for example in dataset):
@@ -197,6 +194,8 @@ def set_up(
         if reference is not None:
             raise ValueError("reference: --reference_path names another model; pass one of them")
         compare_tokenizers(tokenizer, config, console.print)
+    elif training.use_grpo and names == ["none"] and reference is None:
+        raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
     tokenizer.tools = tools_of(environment)               # for the chat template
     if training.use_grpo:
         validate_grpo_setup(

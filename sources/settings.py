@@ -22,7 +22,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f'{path}: must hold an object such as {{"use_grpo": true}}')
     flat = {}
     for name, value in settings.items():
-        is_section = isinstance(value, dict) and name != "chat_template_kwargs"
+        is_section = isinstance(value, dict) and name not in ("chat_template_kwargs", "loss_options")
         flat |= value if is_section else {name: value}
     return flat
 
@@ -38,8 +38,8 @@ def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
     if run and (run / "config.json").exists():
         saved = without_removed(read_settings(run / "config.json"))
         refuse_foreign_code(run, saved, flags)
-        if flags.get("engine", saved.get("engine")) != saved.get("engine"):
-            without += ("importance_cap",)                # its default is another for each engine
+        if any(flags.get(name, saved.get(name)) != saved.get(name) for name in ("engine", "loss_type")):
+            without += ("importance_cap",)                # its default depends on both
         return {name: value for name, value in saved.items() if name not in without} | flags
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):

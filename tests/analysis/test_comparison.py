@@ -102,6 +102,16 @@ def test_points_are_compared_where_no_answer_is_known(tmp_path):
     assert differences({"s": values}, {"s": values}).tolist() == [[0.0]], "without problems that were not scored"
 
 
+def test_points_are_compared_where_correctness_is_no_reward(tmp_path):
+    for names, expected in (["mine.py:last_number"], "points"), (["correctness"], "accuracy"), ([], "accuracy"), (["none"], "accuracy"):
+        for name, points in ("a", 0.0), ("b", 1.0):
+            folder = write_run(tmp_path / expected / str(len(names)) / "".join(names)[:4] / name / "seed-0", [[True], [False]], [[points]] * 2)
+            evaluation = json.loads((folder / "evaluation.json").read_text())
+            (folder / "evaluation.json").write_text(json.dumps(evaluation | {"reward_functions": names}))
+        variants, measure = read_variants([folder.parents[1]])
+        assert measure.startswith(expected) and variants["b"]["seed-0"].tolist() == ([1, 1] if expected == "points" else [1, 0])
+
+
 def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="no run in it is complete and evaluated"):
         write_comparison([tmp_path])
@@ -113,6 +123,9 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
     (other / "evaluation.json").write_text(json.dumps(evaluation | {"samples": 2}))
     with pytest.raises(ValueError, match=r"b/seed-0: evaluated on other problems"):
         write_comparison([tmp_path])
+    write_run(tmp_path / "c" / "unscored", None, [[None], []])
+    with pytest.raises(ValueError, match=r"c/unscored: no problem of its evaluation has points"):
+        read_variants([tmp_path / "c/unscored"])
     with pytest.raises(ValueError, match=r"a/seed-0: another run has its name and variant"):
         write_comparison([one, one])
     (other / "evaluation.json").unlink()

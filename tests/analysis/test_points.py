@@ -13,6 +13,7 @@ import infer
 from analysis import evaluation
 from analysis.evaluation import estimate_difference, estimate_points, share_interval, student_quantile
 from data import load_examples
+from engine.errors import RunError
 from environments import conversations
 
 T_TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 29: 2.045, 120: 1.980, 10**6: 1.960}        # of every textbook: two sides, 95 %
@@ -153,19 +154,19 @@ def test_what_a_function_could_not_score_is_counted_and_left_out(folder, tmp_pat
     argv = ["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:length", f"{tmp_path}/mine.py:later"]
     (result,) = result_of(tmp_path, *argv, "--samples", "2")["results"]
     points = [problem["points"] for problem in result["problems"]]
-    assert points[0]["reward/later"] == points[0]["reward"] == [None, None] and None not in points[1]["reward"]
-    rest = statistics.mean(statistics.mean(of_problem["reward/length"]) + 2 for of_problem in points[1:])
+    assert points[0]["reward/later"] == [None, None] and points[0]["reward"] == points[0]["reward/length"]
+    means = [statistics.mean(of_problem["reward/length"]) + 2 * (p > 0) for p, of_problem in enumerate(points)]
     printed = capsys.readouterr().out
     assert "reward/later 2.000 points of 7 x 2, no interval, 2 completions unscored" in printed
-    assert result["estimates"]["reward"]["mean"] == pytest.approx(rest)
-    assert re.search(rf"\nreward {rest:.3f} points \[.*\] of 7 x 2, Student's t, 2 completions unscored\n", printed)
+    assert result["estimates"]["reward"]["mean"] == pytest.approx(statistics.mean(means))        # as in training
+    assert re.search(rf"\nreward {statistics.mean(means):.3f} points \[.*\] of 8 x 2, Student's t\n", printed)
     (result,) = result_of(tmp_path, *argv, "--reward_weights", "1", "0")["results"]
     assert all(problem["points"]["reward"] == problem["points"]["reward/length"] for problem in result["problems"])
 
 
 def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompts, capsys):
     argv = ["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:strict"]
-    with pytest.raises(ValueError, match=r"^reward function strict raised ValueError: first line second line \(mine.py.*on 8 completions") as error:
+    with pytest.raises(RunError, match=r"^reward function strict raised ValueError: first line second line \(mine.py.*on 8 completions") as error:
         infer.main(argv)
     assert "\n" not in str(error.value)
     (result,) = result_of(tmp_path, *argv, "--reward_errors", "none")["results"]
@@ -227,7 +228,7 @@ def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not
     scripted += ["<answer>1</answer>"]
     argv = ["--model_path", folder, "--evaluate", "arithmetic", "--limit", "8", "--environment", f"{tmp_path}/broken.py:respond",
             "--max_turns", "2", "--reward_functions", "environment", "--generation_max_length", "400"]
-    with pytest.raises(ValueError, match=r"environment .*broken.py:respond raised (ZeroDivision|Type)Error.*--reward_errors none"):
+    with pytest.raises(RunError, match=r"environment .*broken.py:respond raised (ZeroDivision|Type)Error.*--reward_errors none"):
         infer.main(argv)
     (result,) = result_of(tmp_path, *argv, "--reward_errors", "none")["results"]
     points = [problem["points"]["reward/environment"] for problem in result["problems"]]

@@ -68,6 +68,9 @@ def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():
     assert reward_linter.completions_of(one | {"wrong": "x = 3"}, other)["wrong"] == "x = 3"
     assert reward_linter.completions_of({"prompt": "p", "answer": "Paris"})["wrong"].endswith("<answer>not Paris</answer>")
     assert reward_linter.completions_of({"prompt": "p", "answer": "-7"})["wrong"].endswith("<answer>-21</answer>")
+    assert reward_linter.completions_of({"prompt": "p", "answer": "we"})["wrong"].endswith("<answer>not we</answer>")
+    for column in 27, True, ["x = 3"], "":
+        assert reward_linter.completions_of(one | {"wrong": column}, other)["wrong"] == "y = 2"
     boxed = {"prompt": "p", "answer": "$\\boxed{\\frac{3}{2}}$", "completion": "so $\\boxed{\\frac{3}{2}}$"}
     assert reward_linter.completions_of(boxed)["wrong"] == "so $\\boxed{\\frac{13}{2}}$"
     gold = "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"
@@ -130,6 +133,13 @@ def test_a_function_that_counts_tags_and_ignores_their_order_is_flagged():
     texts = reward_linter.completions_of({"prompt": "p", "answer": "7", "completion": "so <answer>7</answer>."})
     assert texts["reversed"] == "so </answer><answer>7." and texts["untagged"] == "so 7."
     assert correctness([texts["reversed"], texts["untagged"]], answer=["7"] * 2) == [0.0, 0.0]
+
+
+def test_a_function_without_points_for_silence_that_gives_equal_points_is_flagged():
+    def boxed(completions, **columns):
+        return [float("\\boxed" in text) if text else None for text in completions]
+
+    assert flags_for(boxed) == ["boxed gives 0 to every completion, so nothing can be learned from it here"]
 
 
 def test_the_texts_of_choices_are_gold_with_each_letter_and_text():

@@ -224,6 +224,8 @@ def test_texts_that_would_be_equal_or_need_an_answer_are_left_out():
         assert text not in changes_of(text, text, "12", ["12"]).values()
     assert "no reasoning" not in changes_of("<reasoning> </reasoning><answer>5</answer>", "p", "5", []), "dots would be more than that"
     assert changes_of("<answer>0.5</answer>", "p", "0.5", [])["notation"] == "<answer>.5</answer>"
+    assert changes_of("<answer>-1000.5</answer>", "p", "3", [])["thousands"] == "<answer>-1,000.5</answer>"
+    assert "thousands" not in changes_of("<answer>-0.5</answer>", "p", "3", []) | changes_of("<answer>007</answer>", "p", "3", [])
     assert changes_of("<answer>3.25</answer>", "p", "3.25", [], "5%")["notation"] == "<answer>3.250</answer>"
     assert changes_of("<answer>3.25</answer>", "p", "3.25", [], "5%")["unit"] == "<answer>3.25 %</answer>"
     assert not {"unit", "boxed", "thousands", "other answer"} & set(changes_of("<answer>5</answer>", "p", "5", ["5.0"]))

@@ -337,8 +337,10 @@ def test_different_beginnings_of_a_group_end_the_run(model, tokenizer, settings)
     numbers = itertools.count()
     cls = bad("x", None, reset=lambda self, **columns: f"{next(numbers)}")
     for errors in "raise", "none":
-        with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"):
-            sample(model, tokenizer, replace(settings, reward_errors=errors), cls)
+        Quiet.closed = 0
+        with pytest.raises(RunError, match=r"reset returned '.*' and '.*' for one prompt; let them depend on columns"), closing_environments():
+            sample(model, tokenizer, replace(settings, reward_errors=errors), cls, examples=[{"prompt": "p"}, {"prompt": "q"}])
+        assert Quiet.closed == 8, "those of the second prompt, which were not reset, too"
 
 
 def test_instances_are_closed_after_ctrl_c_and_a_crash(model, tokenizer, settings):
@@ -373,7 +375,7 @@ class Dies:
     def __del__(self): raise OSError
 with closing_environments():
     one = Instance(Dies, {}, 0.2)
-    one.environment = one.created()
+    one.created()
     try: one.start(one.reset, "")()
     except TimeoutError: print("given up")
 """

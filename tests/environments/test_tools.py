@@ -41,8 +41,15 @@ def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
     def take(count: int):
         return f"{count + 1} left"
 
-    for text, result in ("calculate('1+1')", "2"), ('calculate("1+1")', "2"), ("take(2)", "3 left"), ("take(two)", "error: can only concatenate"), ("calculate(7)", "7"):
-        assert run_calls(text, tools | {"take": take})[0].startswith(result), text
+    def pay(amount: float):
+        return amount + 1
+
+    def name(text: "str | None" = None):
+        return repr(text)
+
+    for text, result in ("calculate('1+1')", "2"), ('calculate("1+1")', "2"), ("take(2)", "3 left"), ("take(two)", "error: can only concatenate"), ("calculate(7)", "7"), (
+            "pay(5)", "6"), ("pay(0.5)", "1.5"), ("name(5)", "'5'"), ("silent(5)", "error"):
+        assert run_calls(text, tools | {"take": take, "pay": pay, "name": name})[0].startswith(result), text
     for text in "the answer is 132", "calculated(1+1)", "calculate(1+1) is 2":
         assert run_calls(text, tools) == []
     for text, problem in {

@@ -170,6 +170,8 @@ MISTAKES = {
     "k3 in the reward": (
         ["--use_kl_penalty", "--kl_in", "reward", "--kl_estimator", "k3"], "--kl_estimator=k3: in a reward only k1"),
     "two updates": (["--loss_type", "reinforce", "--minibatch_size", "64"], "--loss_type=reinforce: .*of 4 updates"),
+    "mean of gdpo": (["--advantage_scale", "mean", "--reward_combination", "gdpo"], "--advantage_scale=mean: is for points from 0 up"),
+    "mean with a penalty": (["--advantage_scale", "mean", "--overlong", "penalise"], "--advantage_scale=mean: .*--overlong penalise"),
     "low cap": (["--importance_cap", "0.5"], "--importance_cap=0.5: .*choose from 1 up"),
     "idle value head": (["--use_value_head", "--value_coef", "0"], "--value_coef=0.0: .*would never learn"),
     "another loss's option": (

@@ -101,6 +101,7 @@ def test_nothing_else_runs_if_the_cold_start_fails(folder, programs):
     (("--variant", "a", "--model-path x"), "--variant a: leave out --model_path, which"),
     (("--variant", "a", "--eval_limit 3"), "--variant a: leave out --eval_limit, which"),
     (("--variant", "a", "--dataset countdown"), "--variant a: leave out --dataset, which"),
+    (("--variant", "a", "--batch_size 32"), "--variant a: it would change cold_start_learning_rate of the profile; name that in"),
     (("--variant", "a", "--lora_rank 4"), "--variant a: leave out --lora_rank, which"),
     (("--variant", "a", '"'), "--variant a: No closing quotation"),
     (("--variant", "a.b", ""), "--variant 'a.b': name it by letters, digits and hyphens"),

@@ -105,6 +105,7 @@ def test_a_step_with_a_teacher_is_replayed_with_it(tmp_path, teacher, capsys):
 def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same(tmp_path, teacher):
     model, tokenizer = load_policy(ModelConfig(model_path=str(teacher)))
     model.resize_token_embeddings(300)
+    model.config.pad_token_id = 299                       # as after add_special_tokens({"pad_token": "[PAD]"})
     save_policy(model, tokenizer, tmp_path / "padded")
     kl = []
     for name, folder in ("as it is", teacher), ("padded", tmp_path / "padded"):
@@ -144,8 +145,11 @@ def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loade
 
 def test_another_template_is_noted(tmp_path, teacher, capsys):
     other = shutil.copytree(teacher, tmp_path / "other")
-    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    template = "{{ messages[0].content }}{{ x }}"
+    (other / "chat_template.jinja").write_text(template)
     set_up(run_of(tmp_path, other))
+    assert "the reference was made for another chat template" in capsys.readouterr().out
+    set_up(run_of(tmp_path, teacher, model_path=str(other), chat_template_kwargs='{"x": 1}'))
     assert "the reference was made for another chat template" in capsys.readouterr().out
 
 
@@ -158,6 +162,11 @@ def test_another_template_is_noted(tmp_path, teacher, capsys):
 def test_settings_that_do_not_fit_a_teacher_are_one_line(tmp_path, flags, message):
     with pytest.raises(ValueError, match=message):
         run_of(tmp_path, "t", **flags)
+
+
+def test_without_a_teacher_no_reward_teaches_nothing(tmp_path):
+    with pytest.raises(ValueError, match=r"^--reward_functions=none: teaches nothing without a teacher; add --reference_path"):
+        set_up(run_of(tmp_path, ""))
 
 
 def test_a_teacher_that_is_not_there_is_one_line(tmp_path):

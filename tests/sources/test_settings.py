@@ -1,9 +1,10 @@
 """Settings from files, from a run and from profiles."""
 
+import json
+
 import pytest
 
 from config import Config
-
 
 from runs.flag_notes import flag_notes
 from sources.settings import PROFILES, fill_in, profile_values, read_settings
@@ -49,6 +50,8 @@ def test_a_file_may_have_sections_or_not_and_must_be_an_object(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text('{"training": {"seed": 1}, "max_steps": 2}')
     assert read_settings(file) == {"seed": 1, "max_steps": 2}
+    file.write_text('{"loss_type": "dppo", "loss_options": {"delta": 0.1}}')
+    assert Config.of(**read_settings(file)).grpo.loss_options == ["delta=0.1"]
     file.write_text('{"seed": 1}', encoding="utf-8-sig")
     assert read_settings(file) == {"seed": 1}
     for text, message in ("[1]", "must hold an object"), ("{", "not a readable JSON file"), (
@@ -62,5 +65,10 @@ def test_a_run_that_is_resumed_gives_its_settings_and_flags_override_them(tmp_pa
     (tmp_path / "config.json").write_text('{"training": {"seed": 1, "batch_size": 3}}')
     flags = fill_in({"resume": True, "output_dir": str(tmp_path), "seed": 2})
     assert flags == {"resume": True, "output_dir": str(tmp_path), "seed": 2, "batch_size": 3}, "and no profile"
+    settings = {"use_grpo": True, "loss_type": "icepop", "engine": "vllm"}
+    for saved, changed in ("loss_type", "engine"), ("engine", "loss_type"):      # icepop weighs vLLM's tokens itself
+        (tmp_path / "config.json").write_text(json.dumps(Config.of(use_grpo=True, **{saved: settings[saved]}).as_dict()))
+        resumed = Config.of(resume=True, output_dir=str(tmp_path), **{changed: settings[changed]})
+        assert resumed.grpo == Config.of(**settings).grpo and resumed.grpo.importance_cap == 0
     with pytest.raises(ValueError, match="there is no run in it to resume"):
         fill_in({"resume": True, "output_dir": str(tmp_path / "none")})
