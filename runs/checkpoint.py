@@ -146,12 +146,15 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def weights_of(model) -> str:
-    """Return the commit of a model from a hub, else the SHA-256 of its weights. Call on all ranks."""
-    folder = Path(model.config.name_or_path)
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if is_main() else []
+def weights_of(model, path: str) -> str:
+    """Return the commit of a model from a hub, and the SHA-256 of its files of weights. Call on all ranks.
+
+    path  that it was loaded from: of an adapter another one than that of the model
+    """
+    folders = sorted({Path(path), Path(model.config.name_or_path)}) if is_main() else []
+    files = [file for folder in folders for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}")]
     commit = getattr(model.config, "_commit_hash", None)
-    return all_gather_object(commit or " ".join(map(checksum, files)))[0]
+    return all_gather_object(" ".join([commit or "", *map(checksum, sorted(files))]).strip())[0]
 
 
 def find_damage(folder: Path) -> str:

@@ -271,8 +271,8 @@ class Run:
     @cached_property
     def weights_of_teacher(self) -> str:
         """Return what tells the weights of --reference_path from others, "" without it. Call on all ranks."""
-        is_named = self.teacher is not None and self.config.grpo.reference_path
-        return weights_of(self.teacher) if is_named else ""
+        path = self.config.grpo.reference_path
+        return weights_of(self.teacher, path) if self.teacher is not None and path else ""
 
     @property
     def how_to_resume(self) -> str:

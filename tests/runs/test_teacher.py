@@ -8,8 +8,9 @@ import torch
 
 import train
 from config import Config, ModelConfig
+from engine.adapters import merged_copy
 from engine.policy import load_policy, save_policy
-from runs.checkpoint import read_state
+from runs.checkpoint import read_state, weights_of
 from runs.memory_estimate import memory_gb
 from runs.setup import set_up
 
@@ -91,6 +92,20 @@ def test_a_run_with_a_teacher_is_resumed_bit_for_bit_and_its_checkpoints_name_it
     save_policy(model, tokenizer, moved)
     with pytest.raises(ValueError, match=r"--reference_path=.*teacher: its weights are not those with which this run began"):
         set_up(Config.of(resume=True, output_dir=str(run)))
+
+
+def test_the_weights_of_an_adapter_and_of_its_base_tell_teachers_apart(tmp_path, teacher):
+    base, adapter, found = shutil.copytree(teacher, tmp_path / "base"), tmp_path / "adapter", []
+    for changed in None, "lora_A", "norm":
+        model, tokenizer = load_policy(ModelConfig(str(adapter if found else base), lora_rank=0 if found else 4))
+        for name, parameter in model.named_parameters():
+            if changed and changed in name:
+                parameter.data += 0.01
+        save_policy(model, tokenizer, adapter)
+        if changed == "norm":
+            save_policy(merged_copy(model), tokenizer, base)
+        found.append(weights_of(load_policy(ModelConfig(str(adapter)), trainable=False)[0], str(adapter)))
+    assert len({*found}) == 3 and [len(name) for name in found] == [129] * 3
 
 
 @pytest.mark.slow
