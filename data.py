@@ -53,8 +53,8 @@ def load_examples(
 
 def require_sequence(rows) -> Sequence:
     """Return the rows. Raises ValueError for a dict of splits, and for rows that can be read only once."""
-    if isinstance(rows, Mapping) or not hasattr(rows, "__getitem__"):
-        kind = f"a {type(rows).__name__}: choose a split, or pass list(...)"
+    if hasattr(rows, "keys") or not hasattr(rows, "__getitem__"):                # a DataFrame has keys too
+        kind = f"a {type(rows).__name__}: choose a split, or pass a list of dicts"
         raise ValueError(f"dataset: must be a list of examples or a datasets.Dataset, not {kind}")
     return rows
 
@@ -138,8 +138,8 @@ def check_example(example: dict, where: str) -> dict:
     elif completion is not None and not isinstance(completion, str) and not is_alternating(completion):
         expected = "text, an assistant's message, or such messages with others between them"
         raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
-    if not isinstance(example.get("answer"), list | dict | None):
-        example["answer"] = str(example["answer"])
+    if not isinstance(answer := example.get("answer"), str | dict | None):       # a number, an array, ...
+        example["answer"] = list(answer) if hasattr(answer, "__iter__") else str(answer)
     return example
 
 

@@ -4,6 +4,7 @@ Those of tagged answers are in rewards.py. A model may print anything, so nothin
 """
 
 import re
+import textwrap
 from collections.abc import Callable
 
 from rewards import extract_answer, is_missing
@@ -39,10 +40,15 @@ def matches(function: Callable, *arguments, otherwise: bool) -> bool:
 
 
 def extract_block(text: str, language: str) -> str:
-    """Return the last fenced block of a language, in the tagged answer if there is one, else in the whole
-    text; without a block, all of that.
+    """Return the last fenced block of a language, else the last one without a language, in the tagged answer
+    if there is one, else in the whole text; without such a block, all of that. language: a pattern.
 
     extract_block("So:\\n```python\\nx = 1\\n```", "python") == "x = 1\\n"
     """
     text = extract_answer(text) or text
-    return (re.findall(rf"```(?:{language})?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE) or [text])[-1]
+    blocks = re.findall(r"```([^`\n]*)\n(.*?)```", text, re.DOTALL)
+    named, bare = (
+        [code for name, code in blocks if re.fullmatch(wanted, name.strip(), re.IGNORECASE)]
+        for wanted in (language, "")
+    )
+    return textwrap.dedent((named or bare or [text])[-1])

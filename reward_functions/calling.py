@@ -223,7 +223,7 @@ def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
             rows = [row or {} for row in points]
             points = {output: [row.get(output) for row in rows] for output in chain(*rows)}
         if isinstance(points, dict):
-            outputs = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in points.items()}
+            outputs = {k: [p.tolist() if hasattr(p, "tolist") else p for p in v] for k, v in points.items()}
             rows = list(zip(*outputs.values(), strict=True))
             points = outputs.get("score") or [None if None in row else sum(row) for row in rows]
     except (TypeError, ValueError):

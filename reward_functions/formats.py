@@ -5,13 +5,14 @@ Reward functions for answer formats (multiple choice, patterns, JSON, XML), and 
 import importlib.util
 import json
 import re
+import string
 
 import regex
 
 from reward_functions.answers import as_texts, extract_block, matches
 from rewards import extract_answer, is_missing, same_answer, score_each, text_of
 
-LETTERS = "ABCDEFGHIJ"          # of choices
+LETTERS = string.ascii_uppercase # of choices
 
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:

@@ -2,6 +2,7 @@
 The built-in reward functions by name, functions in files, their signatures, and the columns that they need.
 """
 
+import asyncio
 import difflib
 import importlib.util
 import inspect
@@ -73,8 +74,11 @@ def check_signature(function: Callable, name: str) -> Callable:
             function = function()
         except TypeError as error:
             raise ValueError(f"{flag}: it is a class; name an instance of it ({error})") from None
+    if not callable(function):
+        raise ValueError(f"{flag}: a {type(function).__name__} is no function and has no __call__")
     if "solution_str" in inspect.signature(function).parameters:
-        each = partial(call_for_each, function)
+        is_async = inspect.iscoroutinefunction(function)
+        each = partial(gather_for_each if is_async else call_for_each, function)
         each.__name__, each.__doc__ = name_of(function), function.__doc__
         return each
     if not accepted(function, {name: [] for name in PROVIDED}):
@@ -88,6 +92,11 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
     rows |= {"solution_str": list(map(text_of, completions)), "ground_truth": ground_truth}
     rows = accepted(function, {name: values for name, values in rows.items() if isinstance(values, list)})
     return [function(**dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
+
+
+async def gather_for_each(function: Callable, completions, ground_truth, **columns) -> list:
+    """Do the same with an async function."""
+    return await asyncio.gather(*call_for_each(function, completions, ground_truth, **columns))
 
 
 def accepted(function: Callable, arguments: dict) -> dict:

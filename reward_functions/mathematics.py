@@ -10,7 +10,7 @@ from functools import cache
 
 from reward_functions.answers import extract_boxed
 from reward_functions.sandbox import run_python, usable_cores
-from rewards import extract_answer, same_answer, text_of
+from rewards import extract_answer, is_missing, same_answer, text_of
 
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
 SECONDS_PER_BATCH = 20.0        # for all comparisons together, and 0.05 more for each
@@ -48,7 +48,7 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     equal |= compare_in_sandbox(sorted(pair for pair in pairs - unread if not equal[pair]))
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
     return [
-        None if truth is None or (None in row and True not in row) else float(True in row)
+        None if is_missing(truth) or (None in row and True not in row) else float(True in row)
         for row, truth in zip(found, answer, strict=True)
     ]
 

@@ -13,7 +13,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-from reward_functions.answers import extract_block
+from reward_functions.answers import as_texts, extract_block
 from reward_functions.sandbox import run_python, usable_cores
 from rewards import text_of
 
@@ -51,11 +51,11 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
 
     def score(completion, parts: list[tuple | None]) -> float | None:
         judged = parts and None not in parts and time.monotonic() < deadline
-        return fraction_passed(extract_block(text_of(completion), "python|py"), parts) if judged else None
+        return fraction_passed(extract_block(text_of(completion), "python3?|py"), parts) if judged else None
 
     cores = usable_cores()
     deadline = time.monotonic() + SECONDS_PER_BATCH + len(completions) / cores
-    parts = [[split_or_warn(str(test)) for test in row or []] for row in tests]
+    parts = [[split_or_warn(test) for test in as_texts(row)] for row in tests]
     with ThreadPoolExecutor(cores) as threads:
         return list(threads.map(score, completions, parts))
 

@@ -215,7 +215,9 @@ def set_up(
     check_context_length(policy, longest, config.grpo.generation_max_length)
     phases = plan_phases(config, len(train_set))
     console.describe(policy, device, len(train_set), len(eval_set), phases)
-    cut = describe_cut_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer))
+    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    stops = stop_token_ids(policy, tokenizer)
+    cut = describe_cut_demonstrations(config, train_set, tokenizer, stops, positions)
     for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
         console.print(f"  note   {line}")
     if training.use_grpo and config.grpo.reference_path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from config import Config
 from data import encode_prompt
+from environments.messages import encode_demonstration
 from sources import load_examples
 from sources.batches import prompt_key
 from sources.readers import READERS, View
@@ -57,7 +58,9 @@ def with_instruction(example: dict, instruction: str) -> dict:
     if isinstance(prompt, str):
         return example | {"prompt": f"{instruction}\n{prompt}"}
     first, *rest = prompt
-    return example | {"prompt": [first | {"content": f"{instruction}\n{first['content']}"}, *rest]}
+    content, part = first["content"], {"type": "text", "text": instruction}
+    content = f"{instruction}\n{content}" if isinstance(content, str) else [part, *content]
+    return example | {"prompt": [first | {"content": content}, *rest]}
 
 
 def fit_prompts(
@@ -114,13 +117,23 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
 
 
 def describe_cut_demonstrations(
-    config: Config, dataset: Sequence[dict], tokenizer, stop_ids: list[int]
+    config: Config, dataset: Sequence[dict], tokenizer, stop_ids: list[int], positions: int | None
 ) -> list[str]:
-    """Return a line if demonstrations hold the text of a stop token: what follows it is not trained on."""
+    """Return a line if demonstrations hold the text of a stop token: what follows it is not trained on.
+
+    positions  of the model. Raises ValueError if a prompt with its demonstration has more tokens
+    """
     if config.training.use_grpo and not config.training.cold_start_steps:
         return []
     marks, num_cut = [tokenizer.decode([stop]) for stop in stop_ids], 0
-    for completion in (example["completion"] for example in dataset):
+    for number, example in enumerate(dataset, start=1):
+        prompt, completion = example["prompt"], example["completion"]
+        ids, _ = encode_demonstration(tokenizer, prompt, completion, stop_ids)
+        if positions and (length := len(encode_prompt(tokenizer, prompt)) + len(ids)) > positions:
+            raise ValueError(
+                f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "
+                f"and the model {positions} positions; leave it out, or shorten it"
+            )
         is_text = isinstance(completion, str)
         texts = [completion] if is_text else [m["content"] for m in completion if m["role"] == "assistant"]
         num_cut += any(mark in text.strip().removesuffix(mark) for text in texts for mark in marks)

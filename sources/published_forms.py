@@ -24,7 +24,8 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     found = find_columns(row, where, columns | {"prompt": ""} if is_template else columns)
     plain = row | {name: row[column] for name, column in found.items()}
     if is_template:
-        plain["prompt"] = re.sub(r"\{(\w+)\}", lambda name: str(row[name[1]]), template)
+        cells = {name: "" if row[name] is None else str(row[name]) for name in named}
+        plain["prompt"] = re.sub(r"\{(\w+)\}", lambda name: cells[name[1]], template)
     elif "prompt" in found:
         plain["prompt"] = complete_prompt(found["prompt"], row)
     else:
@@ -34,8 +35,8 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     example = check_example(plain, where)
     if "nums" in row:
         example.setdefault("numbers", row["nums"])        # Countdown, for the reward function of that name
-    if "answer" in plain:
-        example["answer"], reasoning = split_answer(plain["answer"], row)
+    if isinstance(example.get("answer"), str):
+        example["answer"], reasoning = split_answer(plain["answer"], row, where)
         if reasoning and not example.get("completion"):
             example["completion"] = demonstration(reasoning, example["answer"])
     return example
@@ -48,35 +49,45 @@ def complete_prompt(column: str, row: dict):
     """
     prompt = row[column]
     if isinstance(prompt, list):
-        return [
+        turns = [
             {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
             if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in prompt
         ]
+        *before, last = turns or [None]
+        asks = isinstance(last, dict) and last.get("role") == "user" and isinstance(last.get("content"), str)
+        return [*before, last | {"content": with_choices(last["content"], row)}] if asks else turns
     if not isinstance(prompt, str):
         return prompt
     for name in ("input", "context") if column == "instruction" else ():
         prompt += f"\n\n{row[name]}" if isinstance(row.get(name), str) and row[name].strip() else ""
+    return with_choices(prompt, row)
+
+
+def with_choices(question: str, row: dict) -> str:
+    """Return a question followed by its lettered choices, if they are not in it."""
     options = list(zip(LETTERS, text_choices(row), strict=False))
-    if all(re.search(rf"\b{letter}\W+{re.escape(text)}", prompt) for letter, text in options):
-        return prompt
-    return prompt + "".join(f"\n{letter}. {text}" for letter, text in options)
+    if all(re.search(rf"\b{letter}\W+{re.escape(text)}", question) for letter, text in options):
+        return question
+    return question + "".join(f"\n{letter}. {text}" for letter, text in options)
 
 
 def text_choices(row: dict) -> list[str]:
-    """Return the column `choices` if it is a list of texts, else []."""
+    """Return the column `choices` as texts if it is a list of texts or numbers, as many as letters; or []."""
     choices = row.get("choices")
-    return choices if isinstance(choices, list) and all(isinstance(text, str) for text in choices) else []
+    if not isinstance(choices, list) or not all(isinstance(choice, str | int | float) for choice in choices):
+        return []
+    return list(map(str, choices)) if len(choices) <= len(LETTERS) else []
 
 
-def split_answer(answer, row: dict) -> tuple:
+def split_answer(answer, row: dict, where: str) -> tuple:
     """Return an answer, and the reasoning before it or "".
 
     A solution is split whose last line is `#### 72` (GSM8K) or which has a \\boxed{...} (MATH), of which the
-    last one counts. An index into the column `choices` (MMLU) becomes a letter. Lists and dicts are kept.
+    last one counts. An index into the column `choices` (MMLU) becomes a letter.
     """
-    if isinstance(answer, list | dict | None):
-        return answer, ""
     if type(answer) is int and 0 <= answer < len(text_choices(row)):
+        if answer in row["choices"] and row["choices"][answer] != answer:
+            raise ValueError(f"{where}: the answer {answer} may be a choice or an index; write its letter")
         return LETTERS[answer], ""
     text = str(answer)
     if end := re.search(r"(?:^|\n)#### *([-+]?[$€£]?[\d,]*\.?\d+(?: *%)?)\s*\Z", text):

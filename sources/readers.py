@@ -54,6 +54,8 @@ def read_file(path: Path) -> Sequence[dict]:
     except Exception as error:
         reason = first_line(error.__cause__ or error)
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
+    if any(name.startswith("__index_level_") for name in rows.column_names):
+        raise ValueError(f"{path}: rows have more cells than the header; put cells with a comma in quotes")
     return with_numbers(rows) if options else rows
 
 

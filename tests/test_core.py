@@ -205,7 +205,7 @@ def answer(function, *args, **options):
     except ValueError as error:
         return str(error)
 files = "good.jsonl", "no_json.jsonl", "no_object.jsonl", "no_prompt.jsonl", "half.jsonl", "none.jsonl"
-others = "openai/gsm8k:main", "data.csv", "countdown", ["a", 5], [], {"train": []}, iter("a")
+others = "openai/gsm8k:main", "data.csv", "countdown", ["a", 5], [], {"train": []}, iter("a"), type("DataFrame", (list,), {"keys": None})("a")
 tokenizer = AutoTokenizer.from_pretrained("tokenizer")
 chat = [{"role": "user", "content": "2+2?<eos>"}]
 plain = [encode_prompt(tokenizer, prompt) for prompt in ("2+2?", chat)], encode_demonstration(tokenizer, "2+2?", "4", [1])
@@ -225,6 +225,7 @@ print(json.dumps([[answer(load_examples, source) for source in (*files, *others)
             "openai/gsm8k:main", "data.csv", "countdown")],
         r"dataset: example 2: the prompt must be text or chat messages, not int: 5", r"dataset: no examples in it",
         r"dataset: must be a list of examples .*, not a dict: choose a split.*", r"dataset: must be a list .*, not a str_.*iterator: .*",
+        r"dataset: must be a list .*, not a DataFrame: choose a split, or pass a list of dicts",
     ], strict=True):
         assert re.fullmatch(expected, text), text
     for (prompts, (ids, mask)), texts in (plain, ["<bos>2+2?", "<bos>user: 2+2?<eos>\nassistant: "]), (

@@ -37,3 +37,12 @@ def test_the_block_is_the_last_one_of_the_answer_or_of_the_text():
     assert answers.extract_block(f"a {block.format('x = 1')} b {block.format('x = 2')} c", "python") == "x = 2\n"
     assert answers.extract_block(f"{block.format('x = 1')}<answer>{block.format('x = 2')}</answer>", "python") == "x = 2\n"
     assert answers.extract_block("```java\nint x;\n```", "python") == "```java\nint x;\n```"
+    program = block.format("x = 1")
+    for around in (
+        f"Install:\n```bash\npip install x\n```\nThen:\n{program}", f"```json\n{{}}\n```\n{program}", f"{program}\nOutput:\n```\n4\n```",
+        program.replace("\n", "\r\n", 1), program.replace("python", "Python3"),
+        f"```\n4\n```\n{program}\n```text\n5\n```",
+    ):
+        assert answers.extract_block(around, "python3?|py").strip() == "x = 1", around
+    assert answers.extract_block(f"{block.format('x = 1')}\n```\nx = 2\n```", "json") == "x = 2\n"
+    assert answers.extract_block("- so:\n  ```python\n  x = 1\n  y = 2\n  ```", "python") == "x = 1\ny = 2\n"

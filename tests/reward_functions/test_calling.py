@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_rewards import EXAMPLES, call_and_score, length, rollout_of
@@ -203,6 +204,7 @@ def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
 @pytest.mark.parametrize("returned,points,form", [
     ({"form": [1.0, 0.0, 1, 0], "right": [2.0, 2.0, None, 1.0]}, [3.0, 2.0, None, 1.0], [1, 0, 1, 0]),
     ({"form": torch.tensor([1.0, 0.0, 1.0, 0.0]), "right": (2, 2, 0, 1)}, [3.0, 2.0, 1.0, 1.0], [1, 0, 1, 0]),
+    ({"form": [np.float32(1), torch.tensor(0.0), np.int64(1), np.bool_(False)], "right": [2, 2, 0, 1]}, [3.0, 2.0, 1.0, 1.0], [1, 0, 1, 0]),
     ({"score": [1.0, 2.0, 3.0, 4.0], "form": [1.0, 0.0, 1.0, 0.0], "read": ["a", "b", "c", None]}, [1.0, 2.0, 3.0, 4.0], [1, 0, 1, 0]),
     ([{"score": 1.0, "form": 1.0}, {"score": 2}, None, {"score": True, "form": 0.0}], [1.0, 2.0, None, 1.0], [1, None, None, 0]),
     ([{"a": 1.0, "form": 2.0}, None, {"a": 3.0}, {"a": 4.0, "form": 0.5}], [3.0, None, None, 4.5], [2, None, None, 0.5]),

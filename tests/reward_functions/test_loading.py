@@ -1,10 +1,12 @@
 """Choosing reward functions by name or file, and the columns that they need."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from test_rewards import call_and_score, rollout_of
 
 import reward_functions
 import rewards
@@ -72,6 +74,17 @@ def test_a_class_is_instantiated_and_an_instance_stays():
     assert load_reward_function(Counting)(["abc"]) == [1.5]
     instance = Counting(3)
     assert load_reward_function(instance) is instance
+    with pytest.raises(ValueError, match=r"^--reward_functions .*Idle: a Idle is no function and has no __call__"):
+        load_reward_function(type("Idle", (), {}))
+
+
+def test_an_async_compute_score_is_awaited_for_each_completion():
+    async def compute_score(solution_str, ground_truth):
+        await asyncio.sleep(0)
+        return float(solution_str == ground_truth)
+
+    _, points = call_and_score([load_reward_function(compute_score)], [1.0], rollout_of("7", "8"), [{"prompt": "p", "answer": "7"}])
+    assert points["compute_score"].tolist() == [[1.0, 0.0]]
 
 
 def test_every_function_is_imported_from_the_package_and_a_module_of_it_does_not_import_the_others():

@@ -1,6 +1,7 @@
 """Mathematical equality by example, and expressions that hang."""
 
 import ast
+import math
 import re
 import time
 from types import SimpleNamespace
@@ -69,6 +70,12 @@ def test_what_says_something_else_than_18_is_not_18(given):
 def test_numbers_side_by_side_are_read_where_they_are_mathematics():
     pairs = [("-1 1/2", "-\\frac{3}{2}"), ("204_5", "204_{5}"), ("\\frac 1 2", "0.5"), ("\\log_2 8", "3"), ("$x=1$ or\n$x=2$", "x=2, x=1"), ("x+\\frac{1}{2}.", "\\frac{1}{2}+x")]
     assert verdicts(pairs) == [1.0] * len(pairs) and verdicts([("204_5", "204_6")]) == [0.0]
+
+
+@needs_math_verify
+def test_a_missing_truth_gives_no_score():
+    missing = "", " ", "nan", math.nan, None
+    assert reward_functions.math_equality(["<answer>5</answer>"] * 5, answer=list(missing)) == [None] * 5
 
 
 def test_a_long_answer_is_not_read():

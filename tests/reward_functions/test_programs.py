@@ -6,6 +6,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reward_functions import programs, sandbox
@@ -246,7 +247,12 @@ def test_what_cannot_be_judged_is_named_once_and_not_scored(test, reason):
 
 
 def test_without_tests_there_is_no_score():
-    assert passes_tests(["x = 1", "x = 1"], [None, []]) == [None, None]
+    assert passes_tests(["x = 1"] * 4, [None, [], float("nan"), ""]) == [None] * 4
+
+
+def test_tests_may_be_an_array_or_one_text():
+    program = "def f(x):\n    return x * x"
+    assert passes_tests([program] * 2, [np.array(["assert f(2) == 4", "assert f(2) == 5"], dtype=object), "assert f(3) == 9"]) == [0.5, 1.0]
 
 
 def test_the_program_is_not_told_what_is_expected(monkeypatch):

@@ -3,6 +3,7 @@ Ten data sets in the form in which they are published: the columns, types and no
 Nine are read as they are; Countdown has no prompt and needs one flag, as does supervised training on DeepMath and UltraChat.
 """
 
+import numpy as np
 import pytest
 from test_data import data_of, write_lines
 
@@ -165,11 +166,39 @@ def test_choices_that_the_prompt_has_are_not_repeated(prompt):
 
 
 @pytest.mark.parametrize("row", [
-    {"prompt": "2+2?", "choices": [3, 4], "answer": 1}, {"prompt": "2+2?", "choices": "3 or 4", "answer": 1},
+    {"prompt": "2+2?", "choices": [[3], [4]], "answer": 1}, {"prompt": "2+2?", "choices": "3 or 4", "answer": 1},
+    {"prompt": "2+2?", "choices": [str(n) for n in range(27)], "answer": 1},
     {"prompt": "2+2?", "choices": {"text": ["3"]}, "answer": 1}, {"prompt": "2+2?", "choices": None, "answer": 1},
 ])
 def test_choices_in_another_form_change_nothing(row):
     assert load_examples([row]) == [row | {"answer": "1"}]
+
+
+def test_a_column_of_the_prompt_without_a_value_is_no_text():
+    rows = [{"context": None, "question": "2+2?"}, {"context": "Cats.", "question": "How many?"}]
+    found = load_examples(rows, columns={"prompt": "{context}\n{question}"})
+    assert [example["prompt"] for example in found] == ["\n2+2?", "Cats.\nHow many?"]
+
+
+def test_numbers_messages_and_many_choices_are_lettered():
+    (example,) = load_examples([{"prompt": "1+3?", "choices": [0, 3.5, 5, 4], "answer": 3}])
+    assert example["prompt"] == "1+3?\nA. 0\nB. 3.5\nC. 5\nD. 4" and example["answer"] == "D"
+    assert multiple_choice(["<answer>D</answer>", "<answer>4</answer>", "<answer>5</answer>"], answer=["D"] * 3, choices=[example["choices"]] * 3) == [1, 1, 0]
+    with pytest.raises(ValueError, match=r"^dataset: example 1: the answer 3 may be a choice or an index; write its letter"):
+        load_examples([{"prompt": "1+2?", "choices": [1, 2, 3, 4], "answer": 3}])
+    system, question = {"role": "system", "content": "Choose."}, {"role": "user", "content": "2+2?"}
+    (example,) = load_examples([{"prompt": [system, question], "choices": ["3", "4"], "answer": 1}])
+    assert example["prompt"] == [system, question | {"content": "2+2?\nA. 3\nB. 4"}] and example["answer"] == "B"
+    cities = [f"city {number}" for number in range(12)]
+    (example,) = load_examples([{"prompt": "Which?", "choices": cities, "answer": 11}])
+    assert example["prompt"].endswith("\nL. city 11") and example["answer"] == "L"
+    assert multiple_choice(["<answer>L</answer>"] * 2, answer=["L", "city 11"], choices=[cities] * 2) == [1, 1]
+
+
+@pytest.mark.parametrize("answer", [(7, "seven"), np.array(["7", "seven"]), {"7"}])
+def test_several_answers_are_a_list(answer):
+    (example,) = load_examples([{"prompt": "3+4?", "answer": answer}])
+    assert sorted(map(str, example["answer"])) == sorted(map(str, answer)) and correctness(["<answer>7</answer>"], answer=[example["answer"]]) == [1]
 
 
 @pytest.mark.parametrize("answer", [
