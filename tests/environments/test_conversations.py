@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import PROMPTS, logits_alone
 from test_chat_template import PUBLISHED
 
 import infer
@@ -72,12 +72,9 @@ def test_the_models_own_logits_with_the_environments_words_in_the_context(model,
     rollout = sample_conversations(model, tokenizer, settings)
     with torch.no_grad():
         for row in range(0, len(rollout.completions), 3):
-            prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
-            mask = rollout.completion_mask[row, : int(completion_lengths(rollout.completion_mask[row][None]))]
-            ids = rollout.completion_ids[row, : len(mask)]
-            logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
-            own = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-            torch.testing.assert_close(rollout.sampling_logp[row, : len(mask)][mask], own[mask], atol=1e-4, rtol=1e-4)
+            logits, ids = logits_alone(model, rollout, row)
+            own, mask = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0], rollout.completion_mask[row]
+            torch.testing.assert_close(rollout.sampling_logp[row][mask], own[mask[: len(ids)]], atol=1e-4, rtol=1e-4)
 
 
 def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture, tokenizer, settings):
