@@ -56,7 +56,7 @@ def sample_conversations(model, tokenizer, config, prompts=None, respond=reply_t
 def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokenizer, settings):
     _, model = architecture
     shared = make_engine("shared", model, tokenizer)
-    for config in settings, replace(settings, generation_temperature=1.3, generation_top_k=0, generation_top_p=1.0):
+    for config in settings, replace(settings, generation_temperature=0.8, generation_top_k=50, generation_top_p=0.9):
         for engine in "shared", "plain":
             rollout = sample_conversations(model, tokenizer, config, engine=engine)
             holes = torch.arange(rollout.completion_mask.shape[1]) < completion_lengths(rollout.completion_mask)[:, None]
