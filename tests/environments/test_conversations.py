@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -430,23 +429,6 @@ def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"--environment=.*needs the column level"):
         (tmp_path / "mine.py").write_text("def needy(conversation, level):\n    pass\n")
         infer.main([*ask, "--environment", f"{tmp_path}/mine.py:needy", "--max_turns", "2"])
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(finished, tmp_path):
-    folder = tmp_path / "stopped"
-    (folder / "checkpoints").mkdir(parents=True)
-    for name in "config.json", "metrics.jsonl", "rollouts.jsonl":
-        shutil.copy(finished / name, folder / name)
-    middle = sorted((finished / "checkpoints").iterdir())[-3]
-    shutil.copytree(middle, folder / "checkpoints" / middle.name)
-    train.main(["--output_dir", str(folder), "--resume"])
-    for name in "metrics.jsonl", "rollouts.jsonl":
-        before, after = (
-            [{k: v for k, v in line.items() if "seconds" not in k and "memory" not in k} for line in read_jsonl(path / name)]
-            for path in (finished, folder)
-        )
-        assert before == after
 
 
 @pytest.mark.slow
