@@ -102,17 +102,6 @@ def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, t
     assert torch.equal(model(IDS).logits, expected)
 
 
-def test_the_sampler_agrees_with_the_trainer_and_only_the_adapter_has_a_gradient(saved, settings):
-    model, tokenizer = load(saved, lora_rank=4)
-    engine = make_engine("shared", with_noise(model), tokenizer)
-    rollout = engine.sample(PROMPTS, settings, seed=0)
-    now = engine.log_probs(rollout, None, settings.policy)
-    assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
-    now.logp.sum().backward()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-    assert any(p.grad.abs().max() > 0 for p in trainable_parameters(model))
-
-
 def test_the_reference_is_the_adapter_as_it_was(saved, settings):
     model, tokenizer = load(saved, lora_rank=4)
     base, _ = load(saved)
