@@ -2,8 +2,10 @@
 
 import platform
 import signal
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +20,16 @@ from transformers import (
 )
 
 import train
-from config import GRPOConfig
+from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
 from experience import Groups
-from engine.policy import frozen_copy
+from engine.policy import frozen_copy, load_policy, save_policy
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
 from runs.records import read_jsonl
+from runs.run import Run
 from runs.setup import set_up
 from sample import Rollout, left_pad
 
@@ -156,6 +159,14 @@ def tokenizer():
     return byte_tokenizer()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the built-in model is saved."""
+    path = tmp_path_factory.mktemp("policy") / "model"
+    save_policy(*load_policy(ModelConfig()), path)
+    return str(path)
+
+
 @pytest.fixture(params=ARCHITECTURES)
 def architecture(request):
     """Name and model, in evaluation mode."""
@@ -212,9 +223,31 @@ def length_reward(folder):
     return f"{folder}/length.py:length"
 
 
+def read_programs(name):
+    """Name -> program, of a file of tests/reward_functions in which lines that begin with == are names."""
+    parts = (Path(__file__).parent / "reward_functions" / name).read_text().split("\n== ")[1:]
+    return dict(part.split("\n", 1) for part in parts)
+
+
 def run_folder(path, *flags):
     train.main([*QUICK, "--output_dir", str(path), *flags])
     return path
+
+
+@contextmanager
+def ctrl_c_after(step, where="log_step"):
+    """Press Ctrl-C when a run has logged this step, or its evaluation."""
+    original = getattr(Run, where)
+
+    def press_ctrl_c(run, *rest):
+        result = original(run, *rest)
+        if run.progress.step == step:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, where, press_ctrl_c)
+        yield
 
 
 def comparable(folder):
@@ -255,6 +288,14 @@ def experience_of(run, rollout, rewards):
 def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=None, **policy):
     """As completion_log_probs, by the shared engine."""
     return make_engine("shared", model, None).log_probs(rollout, rows, policy, reference=reference, value_head=value_head)
+
+
+def logits_alone(model, rollout, row):
+    """The model's own logits (T, V) of one completion, forwarded alone and without padding; and its ids."""
+    group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
+    prompt = rollout.prompt_ids[row // group_size][rollout.prompt_mask[row // group_size]]
+    ids = rollout.completion_ids[row, : int(rollout.completion_mask[row].nonzero().max()) + 1]
+    return model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1], ids
 
 
 def made_up_rollout(prompt_lengths, lengths, vocab_size=200):

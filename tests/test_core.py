@@ -92,6 +92,8 @@ total, _ = compute_rewards_for_completions([lambda **_: [math.nan] * 4, tokens],
 assert total.isnan().all(), "failed on all siblings is not None for all siblings"
 total, _ = compute_rewards_for_completions([lambda **_: [None, 1, 2, None], tokens], [1.0, 1.0], rollout, examples)
 assert total.isnan().tolist() == [[True, False], [False, True]], "None for some siblings: not comparable"
+total, _ = compute_rewards_for_completions([lambda **_: [1, 2, None, None]], [1.0], rollout, examples)
+assert total[0].tolist() == [1, 2] and total[1].isnan().all(), "a group that no function applies to has no score"
 
 def refused(returned):
     try:

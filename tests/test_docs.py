@@ -19,7 +19,7 @@ from analysis.infer_flags import parse_arguments
 from config import GRPOConfig, ModelConfig, table_keys
 from data import load_examples
 from config import SECTIONS
-from runs.command_line import HEADINGS, parse_config
+from runs.command_line import parse_config
 from grpo import LOSSES
 from engine.policy import load_policy
 from runs.records import read_jsonl
@@ -118,21 +118,6 @@ def test_troubleshooting_looks_at_numbers_and_files_that_there_are():
     for name in names:
         known = name if name.startswith("reward/<") else name.split("/")[0] + "/<function>" if "reward/" in name else name
         assert f"`{known}`" in metrics or (("." in name or "/" in name) and name in written), name
-
-
-def test_help_all_shows_every_flag_under_a_heading_with_its_default(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit) as stop:
-        parse_config(["--help_all"])
-    lines = capsys.readouterr().out.splitlines()
-    assert stop.value.code == 0 and {f"{heading}:" for heading in HEADINGS.values()} <= set(lines)
-    for section in SECTIONS:
-        for field in dataclasses.fields(section):
-            at = next(number for number, line in enumerate(lines) if line.startswith(f"  --{field.name} "))
-            said = " ".join(" ".join(lines[at : at + 3]).split())                # a flag takes up to three lines
-            assert field.metadata["help"][:40] in said, field.name
-            if isinstance(field.default, int | float) and not isinstance(field.default, bool):
-                assert any(line.rstrip().endswith(f"[{field.default}]") for line in lines[at : at + 3]), field.name
 
 
 def test_sizes_stay_what_the_readme_says_and_every_room_is_linked():
@@ -298,20 +283,3 @@ def test_the_recipes_of_the_contributing_page_pasted_into_a_copy_pass_the_tests_
     program = "from config import *; print(GRPOConfig(advantage_scale='mean_distance', loss_type='capped', loss_options=['cap=4']).loss)"
     used = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""})
     assert "'cap': 4.0" in used.stdout, used.stderr
-
-
-def test_the_class_draws_its_curve_without_changing_a_file_of_the_project(monkeypatch, tmp_path, capsys):
-    module = runpy.run_path(str(ROOT / "docs/figures.py"))
-    names, curve = module["main"].__globals__, (ROOT / "docs/figures/curve.jsonl").read_text()
-    before = {path: path.read_bytes() for path in (ROOT / "docs/figures").iterdir()}
-    monkeypatch.setitem(names, "ROOT", tmp_path)
-
-    def train_small(folder):
-        folder.mkdir(parents=True)
-        (folder / "curve.jsonl").write_text(curve)
-
-    monkeypatch.setitem(names, "train_small", train_small)
-    monkeypatch.setattr("sys.argv", ["figures.py", "--train"])
-    names["main"]()
-    assert (tmp_path / "outputs/figures/curve.svg").exists() and capsys.readouterr().out.startswith("outputs/figures/curve.svg (")
-    assert {path: path.read_bytes() for path in (ROOT / "docs/figures").iterdir()} == before

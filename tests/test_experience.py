@@ -213,15 +213,6 @@ def test_one_token_alone_is_not_scaled():
     assert advantages.tolist() == [[2.0, 0.0]]
 
 
-def test_gdpo_scales_the_points_of_each_function():
-    config = GRPOConfig(
-        reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5])
-    a, b = numbers([0.0, 1.0, -9.0, 9.0]), numbers([5.0, 1.0, 1.0, 1.0])
-    shaped = shape_rewards(config, None, a + b, {"a": a, "b": b})
-    parts = [(x - x.mean()) / x.std() for x in (a, b)]
-    torch.testing.assert_close(shaped, parts[0] + 0.5 * parts[1])
-
-
 @pytest.mark.parametrize("same_arithmetic", [False, True])
 def test_what_is_measured_between_sampler_and_trainer(monkeypatch, same_arithmetic):
     """Two rows, of which one is not scored: deviations are those of all sampled tokens."""

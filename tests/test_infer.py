@@ -6,15 +6,7 @@ import re
 import pytest
 
 import infer
-from config import ModelConfig
-from engine.policy import load_policy, save_policy
 from runs.command_line import UNSAFE
-
-
-@pytest.fixture
-def folder(tmp_path):
-    save_policy(*load_policy(ModelConfig()), tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 @pytest.mark.parametrize("argv,message", [

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -59,14 +59,6 @@ def test_no_module_imports_from_a_layer_above_its_own_and_none_in_a_circle():
     assert upward(graph) == []
     graph["rewards"] -= {EXCEPTION[1]}
     list(TopologicalSorter(graph).static_order())         # raises CycleError, which names the circle
-
-
-def test_an_import_upwards_and_a_circle_would_be_noticed():
-    known = modules()
-    assert upward({"engine.packing": imports("from runs.folder import RunFolder", known)}) == [("engine.packing", "runs.folder")]
-    assert upward({"data": imports("def f():\n    import experience", known)}) == [("data", "experience")]
-    with pytest.raises(CycleError):
-        list(TopologicalSorter({"a": {"b"}, "b": {"a"}}).static_order())
 
 
 def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
@@ -136,5 +128,3 @@ def test_the_step_calls_the_five_functions_in_their_order_and_asserts_shape_and_
     calls = [node for node in ast.walk(step) if isinstance(node, ast.Call)]
     asserted = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "require"]
     assert any("rewards.shape == (P, G)" in test for test in asserted) and any("off_center" in test for test in asserted)
-    swapped = source.replace("= compute_group_advantages(", "= other(")
-    assert list(dict.fromkeys(name for name in calls_of(swapped, "grpo_training_step") if name in STEP)) != STEP

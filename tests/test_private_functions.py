@@ -18,35 +18,14 @@ from project_files import ROOT, modules_of_the_program
 from transformers import core_model_loading
 
 from engine import sharding
-from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options
 from engine.recomputation import layers_of
 from engine.text_model import linear_layers
 
-FLASH_FOR_CPU, FLASH, EFFICIENT = (f"_scaled_dot_product_{name}" for name in (
-    "flash_attention_for_cpu", "flash_attention", "efficient_attention"))
-OPERATORS = {                   # torch.ops.aten.NAME of engine/attention_kernels.py. Without one: choose_kernel returns Chunked
-    FLASH_FOR_CPU:
-        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
-        "float? scale=None) -> (Tensor output, Tensor logsumexp)",
-    f"{FLASH_FOR_CPU}_backward":
-        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, "
-        "*, Tensor? attn_mask=None, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    FLASH:
-        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
-        "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
-        "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
-    f"{FLASH}_backward":
-        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, "
-        "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, "
-        "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    EFFICIENT:
-        "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
-        "bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
-    f"{EFFICIENT}_backward":
-        "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, "
-        "Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, "
-        "float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
-}
+# torch.ops.aten.NAME of engine/attention_kernels.py, which engine/test_attention_kernels.py and test_prefix_attention.py call. Without
+# one: choose_kernel returns Chunked.
+OPERATORS = {
+    f"_scaled_dot_product_{name}{backward}" for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+    for backward in ("", "_backward")}
 FUNCTIONS = {                   # module.NAME -> parameters
     "torch.distributed.distributed_c10d._get_default_store": "",                 # without: every rank prints the last line
     "transformers.core_model_loading.revert_weight_conversion": "model, state_dict",         # vLLM; save_pretrained calls it too
@@ -59,23 +38,6 @@ MODULES = {                     # undocumented; a test of what is imported from 
     "transformers.core_model_loading", "transformers.modeling_layers", "transformers.pytorch_utils",
     "peft.utils.transformers_weight_conversion",
 }
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_operator(name):
-    found = getattr(torch.ops.aten, name, None)
-    assert found is not None, f"torch.ops.aten.{name} is gone"
-    assert str(found.default._schema) == f"aten::{name}{OPERATORS[name]}"
-
-
-@pytest.mark.parametrize("kernel,dtype", [(FlashOnCUDA, torch.float16), (EfficientOnCUDA, torch.float32)])
-def test_the_kernels_for_gpus_pass_what_the_operators_take(kernel, dtype):
-    q, (k, v) = torch.empty(2, 4, 8, 64, dtype=dtype, device="meta"), torch.empty(2, 2, 1, 8, 64, dtype=dtype, device="meta")
-    options = Options(None, None, 0.125)
-    output, lse = kernel.forward(q, k, v, None, True, options)
-    assert output.shape == q.shape and lse.shape == q.shape[:3]
-    grads = kernel.backward(output, q, k, v, output, lse, None, True, options)
-    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

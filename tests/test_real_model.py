@@ -3,17 +3,15 @@
 import importlib.util
 import runpy
 import shutil
-import signal
 
 import pytest
 import torch
-from conftest import comparable, weights_of
+from conftest import comparable, ctrl_c_after, logits_alone, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from config import GRPOConfig
 from engine import make_engine
-from runs.run import Run
 from project_files import ROOT
 
 pytestmark = [
@@ -51,11 +49,9 @@ def run(folder, output, *flags):
 def plain_logp(model, rollout):
     """Compute log-probabilities of each completion by transformers alone, a row at a time, without padding."""
     rows = []
-    for row, (ids, mask) in enumerate(zip(rollout.completion_ids, rollout.completion_mask, strict=True)):
-        group = row * len(rollout.prompt_ids) // len(rollout.completion_ids)
-        prompt, completion = rollout.prompt_ids[group][rollout.prompt_mask[group]], ids[mask]
-        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-        rows.append(logits.log_softmax(dim=-1).gather(1, completion[:, None])[:, 0])
+    for row in range(len(rollout.completion_ids)):
+        logits, ids = logits_alone(model, rollout, row)
+        rows.append(logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0])
     return torch.cat(rows)
 
 
@@ -65,15 +61,8 @@ def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(fo
     checked = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("start-up check: "))
     assert all(f"{name} ok" in checked for name in ("BOS", "stop ids", "open prompt", "head", "sampler", "packing"))
     shutil.rmtree(tmp_path / "whole/checkpoints")  # 0.5 GB
-    log_step = Run.log_step
-
-    def press_ctrl_c(run, *rest):
-        log_step(run, *rest)
-        if run.progress.step == 1:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Run, "log_step", press_ctrl_c)
-    run(folder, tmp_path / "stopped")
+    with ctrl_c_after(1):
+        run(folder, tmp_path / "stopped")
     assert not (tmp_path / "stopped/final").exists()
     train.main(["--output_dir", str(tmp_path / "stopped"), "--resume"])
     assert comparable(tmp_path / "stopped") == comparable(tmp_path / "whole")

@@ -18,8 +18,6 @@ from reward_functions import check_answer, math_equality
 from reward_functions.calling import Reports, wrap_reward_functions
 from reward_functions.loading import BUILT_IN
 from rewards import compute_rewards_for_completions
-from runs.flag_notes import flag_notes
-from runs.command_line import parse_config
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None or sys.platform != "linux", reason="needs math-verify and a sandbox"
@@ -156,27 +154,6 @@ def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-def test_the_total_is_the_weighted_sum_and_siblings_stay_in_rows():
-    def one(completions, **columns):
-        return [1.0] * len(completions)
-
-    rollout = rollout_of("", "a", "bb", "ccc")
-    total, per_function = compute_rewards_for_completions([length, one], [2.0, -0.5], rollout, EXAMPLES)
-    assert total.tolist() == [[-0.5, 1.5], [3.5, 5.5]]
-    assert per_function["length"].tolist() == [[0.0, 1.0], [2.0, 3.0]] and set(per_function) == {"length", "one"}
-
-
-def test_none_makes_a_completion_unscored_unless_the_function_is_not_meant_for_the_group():
-    def partly(completions, **columns):
-        return [None, 1.0, None, None]
-
-    total, _ = compute_rewards_for_completions([length, partly], [1.0, 1.0], rollout_of("a", "b", "cc", "d"), EXAMPLES)
-    assert total[0, 0].isnan() and total[0, 1] == 2.0
-    assert total[1].tolist() == [2.0, 1.0], "scored by the other function alone"
-    total, _ = compute_rewards_for_completions([partly], [1.0], rollout_of("a", "b", "cc", "d"), EXAMPLES)
-    assert total[1].isnan().all()
-
-
 def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     right, short = torch.tensor([[0.0, 1.0, 1.0, 0.0]]).double(), torch.tensor([[0.01, 0.02, 0.03, 0.04]]).double()
     nobody = torch.full((1, 4), torch.nan).double()
@@ -191,13 +168,6 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     summed = shape_rewards(GRPOConfig(), None, right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"
     assert (compute_group_advantages(points).argsort() == points.argsort()).all()
-
-
-def test_reward_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="must be at least 0"):
-        parse_config(["--use_grpo", "--reward_timeout", "-1"])
-    notes = flag_notes(parse_config(["--use_grpo", "--reward_combination", "gdpo"]))
-    assert any("advantage_scale batch" in line for line in notes)
 
 
 def test_a_conversation_whose_environment_raised_is_unscored():

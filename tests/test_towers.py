@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, exhaustive, length_reward, run_folder, shared_log_probs,
+    ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, ctrl_c_after, exhaustive, length_reward, run_folder, shared_log_probs,
 )
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -20,7 +20,6 @@ from engine.model_files import auto_class
 from engine.text_model import text_model
 from engine.policy import frozen_copy, load_policy, save_policy, update_reference
 from runs.records import read_jsonl
-from runs.run import Run
 from runs.memory_estimate import model_shapes, pass_bytes
 from runs.startup_check import check_packing, random_rollout
 
@@ -84,7 +83,7 @@ def test_it_samples_and_scores_as_its_text_model_alone(tokenizer, settings, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [exhaustive(0), 4])
-def test_a_run_leaves_the_towers_as_they_were_and_resumes_and_its_final_loads(base, lora_rank, tmp_path, monkeypatch, capsys):
+def test_a_run_leaves_the_towers_as_they_were_and_resumes_and_its_final_loads(base, lora_rank, tmp_path, capsys):
     flags = [*FLAGS, "--model_path", str(base), "--lora_rank", str(lora_rank), "--reward_functions", length_reward(tmp_path)]
     whole = run_folder(tmp_path / "whole", *flags)
     printed = capsys.readouterr().out
@@ -95,17 +94,9 @@ def test_a_run_leaves_the_towers_as_they_were_and_resumes_and_its_final_loads(ba
     policy, _ = load(whole / "final")
     assert [s["exp_avg"].shape for s in state["optimizer"]["state"].values()] == [p.shape for p in trainable_parameters(policy)]
 
-    folder, original = tmp_path / "stopped", Run.log_step
-
-    def stop(run, *rest):
-        original(run, *rest)
-        if run.progress.step == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "log_step", stop)
-    with pytest.raises(SystemExit):
+    folder = tmp_path / "stopped"
+    with ctrl_c_after(2):
         run_folder(folder, *flags)
-    monkeypatch.setattr(Run, "log_step", original)
     train.main(["--output_dir", str(folder), "--resume"])
     assert comparable(folder) == comparable(whole)
     final, merged = folder / "final", folder / "final"

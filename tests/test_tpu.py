@@ -25,7 +25,7 @@ from torch_xla.debug import metrics
 from runs import setup
 import train
 from runs.startup_check import check_setup, choose_engine
-from conftest import PROMPTS, QUICK, start_run
+from conftest import PROMPTS, QUICK, length_reward, start_run
 from config import GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, bucket
@@ -40,7 +40,6 @@ from runs.records import read_jsonl
 DEVICE = best_device()                                    # before any backward pass on the CPU
 CPU = torch.device("cpu")
 EARLY = list(range(1, 30))                                # stop ids, so that completions end at different times
-LENGTH = "def length(completions, **columns):\n    return [len(c) for c in completions]\n"      # a reward that hardly ever ties
 RUN = [*QUICK, "--use_grpo", "--use_kl_penalty", "--cold_start_steps", "3", "--max_steps", "3", "--generation_max_length", "12"]
 RUN += ["--reward_weights", "1", "--learning_rate", "1e-4", "--reward_functions"]
 
@@ -53,12 +52,6 @@ def compilations() -> int:
 def fallbacks() -> set[str]:
     """Operations that XLA did not have, so that the CPU did them. Reading a number is counted among them and is none."""
     return {name for name in metrics.counter_names() if name.startswith("aten::")} - {"aten::_local_scalar_dense"}
-
-
-def length_reward(folder) -> str:
-    """The flag's value."""
-    (folder / "length.py").write_text(LENGTH)
-    return f"{folder}/length.py:length"
 
 
 def on_both(model) -> list:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import experience_of, with_settings
+from conftest import experience_of, logits_alone, with_settings
 from torch.nn.functional import pad
 
 import experience
@@ -252,9 +252,8 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(base):
     ours, losses = gradient(run, experience)
     run.model.zero_grad()
     total = 0.0
-    for row, mask in enumerate(rollout.completion_mask):
-        prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
-        logits = run.model(torch.cat([prompt, rollout.completion_ids[row][mask]])[None]).logits[0, len(prompt) - 1 : -1]
+    for row in range(len(rollout.completion_ids)):
+        logits, _ = logits_alone(run.model, rollout, row)
         total = total - (logits.softmax(-1) * logits.log_softmax(-1)).sum()
     (-0.5 * total / rollout.completion_mask.sum()).backward()
     truth = torch.cat([p.grad.flatten() for p in run.model.parameters()]).double()

@@ -13,13 +13,6 @@ from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
 from data import encode_prompt
 from environments.messages import encode_demonstration, encode_reply
-from engine.policy import load_policy, save_policy
-
-
-@pytest.fixture
-def folder(tmp_path):
-    save_policy(*load_policy(ModelConfig()), tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 def scripted(monkeypatch, tokenizer, *turns):

@@ -71,3 +71,8 @@ def test_results_over_two_sets_of_keys_merge_into_the_result_over_both():
     expected = (joint.softmax(-1)[..., :-1] * values).sum(-1, keepdim=True)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, joint.logsumexp(-1), rtol=0, atol=1e-12)
+
+
+def test_the_efficient_kernel_returns_no_log_sum_exp_of_padding():
+    q, k = (torch.empty(2, heads, 8, 64, device="meta") for heads in (4, 1))     # 8 queries are rounded up to 32
+    assert EfficientOnCUDA.forward(q, k, k, None, True, Options(None, None, 0.1))[1].shape == q.shape[:3]

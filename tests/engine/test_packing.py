@@ -6,10 +6,9 @@ import pytest
 import torch
 from conftest import PROMPTS, made_up_rollout
 
-import logprobs
 from engine import prefix_attention
 from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches, pack_groups, padded_indices
-from sample import left_pad, pad_rows, positions_of, sample_completions_for_prompts
+from sample import pad_rows, sample_completions_for_prompts
 
 
 def test_who_sees_whom():
@@ -79,26 +78,16 @@ def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
 def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, settings):
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
     rows = torch.tensor([0, 1, 2, 5, 6, 9, 13, 15])
-
-    def padded(batch):
-        _, lengths = logprobs.prompts_and_lengths(rollout, batch)
-        return max(lengths) * len(batch)
-
-    for split, size in (micro_batches, lambda batch: pack_groups(rollout, batch).ids.numel()), (logprobs.micro_batches, padded):
-        for budget in 1, 60, 150, 10**6:
-            batches = split(rollout, rows, budget)
-            assert sorted(torch.cat(batches).tolist()) == rows.tolist()
-            for batch in batches:
-                assert size(batch) <= budget or len(batch) == 1, f"{budget=} {size(batch)=}"
-            assert budget < 10**6 or len(batches) == 1
+    for budget in 1, 60, 150, 10**6:
+        batches = micro_batches(rollout, rows, budget)
+        assert sorted(torch.cat(batches).tolist()) == rows.tolist()
+        for batch in batches:
+            assert pack_groups(rollout, batch).ids.numel() <= budget or len(batch) == 1, f"{budget=} {len(batch)=}"
+        assert budget < 10**6 or len(batches) == 1
 
 
-def test_rows_are_padded_on_either_side():
-    assert pad_rows([[1, 2], [3]], 9).tolist() == [[1, 2], [3, 9]]
+def test_rows_are_padded_on_the_left():
     assert pad_rows([torch.tensor([1.5]), torch.tensor([2.5, 3.5])], left=True).tolist() == [[0, 1.5], [2.5, 3.5]]
-    ids, mask = left_pad([[5, 6, 7], [8]], 4)
-    assert ids.tolist() == [[5, 6, 7], [4, 4, 8]] and mask.tolist() == [[True] * 3, [False, False, True]]
-    assert positions_of(mask).tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
 def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each():
@@ -112,12 +101,9 @@ def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each()
 
 
 def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
-    """Rows of 10 + 5 tokens: two fit 30 tokens, siblings share a prompt, and one token less than needed splits them."""
+    """Rows of 10 + 5 tokens: siblings share a prompt, and one token less than needed splits them."""
     rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
     rows = torch.arange(4)
-    assert [len(b) for b in logprobs.micro_batches(rollout, rows, 30)] == [2, 2]
-    assert [len(b) for b in logprobs.micro_batches(rollout, rows, 29)] == [1, 1, 1, 1]
-    assert len(logprobs.micro_batches(rollout, rows, 1000, parts=3)) >= 3
     assert [len(b) for b in micro_batches(rollout, rows, 40)] == [4]
     assert [len(b) for b in micro_batches(rollout, rows, 39)] == [2, 2]
     assert [len(b) for b in micro_batches(rollout, rows, 20)] == [2, 2]

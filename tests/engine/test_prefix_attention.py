@@ -5,9 +5,9 @@ import torch
 from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_rollout, shared_log_probs
 
 from config import GRPOConfig
-from engine import attention_kernels, make_engine, prefix_attention, shared as shared_engine
+from engine import attention_kernels, make_engine, prefix_attention
 from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
-from engine.packing import make_layout, pack_groups
+from engine.packing import make_layout
 from logprobs import completion_log_probs
 from engine.recomputation import recompute_activations
 
@@ -266,26 +266,3 @@ def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(shared):
     shared.model.config.sliding_window = 4096             # the layers have kept 5
     with pytest.raises(AssertionError, match="attention layers by window"):
         shared.log_probs(made_up_rollout([5], [4, 4]), None, {})
-
-
-def test_dropping_the_window_or_the_walls_between_siblings_would_be_noticed(model, monkeypatch):
-    """The parity tests above can fail: they do when a rule is wrong."""
-    rollout = made_up_rollout([5, 20], [12, 3, 30, 7])
-    _, plain = log_probs_and_gradient(model, rollout, completion_log_probs)
-    right_rule = prefix_attention.attends_to
-
-    def no_window(queries, keys, window):
-        return right_rule(queries, keys, None)
-
-    def no_walls(*args):
-        """All completions of a prompt as one segment."""
-        batch = pack_groups(*args)
-        prompts, groups = [(0, 5), (20, 20)], [(5, 15), (40, 37)]
-        batch.layout = make_layout(batch.positions[0].numpy(), prompts, groups, dict(zip(groups, prompts)))
-        return batch
-
-    for rule, pack in (no_window, pack_groups), (right_rule, no_walls):
-        monkeypatch.setattr(prefix_attention, "attends_to", rule)
-        monkeypatch.setattr(shared_engine, "pack_groups", pack)
-        _, gradient = log_probs_and_gradient(model, rollout)
-        assert (gradient - plain).norm() / plain.norm() > 1e-3, pack

@@ -3,12 +3,11 @@
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import PROMPTS, logits_alone
 from test_chat_template import PUBLISHED
 
 import infer
@@ -72,12 +71,9 @@ def test_the_models_own_logits_with_the_environments_words_in_the_context(model,
     rollout = sample_conversations(model, tokenizer, settings)
     with torch.no_grad():
         for row in range(0, len(rollout.completions), 3):
-            prompt = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]]
-            mask = rollout.completion_mask[row, : int(completion_lengths(rollout.completion_mask[row][None]))]
-            ids = rollout.completion_ids[row, : len(mask)]
-            logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
-            own = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-            torch.testing.assert_close(rollout.sampling_logp[row, : len(mask)][mask], own[mask], atol=1e-4, rtol=1e-4)
+            logits, ids = logits_alone(model, rollout, row)
+            own, mask = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0], rollout.completion_mask[row]
+            torch.testing.assert_close(rollout.sampling_logp[row][mask], own[mask[: len(ids)]], atol=1e-4, rtol=1e-4)
 
 
 def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture, tokenizer, settings):
@@ -433,23 +429,6 @@ def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"--environment=.*needs the column level"):
         (tmp_path / "mine.py").write_text("def needy(conversation, level):\n    pass\n")
         infer.main([*ask, "--environment", f"{tmp_path}/mine.py:needy", "--max_turns", "2"])
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(finished, tmp_path):
-    folder = tmp_path / "stopped"
-    (folder / "checkpoints").mkdir(parents=True)
-    for name in "config.json", "metrics.jsonl", "rollouts.jsonl":
-        shutil.copy(finished / name, folder / name)
-    middle = sorted((finished / "checkpoints").iterdir())[-3]
-    shutil.copytree(middle, folder / "checkpoints" / middle.name)
-    train.main(["--output_dir", str(folder), "--resume"])
-    for name in "metrics.jsonl", "rollouts.jsonl":
-        before, after = (
-            [{k: v for k, v in line.items() if "seconds" not in k and "memory" not in k} for line in read_jsonl(path / name)]
-            for path in (finished, folder)
-        )
-        assert before == after
 
 
 @pytest.mark.slow

@@ -65,14 +65,14 @@ def test_completions_of_conversations_are_messages_as_in_trl_and_reserved_column
 def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the_demonstration():
     seen = {}
 
-    def spy(completions, prompts, completion_ids, trainer_state, log_extra, log_metric, **columns):
-        seen.update(columns, completions=completions, prompts=prompts, completion_ids=completion_ids)
+    def spy(completions, prompts, prompt_ids, completion_ids, trainer_state, log_extra, log_metric, **columns):
+        seen.update(columns, completions=completions, prompts=prompts, prompt_ids=prompt_ids, completion_ids=completion_ids)
         return [0.0] * 4
 
     call_and_score([spy], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
     assert seen == {
         "completions": ["a", "b", "c", "d"], "prompts": ["p", "p", "q", "q"],
-        "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
+        "prompt_ids": [[7], [7], [8, 9], [8, 9]], "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
         "answer": ["1", "1", "2", "2"], "level": [None, None, 3, 3],
     }
 

@@ -4,10 +4,10 @@ import re
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import read_programs
 
 from reward_functions import programs, sandbox
 from reward_functions.programs import passes_tests
@@ -48,12 +48,6 @@ def test_the_share_of_tests_that_pass(name, monkeypatch):
     monkeypatch.setattr("reward_functions.programs.SECONDS_PER_TEST", 1.0)
     program, points = HONEST[name]
     assert passes_tests([program], [TESTS]) == pytest.approx([points])
-
-
-def read_programs(name):
-    """Return name -> program, from a file in which lines that begin with == are names."""
-    parts = (Path(__file__).parent / name).read_text().split("\n== ")[1:]
-    return dict(part.split("\n", 1) for part in parts)
 
 
 CHEATS = read_programs("cheating_programs.txt") | {

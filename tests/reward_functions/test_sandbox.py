@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from conftest import read_programs
 
 from reward_functions import sandbox
 from reward_functions.sandbox import METHODS, OUTPUT_BYTES, run_python
@@ -264,12 +265,6 @@ def test_scratch_folders_do_not_pile_up_in_the_server(method):
         run_python("import os\nif os.getcwd() == '/scratch': open('x', 'wb').write(bytes(1 << 20))", method=method)
     for server in sandbox.idle_servers[method, ()]:
         assert "/scratch" not in Path(f"/proc/{server.pid}/mountinfo").read_text()
-
-
-def read_programs(name):
-    """Name -> program, from a file of them under lines that begin with ==."""
-    parts = (Path(__file__).parent / name).read_text().split("\n== ")[1:]
-    return dict(part.split("\n", 1) for part in parts)
 
 
 PREAMBLE = f"""

@@ -15,7 +15,6 @@ from conftest import made_up_rollout, start_run
 from test_rewards import EXAMPLES, call_and_score, length, rollout_of
 
 from config import GRPOConfig
-from sources import load_examples
 from experience import Groups, shape_rewards
 from reward_functions.calling import Reports, RewardError
 from reward_functions.loading import load_reward_function
@@ -86,25 +85,6 @@ def test_a_failed_function_is_counted_as_unscored_in_a_step_and_kept_in_the_run_
 # ---- what is passed ------------------------------------------------------------------------------------------
 
 
-def test_columns_keep_their_names_beside_prompt_and_answer():
-    rows = [{"question": "1+1", "ground_truth": 2, "task": "sum"}, {"question": "1*1", "ground_truth": 1, "task": "product"}]
-    seen = {}
-
-    def spy(completions, question, ground_truth, answer, prompts, **kwargs):
-        seen.update(question=question, truth=ground_truth, answer=answer, prompts=prompts, task=kwargs["task"])
-        return [0.0] * len(completions)
-
-    score(spy, *"abcd", examples=load_examples(rows, columns={"answer": "ground_truth"}))
-    assert seen == {
-        "question": ["1+1"] * 2 + ["1*1"] * 2, "truth": [2, 2, 1, 1], "answer": ["2", "2", "1", "1"],
-        "prompts": ["1+1"] * 2 + ["1*1"] * 2, "task": ["sum"] * 2 + ["product"] * 2}
-
-    def in_kwargs(completions, **kwargs):
-        return [float(kwargs["solution"][i] == "2") for i in range(len(completions))]
-
-    assert score(in_kwargs, *"abcd", examples=load_examples([{"prompt": "p", "solution": s} for s in "23"])) == [[1, 1], [0, 0]]
-
-
 @pytest.mark.parametrize("annotation", ["list[list[int]]", "List[List[int]]", "typing.List[typing.List[int]]", "'list[list[int]]'"])
 def test_completions_annotated_as_token_ids_are_token_ids(annotation):
     names = {}
@@ -117,19 +97,6 @@ def test_completions_annotated_as_token_ids_are_token_ids(annotation):
 def test_a_function_without_kwargs_gets_what_it_names():
     assert score(lambda completions, level: [float(n or 0) for n in level], *"abcd") == [[0.0, 0.0], [3.0, 3.0]]
     assert score(lambda completion_ids: [float(sum(ids)) for ids in completion_ids], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
-
-
-def test_token_ids_and_log_probabilities_come_by_name():
-    seen = {}
-
-    def spy(completions, prompt_ids, completion_ids, sampling_logp):
-        seen.update(prompt_ids=prompt_ids, completion_ids=completion_ids, sampling_logp=sampling_logp)
-        return [0.0] * len(completions)
-
-    score(spy, *"abcd")
-    assert seen == {
-        "prompt_ids": [[7], [7], [8, 9], [8, 9]], "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
-        "sampling_logp": [[0, -1], [-3, -4], [-6, -7], [-9, -10]]}
 
 
 def test_a_truncated_prompt_is_passed_as_it_was_and_completions_keep_its_format(tokenizer):
@@ -154,8 +121,6 @@ def test_trainer_state_counts_the_steps_of_grpo(tmp_path):
     assert vars(seen[0]) == {"global_step": 7, "max_steps": 10, "epoch": 4 / len(run.train_set)}
     run.progress.phase = 0
     assert run.trainer_state.global_step == 0, "not the steps of the cold start"
-    score(spy, *"ab", examples=EXAMPLES[:1])
-    assert vars(seen[1]) == {"global_step": 0, "max_steps": 1, "epoch": 0.0}
 
 
 # ---- what is logged ------------------------------------------------------------------------------------------
@@ -201,9 +166,6 @@ def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_
     assert joined.reports.extra == [{"n": n} for n in range(2, 8)] and joined.reports.means() == {"m": 2.0}
     assert [failure["function"] for failure in joined.reports.failures] == ["f0", "f4"]
     assert len(groups.reports.extra) == 4 and groups.reports.metrics == {"m": [0.0]}, "the parts are unchanged"
-
-
-# ---- several outputs -----------------------------------------------------------------------------------------
 
 
 # ---- async functions -----------------------------------------------------------------------------------------

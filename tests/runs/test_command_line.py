@@ -64,8 +64,9 @@ def test_the_help_begins_with_three_examples_that_parse_and_fit_80_columns(progr
 def test_help_shows_the_25_flags_that_most_runs_need_and_help_all_every_one(flag, names, capsys):
     with pytest.raises(SystemExit):
         parse_config([flag])
-    shown = set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE))
-    assert len(COMMON) == 25 and shown == names | {"help_all"}
+    printed = capsys.readouterr().out
+    assert len(COMMON) == 25 and set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all"}
+    assert "\nOptimiser:\n  --learning_rate float         peak learning rate [5e-06]\n" in printed, "heading, kind, help, default"
 
 
 def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_single_one(monkeypatch, capsys):
@@ -157,12 +158,9 @@ def data_file(folder, name, text):
 
 
 MISTAKES = {
-    "group of one": (["--num_completions_per_prompt", "1"], "--num_completions_per_prompt=1: .*at least 2"),
-    "unknown flag": (["--learning_rat", "1"], "--learning_rat: unknown flag; did you mean --learning_rate"),
     "stray word": (["--seed", "1", "2"], "2: belongs to no flag; see --help"),
     "not a number": (["--seed", "x"], "--seed.*'x'"),
     "learning rate": (["--learning_rate", "1e6"], "--learning_rate=1000000.0: must be at least 0 and at most 0.1"),
-    "learning rate of the cold start": (["--cold_start_learning_rate", "1"], "--cold_start_learning_rate=1.0: must be .*at most 0.1"),
     "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: all completions of a prompt would be equal"),
     "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
     "exact offloaded": (
@@ -184,40 +182,25 @@ MISTAKES = {
     "two baselines": (["--use_value_head", "--baseline", "group_median"], "--baseline=group_median: .*takes the value"),
     "value head and ties": (["--use_value_head", "--dynamic_sampling", "2"], "--dynamic_sampling=2: .*equal rewards too"),
     "no flag any more": (["--overlong_buffer", "5"], "--overlong_buffer: unknown flag; here it is always a fifth of"),
-    "no epochs": (["--ppo_epochs", "0"], "--ppo_epochs=0: must be above 0"),
-    "alpha": (["--ema_alpha", "1.5"], "--ema_alpha=1.5: must be at least 0 and at most 1"),
-    "negative clip": (["--reward_clip", "-1"], "--reward_clip=-1.0: must be at least 0"),
     "weights": (["--reward_weights", "1", "2"], "--reward_weights.*2 weights for 3 reward functions"),
     "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
     "missing column": (["--reward_functions", "{tmp}/needs.py:f"], "needs the column tests"),
     "demonstration wanted": (["--reward_functions", "{tmp}/needs.py:g"], "needs the column completion"),
-    "malformed data": (["--dataset", "{tmp}/bad.jsonl"], "bad.jsonl: line 2 is not JSON.*; correct it"),
     "half a pair": (["--dataset", "{tmp}/pair.jsonl"], r"pair.jsonl: line 2 is not JSON: 'utf-8' codec can't encode character '\\ud800'"),
     "half a pair in .json": (["--dataset", "{tmp}/pair.json"], "pair.json: not JSON: 'utf-8' codec can't encode"),
-    "UTF-16": (["--dataset", "{tmp}/u16.jsonl"], "u16.jsonl: line 1 is not JSON: 'utf-8' codec"),
     "deep JSON": (["--dataset", "{tmp}/deep.json"], "deep.json: not JSON: it is nested too deeply"),
     "no UTF-8": (["--instruction", "caf\udce9"], r"'caf\\udce9': is not UTF-8"),
-    "epochs without end": (["--num_epochs", "inf"], "--num_epochs=inf: must be above 0 and at most 1000000"),
     "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
-    "no limit of the gradient": (["--max_grad_norm", "inf"], "--max_grad_norm=inf: must be a number of at most 4294967295 in size"),
     "weights without end": (["--reward_weights", "1", "inf", "0"], "--reward_weights=inf: must be a number of at most"),
-    "hot": (["--generation_temperature", "inf"], "--generation_temperature=inf: must be a number of at most"),
-    "no end of time": (["--reward_timeout", "1e300"], "--reward_timeout=1e.300: must be a number of at most"),
     "no time": (["--reward_timeout", "1e-9"], "--reward_timeout=1e-09: at least 0.001 seconds, or 0 for no limit"),
-    "alpha of LoRA": (["--lora_alpha", "0"], "--lora_alpha=0.0: must be above 0"),
-    "rank": (["--lora_rank", "1000000000"], "--lora_rank=1000000000: must be at least 0 and at most 65536"),
-    "batch": (["--batch_size", str(10**30)], "--batch_size=1.*: must be above 0 and at most 1048576"),
     "steps": (["--max_steps", str(10**30)], "--max_steps=1.*: must be a number of at most"),
     "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "--output_dir=.*: File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
                           "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),
-    "no answers": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "0"], "correctness: needs the column answer"),
     "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* are longer.*raise it to 8.*--long_prompts"),
-    "no such model": (["--model_path", "{tmp}/none"], "error: --model_path=[^:]*none: no such folder"),
     "no weights": (["--model_path", "{tmp}/no_weights"], "error: --model_path=[^:]*no_weights: .* has no \\*.safetensors or"),
-    "no tokenizer": (["--model_path", "{tmp}/no_tokenizer"], "no_tokenizer: .* has no tokenizer.json or"),
     "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
     "resume what": (["--resume"], "--resume: needs --output_dir"),
     "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is not a writable folder"),
@@ -232,15 +215,13 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     data_file(tmp_path, "broken.py", "def f(:\n")
     data_file(tmp_path, "needs.py", "def f(completions, tests, **columns): ...\ndef g(completion, **columns): ...\n")
     data_file(tmp_path, "empty.jsonl", "")
-    data_file(tmp_path, "bad.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n')
     data_file(tmp_path, "pair.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud800"}\n')                    # a pair, and a half
     data_file(tmp_path, "pair.json", '[{"prompt": "\\uD800"}]')
-    (tmp_path / "u16.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-16")
     data_file(tmp_path, "deep.json", "[" * 100_000)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
-    for name in "used/config.json", "no_weights/config.json", "no_tokenizer/config.json", "no_tokenizer/model.safetensors":
+    for name in "used/config.json", "no_weights/config.json":
         (tmp_path / name).parent.mkdir(exist_ok=True)
         data_file(tmp_path, name, '{"model_type": "llama"}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

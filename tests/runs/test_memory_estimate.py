@@ -271,13 +271,6 @@ def test_the_longest_passes_that_fit_are_taken_and_recomputation_last(memory, gi
         assert longer.max_tokens_per_forward == 10000, "a pass holds two of the longest prompt"
 
 
-def test_flags_that_were_given_are_remembered_through_changes_of_other_sections():
-    config = Config.of(model_path="x", gradient_checkpointing=False)
-    assert config.training.given == {"gradient_checkpointing"}
-    changed = replace(config, grpo=replace(config.grpo, ppo_epochs=2))
-    assert changed.training.given == {"gradient_checkpointing"} and changed.training == config.training
-
-
 def test_on_a_cpu_nothing_is_switched_on(configured):
     config = resolve_memory_settings(Config.of(model_path=configured), "cpu", 20, ALONE, 0.001)
     assert (config.training.max_tokens_per_forward, config.training.gradient_checkpointing) == (2048, False)

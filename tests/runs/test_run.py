@@ -2,19 +2,17 @@
 
 import pydoc
 import random
-import signal
 from importlib.util import find_spec
 
 import numpy
 import pytest
 import torch
-from conftest import QUICK, comparable, exhaustive, run_folder, weights_of
+from conftest import QUICK, comparable, ctrl_c_after, exhaustive, run_folder, weights_of
 
 import train
 from reward_functions.loading import function_from_file
 from runs import phases
 from runs.records import read_jsonl
-from runs.run import Run
 
 
 # Whatever a run carries from step to step: reference, coefficient, running mean, value head, order of minibatches, advice.
@@ -31,29 +29,19 @@ CARRIED = (
     exhaustive(3, "--precision bfloat16 --cold_start_steps 0 --reference_mode periodic --reference_update_freq 2"),
     pytest.param(5, "--adam_8bit", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")),
 ])
-def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, monkeypatch, stop_after, more, capsys):
+def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, stop_after, more, capsys):
     (tmp_path / "drawn.py").write_text(                   # the evaluation before the first step draws too
         "import random\nrandom.seed(1)\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
     flags = "--use_grpo --use_kl_penalty --max_steps 4 --save_steps 0 --learning_rate 1e-3 --log_rollouts_every 1 "
     flags = f"{flags} --reward_functions {tmp_path}/drawn.py:drawn {more}".split()
     whole = run_folder(tmp_path / "whole", *flags)
 
-    where = "log_step" if stop_after else "log_evaluation"
-    original = getattr(Run, where)
-
-    def press_ctrl_c(run, *rest):
-        result = original(run, *rest)
-        if run.progress.step == stop_after:
-            signal.raise_signal(signal.SIGINT)
-        return result
-
-    monkeypatch.setattr(Run, where, press_ctrl_c)
     function_from_file.cache_clear()
-    stopped = run_folder(tmp_path / "stopped", *flags)
+    with ctrl_c_after(stop_after, "log_step" if stop_after else "log_evaluation"):
+        stopped = run_folder(tmp_path / "stopped", *flags)
     assert (stopped / f"checkpoints/step-{stop_after:08d}").exists()
     assert f"python train.py --output_dir {stopped} --resume" in capsys.readouterr().out
     assert not (stopped / "final").exists() and len(comparable(stopped)) < len(comparable(whole))
-    monkeypatch.setattr(Run, where, original)
     function_from_file.cache_clear()
     train.main(["--output_dir", str(stopped), "--resume"])
     assert comparable(stopped) == comparable(whole)
@@ -78,18 +66,10 @@ def test_the_seed_seeds_the_generators_that_reward_functions_draw_from(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases(tmp_path, monkeypatch, capsys):
-    real = Run.log_step
-
-    def press_ctrl_c(run, *rest):
-        real(run, *rest)
-        if run.progress.step == 2:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Run, "log_step", press_ctrl_c)
+def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases(tmp_path, capsys):
     flags = "--use_grpo --use_kl_penalty true --cold_start_steps 1 --max_steps 5 --eval_limit 0 --learning_rate 1e-3"
-    folder = run_folder(tmp_path / "out", *flags.split())
-    monkeypatch.setattr(Run, "log_step", real)
+    with ctrl_c_after(2):
+        folder = run_folder(tmp_path / "out", *flags.split())
     again = ["--output_dir", str(folder), "--resume"]
     for changed, name in ("--use_grpo false", "use_grpo"), ("--cold_start_steps 0", "cold_start_steps"), ("--profile balanced", "profile"), (
             "--lora_alpha 8", "lora_alpha"), ("--kl_penalty_coef 0", "use_kl_penalty"), ("--use_value_head true", "use_value_head"):

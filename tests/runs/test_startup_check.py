@@ -121,11 +121,6 @@ def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, t
     assert found.found.endswith("KeyError: 'level'") and found.fix == "nothing could be scored: correct the function"
 
 
-def test_agreement_reads_as_a_sentence(model, tokenizer, settings):
-    found = findings_of(model, tokenizer, settings)["head"].found
-    assert found.startswith("chunked head and the model's own differ by at most")
-
-
 def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(model, tokenizer, settings):
     for prompt, names in ("1+1=?", ["first prompt"]), ([{"role": "user", "content": "1+1=?"}], ["first prompt", "template"]):
         findings = check_template(tokenizer, prompt)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import logits_alone
 
 import train
 from config import Config, ModelConfig
@@ -47,18 +48,15 @@ def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path,
     losses = train.accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
     found = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
     run.model.zero_grad()
-    rollout, models, logits = experience.rollout, (run.model, run.teacher), []
+    rollout = experience.rollout
     total, count = 0.0, int(rollout.completion_mask.sum())
     for row in range(16):                                 # plain transformers, a completion at a time
-        ids, length = rollout.prompt_ids[row // 4][rollout.prompt_mask[row // 4]], int(rollout.completion_mask[row].sum())
-        both = torch.cat([ids, rollout.completion_ids[row, :length]])[None]
-        logits = [model(both).logits[0, len(ids) - 1 : -1] for model in models]
-        p, q = (x.log_softmax(-1) for x in logits)
+        (p, chosen), (q, _) = (logits_alone(model, rollout, row) for model in (run.model, run.teacher))
+        p, q = p.log_softmax(-1), q.log_softmax(-1)
         if estimator == "exact":
             total = total + (p.exp() * (p - q.detach())).sum() / count
         else:
-            chosen = both[0, len(ids) :, None]
-            p, q = p.gather(1, chosen), q.detach().gather(1, chosen)
+            p, q = p.gather(1, chosen[:, None]), q.detach().gather(1, chosen[:, None])
             total = total + ((p - p.detach()).exp() * ((q - p).exp() - (q - p) - 1)).sum() / count
     total.backward()
     assert losses["kl"] == pytest.approx(total.item(), rel=1e-4) and losses["policy_loss"] == 0
