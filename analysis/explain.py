@@ -92,7 +92,7 @@ def find_group(run: Run, sample_groups: Callable) -> Groups | None:
     """Return a group of the first batch, of BATCHES, in which not all are tied: where rewards differ most."""
     for number in range(1, BATCHES + 1):
         groups = sample_groups(run, next(run.batches))
-        if run.config.grpo.kl_in_loss or not groups.tied.all():
+        if run.config.grpo.reward_functions == ["none"] or not groups.tied.all():
             mean = groups.rewards.nanmean(dim=1, keepdim=True)
             spread = (groups.rewards - mean).abs().nan_to_num().amax(dim=1)    # (P,)
             tied = f"{int(groups.tied.sum())} of {len(spread)} groups of batch {number} are tied"

@@ -122,7 +122,7 @@ def report_exception(kind: type, error: BaseException, traceback) -> None:
 
 @contextmanager
 def exit_on_mistake(program: str):
-    """Turn ValueError and RunError into a line on stderr and exit code 2; print to a Console.
+    """Turn these errors into one line on stderr and exit code 2; print to a Console.
 
     Ctrl-C outside a run ends the program, also after this context, without a traceback.
     """
@@ -133,7 +133,7 @@ def exit_on_mistake(program: str):
             setattr(sys, name, Console(stream))
     try:
         yield
-    except (ValueError, RunError) as error:
+    except (ValueError, OSError, RunError) as error:
         if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0":         # see torchrun
             print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
