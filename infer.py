@@ -10,7 +10,6 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from runs.command_line import check_flags, exit_on_mistake, section_of  # first, see runs/__init__.py
@@ -19,13 +18,11 @@ from analysis.infer_flags import parse_arguments, sampling_config
 if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
     check_flags("infer.py", parse_arguments)
 
-from analysis.chat import ChatModel, answer_questions, chat, run_evaluation
+from analysis.chat import ChatModel, answer_questions, chat, merge_adapter, run_evaluation
 from analysis.comparison import write_comparison
 from analysis.report import write_report
 from config import ModelConfig
-from engine.adapters import has_adapter, merged_copy
 from engine.devices import keep_freed_memory
-from engine.policy import load_policy, save_policy
 from environments.loading import load_environment
 from runs.training_data import with_instruction
 
@@ -57,15 +54,6 @@ def main(argv: list[str]) -> None:
             chat(chat_model, args.instruction)
         else:
             chat_model.answer(with_instruction({"prompt": args.question}, args.instruction)["prompt"])
-
-
-def merge_adapter(source: ModelConfig, folder: str) -> None:
-    """Write a model to a folder with its adapter added to its weights."""
-    model, tokenizer = load_policy(replace(source, precision="float32"))
-    if not has_adapter(model):
-        raise ValueError(f"--merge_into={folder}: {source.model_path or 'the built-in model'} has no adapter")
-    save_policy(merged_copy(model), tokenizer, folder)
-    print(f"{folder}: {source.model_path} with its adapter added to its weights")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         run.scaler.scale(terms["total_loss"] * is_own).backward()
         results.append({name: term.detach() * is_own for name, term in terms.items()})
     sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
-    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]         # 1 with a KL
+    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     for name in sums.keys() - {"total_loss", "policy_loss"}:         # means over the tokens forwarded
         sums[name] = sums[name] / forwarded if forwarded else math.nan
     return sums

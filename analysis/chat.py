@@ -1,5 +1,6 @@
 """
-Answers of a model to one prompt, in a conversation, or to a file of prompts, and the evaluation of models.
+Answers of a model to one prompt, in a conversation, or to a file of prompts, the evaluation of models, and
+adapters that are added to their weights. A model that is sampled wrongly is refused, as before training.
 
 Answers are printed while they are sampled, with the reasoning on a line of its own and control
 characters as escapes. With an environment, such as one with tools, an answer is all messages of the model and
@@ -22,19 +23,20 @@ from analysis.infer_flags import sampling_config
 from config import DataConfig, GRPOConfig, ModelConfig
 from data import as_text, encode, encode_prompt
 from engine import make_engine
+from engine.adapters import adapted_weights, has_adapter, merged_copy
 from engine.devices import best_device
-from engine.errors import RunError
+from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from environments.conversations import sample_with_environment, start_conversations
 from environments.instances import closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
-from engine.policy import check_context_length, load_policy, load_tokenizer, move
+from engine.policy import check_context_length, load_policy, load_tokenizer, move, save_policy
 from environments.messages import encode_demonstration, with_known_role
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import UNSAFE, printable, section_of
-from runs.startup_check import choose_engine
+from runs.startup_check import choose_engine, refuse_wrong_sampler
 from runs.training_data import with_instruction
 from sample import Rollout, occurrences, stop_token_ids
 from sources import load_examples
@@ -74,6 +76,7 @@ class ChatModel:
         if not alone or device.type == "xla":
             everything = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
             engine, _ = choose_engine(engine, ranks, ["1+1=?"], everything)
+        refuse_wrong_sampler(engine)
         return cls(engine, ranks, config, seed)
 
     @property
@@ -259,3 +262,18 @@ def load_dataset(args, source: str, limit: int | None) -> list[dict]:
     columns = section_of(args, DataConfig).columns
     examples = load_examples(source, args.split, limit=limit, columns=columns)
     return [with_instruction(example, args.instruction) for example in examples]
+
+
+def merge_adapter(source: ModelConfig, folder: str) -> None:
+    """Write a model to a folder with its adapter added to its weights."""
+    model, tokenizer = load_policy(replace(source, precision="float32"))
+    if not has_adapter(model):
+        raise ValueError(f"--merge_into={folder}: {source.model_path or 'the built-in model'} has no adapter")
+    refuse_wrong_sampler(make_engine("plain", model, tokenizer))                 # an adapter of the head
+    try:
+        for layer in adapted_weights(model).values():     # by peft: that of DoRA is more than a product
+            layer.merge(adapter_names=["default"])
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"--model_path={source.model_path}: {first_line(error)}") from None
+    save_policy(merged_copy(model), tokenizer, folder)
+    print(f"{folder}: {source.model_path} with its adapter added to its weights")

@@ -50,7 +50,7 @@ def explain(
     experience = run.experience_of(groups)
     show_completions(console, config, groups, experience, progress.mean_reward)
     old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp             # (G, T)
-    best_first = experience.advantages.mean(dim=1).argsort(descending=True, stable=True).tolist()
+    best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
     show_tokens(console, config, run.tokenizer, experience, old, picked, title)
@@ -86,6 +86,12 @@ def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
         supervised_training_step(run, next(run.batches))
     run.end_phase()
     run.begin_phase(run.phase)
+
+
+def mean_advantages(experience: Experience) -> Tensor:
+    """Return the mean advantage of each completion over its tokens, (G,), 0 if none is trained on."""
+    mask = experience.mask
+    return (experience.advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def find_group(run: Run, sample_groups: Callable) -> Groups | None:
@@ -144,7 +150,7 @@ def show_completions(
     columns = {f"{name} x {weight:g}": values for (name, values), weight in weighted} | {"r": groups.scores}
     if not torch.equal(groups.scores.nan_to_num(), points.nan_to_num()):
         columns["r, clipped or penalised"] = points
-    advantages = experience.advantages.mean(dim=1).tolist()
+    advantages = mean_advantages(experience).tolist()
     title = "2. Points by reward function, their weighted sum r, and the advantage A"
     show(console, title, ["", *columns, "A"], [
         [str(g), *(points_text(or_none(values[0, g])) for values in columns.values()), f"{advantage:+.4f}"]
@@ -220,7 +226,7 @@ def show_change(console: RunConsole, experience: Experience, old: Tensor, new: T
     """Print how the update changed the log-probability of each completion, from old to new (G, T)."""
     mask = experience.rollout.completion_mask
     before, after = ((logp * mask).sum(dim=1) for logp in (old, new))            # (G,) nats
-    advantages = experience.advantages.mean(dim=1)
+    advantages = mean_advantages(experience)
     show(console, "7. log-probability of each completion", ["", "A", "before", "after", "change"], [
         [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
         for g, (a, start, end) in enumerate(zip(advantages, before, after, strict=True))

@@ -86,6 +86,8 @@ def reject_incompatible(args: argparse.Namespace, parser: OneLineParser) -> None
         given = getattr(args, name) != parser.get_default(name)
         if given and not any(getattr(args, flag) for flag in needed):
             raise ValueError(f"--{name}: needs {' or '.join(f'--{flag}' for flag in needed)}")
+    if args.merge_into and Path(args.merge_into).is_file():
+        raise ValueError(f"--merge_into={args.merge_into}: name a folder, not a file")
     for name, path in ("json", args.json), ("answers", args.answers):
         if path and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
             raise ValueError(f"--{name}={path}: name a file, in a folder that exists")

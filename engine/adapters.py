@@ -102,7 +102,7 @@ def adapted_weights(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 
 
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a new float32 model with the adapter added to the weights."""
+    """Return a new float32 model with the adapter added to the weights, where that is not done yet."""
     with torch.device("meta"):
         merged = auto_class(model.config).from_config(model.config)
     with torch.no_grad(), gathered_weights(model):
@@ -110,7 +110,8 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
         found = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
         weights = {name: found[name].to("cpu", torch.float32, copy=True) for name in merged.state_dict()}
         for name, layer in adapted_weights(model).items():
-            weights[name] += layer.get_delta_weight("default").cpu()
+            if not layer.merged:
+                weights[name] += layer.get_delta_weight("default").cpu()
     merged.load_state_dict(weights, assign=True)
     merged.tie_weights()
     merged.generation_config = model.generation_config

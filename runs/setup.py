@@ -36,7 +36,7 @@ from runs.memory_estimate import describe_step, resolve_memory_settings
 from runs.phases import adam_8bit, plan_phases
 from runs.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from runs.run import Progress, Run
-from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine
+from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine, refuse_broken
 from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
@@ -140,9 +140,7 @@ def start_up_check(
         if training.check or is_note:
             mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
             notify(f"  {mark:<6} {finding.name:<12} {finding.found}")
-    broken = [finding for finding in findings if finding.ok is False]
-    if broken:
-        raise ValueError(f"start-up check: {broken[0].name}: {broken[0].found}; {broken[0].fix}")
+    refuse_broken(findings)
     agreements = ", ".join(f"{f.name} ok" for f in findings if f.ok)
     notify(f"start-up check: {agreements}")
     return engine

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
-from data import as_messages, demonstration, encode_prompt, is_ids
+from config import GRPOConfig
+from data import as_messages, demonstration, encode, encode_prompt, is_ids
 from engine import make_engine
 from engine.errors import first_line
 from engine.text_model import has_experts
@@ -96,6 +97,22 @@ def check_setup(
         start = new_conversation if environment else None
         findings += check_rewards(answered, config, reward_functions, start)
     return findings
+
+
+def refuse_broken(findings: list[Finding]) -> None:
+    """Raise ValueError for the first check that failed."""
+    if broken := next((finding for finding in findings if finding.ok is False), None):
+        raise ValueError(f"start-up check: {broken.name}: {broken.found}; {broken.fix}")
+
+
+def refuse_wrong_sampler(engine: Engine) -> None:
+    """Raise ValueError if an engine, plain or shared, samples by other probabilities than its model's."""
+    config = GRPOConfig(
+        generation_max_length=8, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
+    prompts = of_two_lengths(encode(engine.tokenizer, "1+1=?"))
+    rollout = engine.sample(prompts, config, seed=0, num_completions=2)
+    plain = make_engine("plain", engine.model, engine.tokenizer)
+    refuse_broken([check_head(plain, rollout), check_sampler(plain, rollout, config)])
 
 
 def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:

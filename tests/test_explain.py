@@ -115,6 +115,8 @@ def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tm
     monkeypatch.setattr(explain, "BATCHES", 3)
     printed = explained(tmp_path, capsys, "--explain", body="1.0")
     assert "all groups of 3 batches are tied" in printed and "gradient norm" not in printed
+    told = explained(tmp_path, capsys, "--explain", "--use_kl_penalty", "true", body="1.0")
+    assert "all groups of 3 batches are tied" in told, "the KL to a copy of the policy teaches nothing"
     calls, sample = [], train.sample_groups
     lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]])
 
@@ -281,6 +283,11 @@ def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp
     printed = explained(tmp_path, capsys, "--explain", "--use_value_head", "--value_coef", "0.3")
     assert "A is the mean over the completion's tokens" in printed and "b = " not in printed
     assert [line[2] for line in tables["4"][1] if line[0] == "value_loss"] == ["+0.3"]
+    mask = torch.tensor([[True, True, False], [False] * 3])
+    some = SimpleNamespace(mask=mask, advantages=torch.tensor([[2.0, 4.0, 9.0], [1.0, 1.0, 1.0]]))
+    assert explain.mean_advantages(some).tolist() == [3.0, 0.0], "of tokens, without padding"
+    some.advantages = torch.tensor([[-1.5], [2.0]])
+    assert explain.mean_advantages(some).tolist() == [-1.5, 0.0]
 
 
 def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():

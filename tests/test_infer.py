@@ -34,6 +34,8 @@ def test_the_file_of_the_problems_is_not_overwritten_and_a_folder_is_no_file(fol
         for flags in ["--questions", str(file), "--answers", str(path)], ["--evaluate", str(file), "--json", str(path)]:
             with pytest.raises(ValueError, match=rf"^{flags[2]}=.*: {message}"):
                 infer.main(["--model_path", folder, *flags])
+    with pytest.raises(ValueError, match=rf"^--merge_into={file}: name a folder, not a file"):
+        infer.main(["--model_path", folder, "--merge_into", str(file)])
     assert file.read_text() == '{"prompt": "1+1=?", "answer": "2"}\n'
 
 

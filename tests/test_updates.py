@@ -357,6 +357,7 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
             losses = accumulate_gradients(run, experience, rows, run.config.grpo)
             train.optimizer_step(run, losses["total_loss"])
             assert losses["total_loss"] == 0 and math.isnan(losses["entropy"])
+            assert math.isnan(losses.get("kl", math.nan)) and math.isnan(losses.get("value_loss", math.nan))
         assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
 
 

@@ -31,6 +31,7 @@ def scripted(monkeypatch, tokenizer, *turns):
 
     monkeypatch.setattr(sample, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
     monkeypatch.setattr(chat, "sample_with_environment", sample_scripted)
+    monkeypatch.setattr(chat, "refuse_wrong_sampler", lambda engine: None)
     monkeypatch.setattr(chat, "choose_engine", lambda plain, *_: (plain, None))  # so that tokens come in one order
     return calls
 

@@ -254,5 +254,7 @@ def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_c
     kept = sorted((tmp_path / "checkpoints").iterdir())
     assert [path.name for path in kept] == ["step-00000003", "step-00000003+"], "of a step that was saved twice both"
     assert all((path / "reference").is_dir() and find_damage(path) == "" for path in kept)
+    written = checkpoint.write_checkpoint(tmp_path / "checkpoints", 2, model, None, None, STATE, keep=1)
+    assert written.exists() and len(list((tmp_path / "checkpoints").iterdir())) == 3, "damaged ones of later steps take no place"
 
 

@@ -15,6 +15,7 @@ import train
 from analysis.infer_flags import parse_arguments
 from config import FLAGS, GRPOConfig
 from runs import setup
+from engine.errors import RunError
 from runs.command_line import COMMON, exit_on_mistake, parse_config, printable
 from sources.settings import PROFILES
 
@@ -81,6 +82,10 @@ def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_singl
     with pytest.raises(SystemExit), exit_on_mistake("train.py"):
         parse_config(["--seed", "x"])
     assert "--seed" in capsys.readouterr().err
+    for error in OSError(28, "No space left on device"), RunError("a reward function raised"):
+        with pytest.raises(SystemExit), exit_on_mistake("infer.py"):
+            raise error
+        assert capsys.readouterr().err == f"infer.py: error: {error}\n"
 
 
 PRINT = """

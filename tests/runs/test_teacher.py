@@ -115,6 +115,13 @@ def test_a_step_with_a_teacher_is_replayed_with_it(tmp_path, teacher, capsys):
     assert replayed["kl"] > 0 and replayed["policy_loss"] == 0
 
 
+def test_a_step_with_a_teacher_alone_is_explained_although_all_groups_are_tied(tmp_path, teacher, capsys):
+    flags = "--use_grpo --explain --cold_start_steps 0 --batch_size 2 --eval_limit 0 --generation_max_length 8 --report_to none"
+    train.main([*flags.split(), "--reference_path", str(teacher), *"--reward_functions none --use_kl_penalty true --kl_estimator exact".split()])
+    printed = capsys.readouterr().out
+    assert "gradient norm" in printed and "all groups" not in printed
+
+
 def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same(tmp_path, teacher):
     model, tokenizer = load_policy(ModelConfig(model_path=str(teacher)))
     model.resize_token_embeddings(300)
