@@ -34,7 +34,14 @@ def example():
 def folder(example, tmp_path_factory):
     folder = tmp_path_factory.mktemp("real") / "model"
     example["make_model_folder"](folder)
-    return folder
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    yield tmp_path
+    shutil.rmtree(tmp_path)                               # 3 GB
 
 
 def run(folder, output, *flags):
@@ -55,18 +62,18 @@ def plain_logp(model, rollout):
     return torch.cat(rows)
 
 
-def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(folder, example, tmp_path, monkeypatch, capsys):
+def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(folder, example, runs, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    run(folder, tmp_path / "whole")
+    run(folder, runs / "whole")
     checked = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("start-up check: "))
     assert all(f"{name} ok" in checked for name in ("BOS", "stop ids", "open prompt", "head", "sampler", "packing"))
-    shutil.rmtree(tmp_path / "whole/checkpoints")  # 0.5 GB
+    shutil.rmtree(runs / "whole/checkpoints")
     with ctrl_c_after(1):
-        run(folder, tmp_path / "stopped")
-    assert not (tmp_path / "stopped/final").exists()
-    train.main(["--output_dir", str(tmp_path / "stopped"), "--resume"])
-    assert comparable(tmp_path / "stopped") == comparable(tmp_path / "whole")
-    whole, stopped = weights_of(tmp_path / "whole"), weights_of(tmp_path / "stopped")
+        run(folder, runs / "stopped")
+    assert not (runs / "stopped/final").exists()
+    train.main(["--output_dir", str(runs / "stopped"), "--resume"])
+    assert comparable(runs / "stopped") == comparable(runs / "whole")
+    whole, stopped = weights_of(runs / "whole"), weights_of(runs / "stopped")
     before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(whole[name], stopped[name]) for name in before)
     assert any(not torch.equal(whole[name], before[name]) for name in before)
