@@ -6,8 +6,8 @@ The configuration: every flag with its type, default, help text and bounds.
 
 Later sources override earlier ones: defaults, profile (or the run that is resumed), settings.json, flags. In
 Python the fields that are passed are the flags. Wrong values and incompatible flags are rejected with a
-ValueError of one line; flags without effect are listed at the start of a run. Profiles, saved settings and
-names of other systems come from sources/settings.py, which train.py imports.
+ValueError of one line. Profiles, saved settings and names of other systems come from sources/settings.py,
+which train.py imports.
 """
 
 import ast
@@ -28,13 +28,10 @@ LARGEST = 2**32 - 1             # of any number of a flag: a seed, seconds that 
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def flag(default, help: str, needs: str = "", **bounds: float):
-    """Declare a flag: its default, its help text, and bounds of its value, with the keys of BOUNDS.
-
-    needs   the flag, or flag=value, without which it has no effect
-    """
+def flag(default, help: str, **bounds: float):
+    """Declare a flag: its default, its help text, and bounds of its value, with the keys of BOUNDS."""
     kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**kind, metadata={"help": help, "bounds": bounds, "needs": needs})
+    return field(**kind, metadata={"help": help, "bounds": bounds})
 
 
 def table_keys(name: str) -> tuple[str, ...]:
@@ -135,16 +132,15 @@ class ModelConfig(Section):
     lora_rank: int = flag(
         0, "rank of LoRA adapters of all linear layers for text; 0: train the weights instead", at_least=0,
         at_most=2**16)
-    lora_alpha: float = flag(
-        32.0, "the adapters' output is scaled by lora_alpha / lora_rank", needs="lora_rank", above=0)
+    lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", above=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
     chat_template: Literal["auto", "none"] = flag(
         "auto", "auto: the tokenizer's chat template, if it has one; none: prompts that are text stay as "
-        "they are, for base models and prompts that are ready", needs="model_path")
+        "they are, for base models and prompts that are ready")
     chat_template_kwargs: str = flag(
         "", 'variables of the chat template, as JSON: {"enable_thinking": false}; empty: those that the '
-        "model was trained with here before, else none", needs="model_path")
+        "model was trained with here before, else none")
 
     def __post_init__(self):
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
@@ -204,15 +200,15 @@ class GRPOConfig(Section):
         0.9, "keep the most likely tokens up to this total probability; 1: all", above=0, at_most=1)
     generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", at_least=0)
     generation_batch_size: int = flag(
-        0, "completions sampled at once, fewer to save memory; the others start when some have ended; 0: all",
-        at_least=0)
+        0, "completions sampled at once, halved when memory runs out; the others start when some have ended; "
+        "0: all", at_least=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
         "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
         "completions; auto: shared if the model computes the same with it; vllm samples, which is faster on "
         "a GPU (docs/scale.md, vLLM)")
     engine_memory: float = flag(
         0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", above=0,
-        below=1, needs="engine=vllm")
+        below=1)
     dynamic_sampling: int = flag(
         0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts",
         at_least=0)
@@ -243,8 +239,8 @@ class GRPOConfig(Section):
 
     normalize_advantages: bool = flag(True, "divide advantages as advantage_scale says; without it, Dr. GRPO")
     advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
-        "group", "divide by the standard deviation of each group, or of the batch, or by the group's mean",
-        needs="normalize_advantages")
+        "group", "normalize_advantages: divide by the standard deviation of each group, or of the batch, or "
+        "by the group's mean")
     baseline: Literal[table_keys("baselines")] = flag(
         "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
         "rewards of the run so far; leave_one_out: mean of the group's other completions")
@@ -255,14 +251,12 @@ class GRPOConfig(Section):
         "have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
     loss_options: list[str] = flag(
         [], "options of the loss type, such as dual_clip=3 or delta=0.1 (docs/algorithm.md, Losses)")
-    loss_aggregation: Literal["", *table_keys("aggregations")] = flag(
-        "", "average over tokens or completions, or divide by the length limit; empty: as loss_type does")
     clip_low: float = flag(
-        0.2, "lower limit of a token's probability ratio in the clipped loss: 1 - clip_low",
-        at_least=0, below=1)
+        0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low, from a "
+        "rollout's second update on", at_least=0, below=1)
     clip_high: float = flag(
-        0.2, "upper limit of a token's probability ratio in the clipped loss: 1 + clip_high; unused with "
-        "one update per rollout", at_least=0)
+        0.2, "upper limit of the same ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo",
+        at_least=0)
     importance_cap: float = flag(
         0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: no weights, but ratios "
         "relative to the sampler; 2 with --engine vllm, unless given", at_least=0)
@@ -271,49 +265,35 @@ class GRPOConfig(Section):
     ppo_epochs: int = flag(1, "passes over a rollout", above=0)
     minibatch_size: int = flag(
         0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout", at_least=0)
-    max_policy_kl: float = flag(
-        0.0, "end a rollout's updates above this KL from policy to sampler, nats per token; 0: never",
-        at_least=0)
 
     use_kl_penalty: bool = flag(
         True, "penalise the KL divergence from the reference, a frozen copy of the policy")
     kl_penalty_coef: float = flag(
-        0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", at_least=0,
-        needs="use_kl_penalty")
+        0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", at_least=0)
     kl_in: Literal["loss", "reward"] = flag(
-        "loss", "add the KL penalty to the loss, or subtract it from the reward", needs="use_kl_penalty")
+        "loss", "add the KL penalty to the loss, or subtract it from the reward")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
         "", "estimate the KL from the sampled tokens, or compute it over the vocabulary (exact); empty: "
-        "ratio_k3 in the loss, k1 in the reward", needs="use_kl_penalty")
-    kl_target: float = flag(
-        0.0, "adapt the KL penalty's weight towards this KL, nats per token; 0: constant weight", at_least=0)
+        "ratio_k3 in the loss, k1 in the reward")
     reference_path: str = flag(
         "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger one "
-        "to learn from; empty: a copy of the policy", needs="use_kl_penalty")
+        "to learn from; empty: a copy of the policy")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
         "static", "static; ema: moving average of the policy; periodic: replaced by the policy every "
-        "reference_update_freq steps", needs="use_kl_penalty")
+        "reference_update_freq steps")
     ema_alpha: float = flag(
         0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, after every update",
-        at_least=0, at_most=1, needs="reference_mode=ema")
+        at_least=0, at_most=1)
     reference_update_freq: int = flag(
-        500, "periodic: optimiser steps between replacements by the policy", above=0,
-        needs="reference_mode=periodic")
-    reference_offload: bool = flag(
-        False, "keep the reference on the CPU between rollouts", needs="use_kl_penalty")
+        500, "periodic: optimiser steps between replacements by the policy", above=0)
+    reference_offload: bool = flag(False, "keep the reference on the CPU between rollouts")
 
     use_value_head: bool = flag(False, "advantages of tokens from a value head (GAE) instead of the group's")
-    value_coef: float = flag(
-        0.1, "weight of the value head's squared error in the loss", at_least=0, needs="use_value_head")
-    gae_gamma: float = flag(
-        1.0, "discount of rewards per token", at_least=0, at_most=1, needs="use_value_head")
+    gae_gamma: float = flag(1.0, "value head: discount of rewards per token", at_least=0, at_most=1)
     gae_lambda: float = flag(
-        0.95, "0: one-step error of the values, 1: return minus value", at_least=0, at_most=1,
-        needs="use_value_head")
+        0.95, "value head; 0: one-step error of the values, 1: return minus value", at_least=0, at_most=1)
 
     def __post_init__(self):
-        if self.engine == "built_in":                     # its name in earlier versions
-            object.__setattr__(self, "engine", "auto")
         if isinstance(self.loss_options, dict):           # of a settings file, or in Python
             options = [f"{name}={value}" for name, value in self.loss_options.items()]
             object.__setattr__(self, "loss_options", options)
@@ -372,12 +352,9 @@ class GRPOConfig(Section):
              "the model of --reference_path stays as it is; leave out one of the two"),
             ("reward_functions", self.reward_functions == ["none"] and not self.kl_in_loss,
              "nothing would be learned: add --use_kl_penalty true and the --reference_path of a teacher"),
-            ("kl_target", self.kl_target and not self.kl_coef,
-             "there is no KL penalty to adapt; add --use_kl_penalty true and an initial --kl_penalty_coef"),
         )
         if self.use_value_head:
             self.reject(
-                ("value_coef", self.value_coef == 0, "--use_value_head would never learn; take 0.1"),
                 ("baseline", self.baseline != "group_mean",
                  "--use_value_head takes the value as the baseline; leave out one of the two"),
                 ("dynamic_sampling", self.dynamic_sampling,
@@ -458,9 +435,9 @@ class GRPOConfig(Section):
     def supervised(self) -> "GRPOConfig":
         """Return this section with the loss of supervised training: REINFORCE at temperature 1 alone."""
         return dataclasses.replace(
-            self, loss_type="reinforce", loss_aggregation="", loss_options=[], ppo_epochs=1, minibatch_size=0,
-            kl_target=0.0, entropy_coef=0.0, use_kl_penalty=False, use_value_head=False,
-            generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
+            self, loss_type="reinforce", loss_options=[], ppo_epochs=1, minibatch_size=0, entropy_coef=0.0,
+            use_kl_penalty=False, use_value_head=False, generation_temperature=1.0, generation_top_k=0,
+            generation_top_p=1.0,
         )
 
 
@@ -486,38 +463,30 @@ class TrainingConfig(Section):
     seed: int = flag(
         0, "seed of weights, data order, sampling and global random numbers", at_least=0, at_most=2**32 - 1)
     num_epochs: float = flag(
-        3, "passes over the training examples; max_policy_kl and dynamic_sampling may add some", above=0,
-        at_most=10**6)
+        3, "passes over the training examples; dynamic_sampling may add some", above=0, at_most=10**6)
     max_steps: int = flag(
         0, "end each phase, the cold start too, after this many optimiser steps; 0: when its epochs are over",
         at_least=0)
     batch_size: int = flag(
         4, "prompts per rollout; demonstrations per optimiser step", above=0, at_most=2**20)
     cold_start_steps: int = flag(
-        0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0, needs="use_grpo")
+        0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0)
     cold_start_accuracy: float = flag(
         1.0, "end the cold start early, at the first evaluation with this held-out accuracy; below 1 it is "
-        "evaluated every eval_steps / 3 steps", needs="cold_start_steps")
+        "evaluated every eval_steps / 3 steps")
     cold_start_learning_rate: float = flag(
-        5e-5, "peak learning rate of the cold start", at_least=0, at_most=0.1, needs="cold_start_steps")
+        5e-5, "peak learning rate of the cold start", at_least=0, at_most=0.1)
     learning_rate: float = flag(5e-6, "peak learning rate", at_least=0, at_most=0.1)
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "cosine", "course of the learning rate after the warm-up: constant, or falling")
     warmup_ratio: float = flag(
         0.1, "share of a phase's steps in which the learning rate rises", at_least=0, at_most=1)
-    weight_decay: float = flag(0.0, "weight decay of AdamW", at_least=0)
-    adam_beta2: float = flag(
-        0.95, "beta2 of AdamW: 0.999 averages over too many steps, as gradients change fast",
-        at_least=0, below=1)
-    adam_8bit: bool = flag(False, "keep AdamW's state in 8 bits (torchao): 2 bytes per parameter, not 8")
     max_grad_norm: float = flag(1.0, "scale gradients with a larger norm down to this norm", above=0)
     max_tokens_per_forward: int = flag(
-        0, "tokens of a forward pass: lower it when memory runs out, the gradient stays the same; 0: 2048 "
-        "on a CPU, elsewhere 8192, 4096 or 2048, as memory allows, but at least twice the longest prompt",
-        at_least=0)
+        0, "tokens of a forward pass, halved when memory runs out: the gradient stays the same; 0: 2048 on a "
+        "CPU, elsewhere 8192, but at least twice the longest prompt", at_least=0)
     gradient_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass: less memory, a third more time; unless given, "
-        "switched on where the memory of an accelerator needs it")
+        False, "recompute activations in the backward pass: less memory, a third more time")
     mesh: str = flag(
         "", "how processes share weights: replicate=2,fsdp=4 keeps 2 copies, each sharded over 4 processes; "
         "fsdp=4,tp=2 also divides every layer's matrices between 2; empty: one copy sharded over all")
@@ -525,8 +494,8 @@ class TrainingConfig(Section):
     save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", at_least=0)
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", above=0)
     log_rollouts_every: int = flag(
-        10, "steps between entries in rollouts.jsonl, and between printed completions; 0: none", at_least=0,
-        needs="use_grpo")
+        10, "steps of GRPO between entries in rollouts.jsonl, and between printed completions; 0: none",
+        at_least=0)
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag(
         "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
 
@@ -588,7 +557,7 @@ class Config(Section):
 
     @property
     def updates_per_rollout(self) -> int:
-        """Return the number of optimiser steps on each rollout, if max_policy_kl does not end them early."""
+        """Return the number of optimiser steps on each rollout."""
         size = self.rollout_size
         return self.grpo.ppo_epochs * math.ceil(size / (self.grpo.minibatch_size or size))
 

@@ -119,11 +119,10 @@ class Experience:
 
 def compute_experience(
     groups: Groups, advantages: Tensor, config, engine, ranks, *, reference=None, value_head=None,
-    kl_coef: float = 0.0,
 ) -> Experience:
     """Compute what the updates need besides group advantages (P, G), once per rollout and without gradient.
 
-    config  a GRPOConfig;  kl_coef  points per nat, for --kl_in reward
+    config  a GRPOConfig
     """
     rollout, metrics = groups.rollout, {}
     # Completions that could not be scored are neither trained on nor counted in the denominators.
@@ -148,7 +147,7 @@ def compute_experience(
     if reference is not None and config.kl_in == "reward":
         kl = torch.where(mask, kl_penalty(policy_logp, reference_logp, estimator="k1"), 0.0)
         metrics["kl"] = float(kl.sum() / mask.sum())      # NaN if no token is trained on
-        penalty = kl_coef * kl
+        penalty = config.kl_coef * kl
 
     if value_head is None:
         # The penalty is centred within the group and not scaled, so that kl_coef means the same in all groups

@@ -6,8 +6,8 @@ the rest of this file; these two need aggregate and LOSSES as well.
 Reading order: compute_group_advantages (compare each completion with its group), policy_loss (raise the
 probability of the better ones, within limits) with a function for each per-token loss, kl_penalty (stay near
 the reference); value_loss and generalized_advantage_estimation, for training with a critic; then corrections
-of rewards, weights and coefficients. A new baseline, scale or aggregation is an entry of its table, a new
-loss a function and an entry of LOSSES: flags, notes, --explain and tests are read from the tables.
+of rewards and weights. A new baseline, scale or aggregation is an entry of its table, a new
+loss a function and an entry of LOSSES: flags, explanations and tests are read from the tables.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
@@ -98,8 +98,7 @@ CENTERED_BASELINES = ("group_mean", "leave_one_out")      # under these the adva
 
 def policy_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
-    num_sequences=None, max_tokens=None, weights: Tensor | None = None, aggregation: str | None = None,
-    **options,
+    num_sequences=None, max_tokens=None, weights: Tensor | None = None, **options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss whose gradient raises the probability of completions with positive advantage.
 
@@ -108,7 +107,6 @@ def policy_loss(
     loss_type   a key of LOSSES, which names the loss of a token and how tokens are averaged
     num_tokens, num_sequences, max_tokens  of the update, all micro-batches and processes: see aggregate
     weights     (B, T) without gradient, factors of each token's loss: see importance_weights
-    aggregation in place of the loss type's own
     options     clip_low=0.2, clip_high=0.2 and others: see token_loss
     returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
                 clip_fraction (share of num_tokens whose gradient was removed, or whose weight was capped),
@@ -120,7 +118,7 @@ def policy_loss(
     if weights is not None:
         loss = loss * weights
     counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
-    total = aggregate(loss, mask, aggregation or LOSSES[loss_type].aggregation, **counts)
+    total = aggregate(loss, mask, LOSSES[loss_type].aggregation, **counts)
     log_ratio = log_ratio.detach()
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {
@@ -179,7 +177,7 @@ def aggregate(
     summed over tokens where mask (B, T) is True; length counts those of a row, num_sequences rows with any.
     """
     x, lengths = torch.where(mask, x, 0.0), mask.sum(dim=1, keepdim=True).clamp(min=1)
-    aggregations = {            # the keys are the choices of --loss_aggregation
+    aggregations = {
         "token_mean": lambda: x.sum() / num_tokens,
         "sequence_mean": lambda: (x / lengths).sum() / num_sequences,
         "constant": lambda: x.sum() / (num_sequences * max_tokens),
@@ -317,7 +315,6 @@ class Loss:
     per_token: Callable
     aggregation: str                                      # see aggregate
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    usual: dict = field(default_factory=dict)             # flag -> its range in papers; outside: a note
     weighs_sampler: bool = False                          # its ratio corrects the sampler: no importance_cap
 
     @property
@@ -337,8 +334,8 @@ LOSSES = {                      # the keys are the choices of --loss_type
     "dapo": Loss(clipped_ratio, "token_mean", DUAL_CLIP),                        # arXiv:2503.14476 eq. 8
     "grpo": Loss(clipped_ratio, "sequence_mean", DUAL_CLIP),                     # arXiv:2402.03300 eq. 3
     "dr_grpo": Loss(clipped_ratio, "constant", DUAL_CLIP),                       # arXiv:2503.20783 sec. 3.2
-    "gspo": Loss(gspo, "sequence_mean", DUAL_CLIP, usual={"clip_high": (0.0, 0.01)}),
-    "cispo": Loss(cispo, "token_mean", usual={"clip_high": (1.0, torch.inf)}),
+    "gspo": Loss(gspo, "sequence_mean", DUAL_CLIP),
+    "cispo": Loss(cispo, "token_mean"),
     "sapo": Loss(sapo, "sequence_mean", TAUS),
     "dppo": Loss(dppo, "token_mean", {"delta": (0.0, 1.0)}),
     "icepop": Loss(icepop, "token_mean", LIMITS, weighs_sampler=True),
@@ -419,7 +416,7 @@ def generalized_advantage_estimation(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-# ---- corrections of rewards, weights and coefficients ------------------------------------------------------
+# ---- corrections of rewards and weights --------------------------------------------------------------------
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
@@ -442,16 +439,3 @@ def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *,
     returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
     """
     return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
-
-
-def adapt_kl_coefficient(
-    coefficient: float, kl: float, *, target: float, num_samples: int, horizon: int
-) -> float:
-    """Move the coefficient in proportion to how far the KL is from its target, by at most 20 % per horizon.
-
-        coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
-
-    kl, target  nats per token;  num_samples  completions of this step;  horizon  completions
-    arXiv:1909.08593 sec. 2.2.
-    """
-    return coefficient * (1 + max(-0.2, min(0.2, kl / target - 1)) * num_samples / horizon)

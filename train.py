@@ -28,7 +28,7 @@ import torch
 
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
-from engine.errors import require
+from engine.errors import RunError, require
 from engine.policy import follow_policy
 from engine.sharding import clip_gradient
 from environments.conversations import sample_with_environment
@@ -40,19 +40,20 @@ from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
-from runs.exit import MOST_SKIPPED, Diverged, exit_on_run_errors, exit_on_setup_errors
-from runs.fitting_flags import print_estimate
+from runs.errors import exit_on_errors, halved_when_out_of_memory
 from runs.groups import replace_tied, sample_on_all_ranks
 from runs.metrics import summarize_groups, summarize_updates, timed
 from runs.phases import Phase, is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup
-from sample import demonstrations_as_rollout
+from sample import Rollout, demonstrations_as_rollout
 
 __all__ = [
     "Config", "DataConfig", "GRPOConfig", "ModelConfig", "TrainingConfig", "grpo_training_step",
     "supervised_training_step", "train", "validate_grpo_setup",
 ]
+MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
+VALUE_COEF = 0.1                # weight of the value head's squared error in the loss
 
 
 @timed("sampling_seconds")
@@ -67,11 +68,8 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
 def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups:
     """Sample and score a group for each prompt: each rank a slice of them. All ranks get all groups."""
-    config = run.config.grpo
-
     def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:        # earlier: see Engine.sample
-        rollout = sample_with_environment(
-            run.engine, run.environment, examples, config, seed=run.sampling_seed(attempt), earlier=earlier)
+        rollout, config = sample(run, examples, earlier, run.sampling_seed(attempt)), run.config.grpo
         functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
         scores, per_function = compute_rewards_for_completions(functions, config.weights, rollout, examples)
         rewards = shape_rewards(config, rollout, scores, per_function)
@@ -80,6 +78,13 @@ def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups
     groups = sample_on_all_ranks(run.engine, run.ranks, of_this_rank, examples)
     run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
     return groups
+
+
+@halved_when_out_of_memory("generation_batch_size")
+def sample(run: Run, examples: list[dict], earlier: list[int], seed: int) -> Rollout:
+    """Sample a group for each prompt of this rank, with the environment if there is one."""
+    return sample_with_environment(
+        run.engine, run.environment, examples, run.config.grpo, seed=seed, earlier=earlier)
 
 
 @timed("step_seconds")
@@ -110,26 +115,22 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     # 3. Compute once what all updates share, in B rows p*G + g: old and reference logp, values, weights.
     experience = compute_experience(
         groups, advantages, config, run.engine, run.ranks, reference=run.reference,
-        value_head=run.value_head, kl_coef=progress.kl_coef)                     # for --kl_in reward
+        value_head=run.value_head)
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
     updates = []
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
         run.require_first_ratios_of_1(experience, losses, updates)
-        if updates and 0 < config.max_policy_kl < losses["policy_kl"]:
-            run.optimizer.zero_grad()                     # too far from the policy that sampled
-            break
         update = optimizer_step(run, losses["total_loss"])
         updates.append(losses | update)
         if progress.phase_step == run.phase.steps:        # optimizer_step has counted the update
             break
 
-    metrics = summarize_groups(groups, experience) | summarize_updates(updates)
-    progress.adapt_kl_coef(metrics, config, num_samples=P * G)                   # with --kl_target
-    return metrics, experience
+    return summarize_groups(groups, experience) | summarize_updates(updates), experience
 
 
+@halved_when_out_of_memory("max_tokens_per_forward")
 def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, config: GRPOConfig) -> dict:
     """Add up the gradient of one update over micro-batches. Returns total_loss, its terms and statistics.
 
@@ -147,7 +148,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
             reference=run.reference if config.exact_kl else None,
         )
         batch = experience.select(micro_batch, new.logp.device)
-        terms = total_loss(new, batch, config, denominators, run.progress.kl_coef)
+        terms = total_loss(new, batch, config, denominators)
         run.scaler.scale(terms["total_loss"] * is_own).backward()
         results.append({name: term.detach() * is_own for name, term in terms.items()})
     sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
@@ -158,31 +159,31 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
 
 
 def total_loss(
-    new: LogProbs, batch: Experience, config: GRPOConfig, denominators: dict, kl_coef: float
+    new: LogProbs, batch: Experience, config: GRPOConfig, denominators: dict
 ) -> dict[str, torch.Tensor]:
     """Return the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
-        total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + value_coef * value_loss
+        total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + 0.1 * value_loss
         KL         = mean of ratio * (exp(x) - x - 1), x = reference logp - logp (grpo.kl_penalty)
 
     new, batch  (b, T), under the current policy with gradient; the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
-    aggregation = config.loss_aggregation or config.loss_entry.aggregation      # dapo: token_mean
+    aggregation = config.loss_entry.aggregation                                  # dapo: token_mean
     loss, terms = policy_loss(
-        new.logp, batch.old_logp, batch.advantages, mask, weights=batch.weights, aggregation=aggregation,
+        new.logp, batch.old_logp, batch.advantages, mask, weights=batch.weights,
         **config.loss, **denominators)            # loss_type, clip_low, clip_high, ...; num_tokens, ...
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)
         terms["kl"] = aggregate(kl, mask, "token_mean", **denominators)
-        loss = loss + kl_coef * aggregate(kl, mask, aggregation, **denominators)
+        loss = loss + config.kl_coef * aggregate(kl, mask, aggregation, **denominators)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * aggregate(new.entropy, mask, aggregation, **denominators)
     if config.use_value_head:
         terms["value_loss"] = value_loss(
             new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"])
-        loss = loss + config.value_coef * terms["value_loss"]
+        loss = loss + VALUE_COEF * terms["value_loss"]
     return terms | {"total_loss": loss}
 
 
@@ -235,7 +236,7 @@ def learn(run: Run) -> None:
     """Take the steps of all phases, and write what they learned to final/ in the run folder.
 
     evaluation    before the first step of a new run, every --eval_steps, and at the end of a phase
-    checkpoint    every --save_steps, at the end of a phase, at a stop, and when a step raises or diverges
+    checkpoint    every --save_steps, at the end of a phase, at a stop, and in front of a step that raises
     stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
     """
     if run.is_complete():
@@ -247,7 +248,7 @@ def learn(run: Run) -> None:
             run.begin_phase(phase)
             while run.progress.phase_step < phase.steps:
                 if stop.requested():
-                    run.save_and_print_how_to_resume()
+                    run.save_checkpoint(notify=True)
                     return
                 step_evaluate_save(run, phase)
             if run.evaluated_at != run.progress.step:
@@ -262,18 +263,22 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
     """Take a step of a phase and log it; evaluate and save if that is due."""
     progress, before = run.progress, run.progress.phase_step
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-    with run.checkpoint_on_error():
+    with run.saved_on_error():
         metrics, experience = take_step(run, next(run.batches))
-    with run.checkpoint_on_error():                       # again: the step itself is complete
+    with run.saved_on_error():                            # again: the step itself is complete
         run.log_step(metrics, experience)
     if is_due(before, progress.phase_step, phase.eval_steps):
         accuracy = run.log_evaluation()
         if phase.name == "cold_start" and accuracy >= run.config.training.cold_start_accuracy:
             phase.steps = progress.phase_step             # ends the phase
-    if is_due(before, progress.phase_step, run.config.training.save_steps):
-        run.save_checkpoint_if_possible()
+    within = progress.phase_step < phase.steps            # learn saves at the end of a phase
+    if within and is_due(before, progress.phase_step, run.config.training.save_steps):
+        run.save_checkpoint()
     if progress.skipped_in_a_row >= MOST_SKIPPED:
-        raise Diverged(progress.skipped_in_a_row, checkpoint=run.save_checkpoint())
+        raise RunError(
+            f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights before "
+            f"them are in {run.save_checkpoint()}, the batches in skipped.jsonl: inspect them with "
+            "python -m analysis.replay, or lower --learning_rate")
 
 
 def main(argv: list[str], config: Config | None = None) -> None:
@@ -281,17 +286,15 @@ def main(argv: list[str], config: Config | None = None) -> None:
     from analysis.explain import explain  # here: only for --explain and --replay
     from analysis.replay import replay
 
-    with exit_on_setup_errors():
+    with exit_on_errors(mistakes=(ValueError, OSError)):
         config = config or parse_config(argv)
         if config.training.replay:
             return replay(config, accumulate_gradients)
-        if config.training.estimate:
-            return print_estimate(config)
         run = set_up(config)
         if config.training.explain:
             explain(run, supervised_training_step, sample_groups, accumulate_gradients, optimizer_step)
     if not (config.training.check or config.training.explain):
-        with exit_on_run_errors(run.folder):
+        with exit_on_errors():
             learn(run)
     shutdown()
 

@@ -95,7 +95,7 @@ def load_run(config: Config, weights: Path) -> Run:
         config, RunFolder(config, ranks), device, tokenizer, [], None, [], [], [], ranks, engine,
         Progress(**state.get("progress", {})),
     )
-    if not (grpo.kl_target and state):
+    if not state:
         run.progress.kl_coef = grpo.kl_coef
     if config.training.use_grpo and grpo.kl_coef:
         run.reference = load_teacher(config, policy) if grpo.reference_path else load_reference(

@@ -32,17 +32,13 @@ from runs.records import flush
 CHECKSUMS = "SHA256SUMS"        # in the format of `sha256sum --check`
 
 
-class NotSaved(RunError):
-    """A checkpoint could not be written. The previous ones are intact."""
-
-
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
     """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
 
     reference  a model, an AdapterReference (which state holds already), or None
     state      contents of state.pt
     keep       number of checkpoints to keep
-    raises     NotSaved, on all ranks
+    raises     RunError, on all ranks, if it cannot be written
     """
     saved = sorted(folder.glob(f"step-{step:08d}*"))      # a "+" sorts after them
     target = Path(f"{saved[-1]}+") if saved else folder / f"step-{step:08d}"
@@ -68,7 +64,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 def write_final(model, tokenizer, folder: Path) -> None:
     """Write the policy into a folder: if it exists, the run is complete. Call on all ranks.
 
-    raises  NotSaved, on all ranks; an earlier folder stays intact
+    raises  RunError, on all ranks, if it cannot be written; an earlier folder stays intact
     """
     weights, partial = full_state_dict(model), folder.with_name(folder.name + ".new")
     write_folder(partial, folder, lambda partial: save_policy(model, tokenizer, partial, weights))
@@ -78,7 +74,7 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
     """Write a folder completely or not at all: as partial, with checksums, flushed, then renamed to target.
 
     write   writes the files into partial, on the first rank
-    raises  NotSaved, on all ranks
+    raises  RunError, on all ranks, if it cannot be written
     """
     problem = None
     if is_main():
@@ -93,7 +89,7 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
             shutil.rmtree(partial, ignore_errors=True)
             problem = f"could not save {target}: {first_line(error)}"
     if problem := all_gather_object(problem)[0]:
-        raise NotSaved(problem)
+        raise RunError(problem)
 
 
 def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
@@ -188,9 +184,7 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
 
 def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
     """Read state.pt of a checkpoint; mmap: only what is used, from the file. Loading cannot run code."""
-    state = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
-    state.get("progress", {}).pop("prompt_memory", None)  # of earlier versions
-    return state
+    return torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu", mmap=mmap)
 
 
 def versions() -> dict:

@@ -16,7 +16,6 @@ from engine.devices import num_processes
 from engine.text_model import has_experts
 from runs.command_line import printable
 from runs.doctor import verdict
-from runs.flag_notes import flag_notes
 from runs.records import held_out_text, points_text, read_jsonl
 from sources.settings import PROFILES
 
@@ -82,8 +81,8 @@ class RunConsole:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
-        for line in flag_notes(config) + [left_out] * (config.model.lora_rank > 0 and has_experts(model)):
-            self.print(f"  note   {line}")
+        if config.model.lora_rank > 0 and has_experts(model):
+            self.print(f"  note   {left_out}")
         for phase in phases:
             group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
             rows = training.batch_size * group_size

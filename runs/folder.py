@@ -90,7 +90,7 @@ class RunFolder:
         self.ranks.gather(self.acquire_lock)
         if not self.writes:
             return
-        replace_text(self.path / "config.json", json.dumps(self.config.as_dict(), indent=2) + "\n")
+        self.write_config(self.config)
         replace_text(self.path / OWNER, json.dumps(owner_of(self.path)))
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
             if name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -99,6 +99,11 @@ class RunFolder:
         self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
         config = self.config
         self.tracker = open_tracker(config.training.report_to, self.path, config.as_dict(), last_step)
+
+    def write_config(self, config: Config) -> None:
+        """Write config.json, on the first rank."""
+        if self.writes:
+            replace_text(self.path / "config.json", json.dumps(config.as_dict(), indent=2) + "\n")
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""

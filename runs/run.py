@@ -4,8 +4,7 @@ restoring it, and the log of a step.
 """
 
 import math
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -14,33 +13,32 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from analysis.evaluation import evaluate
-from config import Config, GRPOConfig
+from config import Config
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
-from engine.errors import RunError, first_line, is_out_of_memory
+from engine.errors import RunError
 from engine.plain import Engine
 from engine.policy import frozen_copy, move, save_policy
 from engine.ranks import ManyRanks, OneRank
-from engine.sharding import replicated_sums
+from engine.sharding import forward_pass, replicated_sums
 from experience import Experience, Groups, compute_experience, log_probs_of_rollout
-from grpo import adapt_kl_coefficient, compute_group_advantages
+from grpo import compute_group_advantages
 from model import ValueHead
 from runs.checkpoint import (
-    NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
-    set_random_states, versions, weights_of, write_checkpoint,
+    load_optimizer_state, optimizer_state, random_states, read_state, reference_state, set_random_states,
+    versions, weights_of, write_checkpoint,
 )
 from runs.console import RunConsole
 from runs.doctor import diagnose
-from runs.exit import StopOnSignal
+from runs.errors import StopOnSignal, halved_when_out_of_memory
 from runs.folder import RunFolder
-from runs.memory_estimate import less_memory
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from runs.records import completion_records, held_out_text
 from sources.batches import ShuffledBatches
-
-KL_HORIZON = 10_000             # completions over which --kl_target changes the weight by at most 20 %
 
 
 @dataclass
@@ -52,7 +50,6 @@ class Progress:
     step: int = 0                                         # optimiser steps taken in all
     skipped: int = 0                                      # steps that were not finite and changed nothing
     skipped_in_a_row: int = 0                             # the latest of them
-    kl_coef: float = 0.0                                  # points per nat; constant unless kl_target is set
     reward_sum: float = 0.0                               # points, of all completions of the steps so far
     reward_count: int = 0                                 # number of these completions
 
@@ -61,14 +58,6 @@ class Progress:
         scored = rewards[~rewards.isnan()]
         self.reward_sum += float(scored.sum())
         self.reward_count += len(scored)
-
-    def adapt_kl_coef(self, metrics: dict, config: GRPOConfig, *, num_samples: int) -> None:
-        """With --kl_target, adapt the KL penalty's weight to the KL of a rollout, and add it to metrics."""
-        if config.kl_target and math.isfinite(metrics["kl"]):
-            self.kl_coef = metrics["kl_coef"] = adapt_kl_coefficient(
-                self.kl_coef, metrics["kl"], target=config.kl_target, num_samples=num_samples,
-                horizon=max(KL_HORIZON, num_samples),
-            )
 
     @property
     def mean_reward(self) -> float:
@@ -96,6 +85,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     make_optimizer: Callable | None = None                # the caller's, of named parameters; None: AdamW
     teacher: torch.nn.Module | None = None                # a reference that is no copy of the policy
+    longest_prompt: int = 0                               # tokens
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
     # Objects of the current phase.
     batches: ShuffledBatches | None = None
@@ -131,7 +121,7 @@ class Run:
         )
         return compute_experience(
             groups, advantages, config, self.engine, self.ranks, reference=self.reference,
-            value_head=self.value_head, kl_coef=self.progress.kl_coef,
+            value_head=self.value_head,
         )
 
     def require_first_ratios_of_1(self, experience: Experience, losses: dict, updates: list[dict]) -> None:
@@ -209,7 +199,7 @@ class Run:
                 raise RunError("optimizer: its state_dict has no state and param_groups: not to be resumed")
         else:
             parameters = [{"params": trainable_parameters(module)} for module in modules]
-            self.optimizer = make_optimizer(parameters, phase, training, self.device)
+            self.optimizer = make_optimizer(parameters, phase, self.device)
         self.scheduler = make_scheduler(self.optimizer, phase, training)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
         saved, self.saved_state = self.saved_state, {}
@@ -221,6 +211,7 @@ class Run:
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
         self.require_equal_ranks()
+        self.console.print(memory_of(self, phase))        # before the first step
 
     def require_equal_ranks(self) -> None:
         """Raise RunError, on all ranks, if their settings, choices or replicated parameters differ."""
@@ -239,8 +230,11 @@ class Run:
         self.progress.phase += 1
         self.progress.phase_step, self.optimizer = 0, None
 
-    def save_checkpoint(self) -> Path:
-        """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises NotSaved."""
+    def save_checkpoint(self, notify: bool = False) -> Path:
+        """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises RunError.
+
+        notify  print where it is, and the command that continues the run
+        """
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
             "engine": type(self.engine).__name__, "shared_prompt": self.engine.shares_prompts,
@@ -248,19 +242,15 @@ class Run:
             "random_states": all_gather_object(random_states()),
             "reference_adapter": reference_state(self.reference),
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
-        return write_checkpoint(
+        checkpoint = write_checkpoint(
             self.folder.path / "checkpoints", self.progress.step, self.model, self.tokenizer,
             self.reference if self.teacher is None else None, state,
             keep=self.config.training.keep_checkpoints,
         )
-
-    def save_checkpoint_if_possible(self) -> None:
-        """Save a checkpoint within a phase; print an error and continue, because the next one may succeed."""
-        if self.progress.phase_step < self.phase.steps:
-            try:
-                self.save_checkpoint()
-            except NotSaved as problem:
-                self.console.print(f"{problem}; continuing without")
+        if notify:
+            self.console.print(f"saved to {checkpoint}; continue with: "
+                               f"python train.py --output_dir {self.folder.path} --resume")
+        return checkpoint
 
     @property
     def handed_in(self) -> dict[str, bool]:
@@ -274,16 +264,6 @@ class Run:
         path = self.config.grpo.reference_path
         return weights_of(self.teacher, path) if self.teacher is not None and path else ""
 
-    @property
-    def how_to_resume(self) -> str:
-        """Return the command that continues this run."""
-        return f"python train.py --output_dir {self.folder.path} --resume"
-
-    def save_and_print_how_to_resume(self) -> None:
-        """Save a checkpoint within a phase, and print how to continue."""
-        self.console.print(f"stopped at step {self.progress.step}, saved to {self.save_checkpoint()}")
-        self.console.print(f"continue with: {self.how_to_resume}")
-
     def save_base_of_adapter(self) -> None:
         """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
         if has_adapter(self.model) and not self.config.model.model_path:
@@ -296,22 +276,19 @@ class Run:
         """Restore progress from a checkpoint; begin_phase restores the rest, random states too."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
         self.progress = Progress(**state.pop("progress"))
-        if not self.config.grpo.kl_target:
-            self.progress.kl_coef = self.config.grpo.kl_coef                     # a flag may have changed it
         if state["versions"] != versions():
             self.console.print(
                 f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "
                 "not bit for bit"
             )
-        engine, before = state.get("engine", "Engine"), state.get("handed_in", {})
-        differs = {name: given != before.get(name, False) for name, given in self.handed_in.items()}
-        differs["engine"] = engine not in ("Engine", "Shared", "VLLM", type(self.engine).__name__)
+        differs = {name: given != state["handed_in"][name] for name, given in self.handed_in.items()}
+        differs["engine"] = state["engine"] not in ("Engine", "Shared", "VLLM", type(self.engine).__name__)
         for name in filter(differs.get, differs):
             raise ValueError(
                 f"{name}: a Python object of the program that began this run, or none; pass it again: "
                 f"train(config, {name}=...)"
             )
-        if state.get("weights_of_teacher", "") != self.weights_of_teacher:
+        if state["weights_of_teacher"] != self.weights_of_teacher:
             path = self.config.grpo.reference_path
             raise ValueError(
                 f"--reference_path={path}: its weights are not those with which this run began; pass the "
@@ -320,51 +297,48 @@ class Run:
         self.saved_state = state
 
     @contextmanager
-    def checkpoint_on_error(self):
-        """Save a checkpoint if a step, its log or an evaluation raises; say in the error how to continue.
+    def saved_on_error(self):
+        """Save a checkpoint of the state in front of a step that raises, which a resumed run repeats.
 
-        The checkpoint is that in front of the step, which leaves no trace and is repeated by a resumed run.
-        An error within or after the first update of a step is followed by none: weights and optimiser may be
-        between two states. In several processes only errors that all of them raise are followed by one.
+        There is none after an update, when weights and optimiser may be between two states, and in several
+        processes after errors that not all of them raise.
         """
         position, before, states = self.batches.position, replace(self.progress), random_states()
         try:
             yield
         except Exception as error:
-            advice = f"fix it and continue with {self.how_to_resume}"
-            if out_of_memory := is_out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)                      # frees the step's tensors
-                advice = f"continue with less: {self.how_to_resume} {less_memory(self.config)}"
-                reason = first_line(error).rstrip(".")
-                error = RunError(f"out of memory after step {before.step}: {reason}.")
-            of_one_rank = num_processes() > 1 and (out_of_memory or not isinstance(error, RunError))
-            if of_one_rank or self.progress.step > before.step:
-                end = f"From the last checkpoint: {advice}"
-            else:
+            on_all_ranks = num_processes() == 1 or isinstance(error, RunError)
+            if on_all_ranks and self.progress.step == before.step:
                 self.batches.position, self.progress = position, before
                 set_random_states(states)
-                try:
-                    end = f"Saved to {self.save_checkpoint()}: {advice}"
-                except NotSaved as problem:
-                    end = f"And {problem}: {advice}"
-            if isinstance(error, RunError):
-                raise type(error)(f"{error} {end}") from (None if out_of_memory else error)
-            error.add_note(end)                           # printed below the traceback
+                self.save_checkpoint(notify=True)
             raise
+
+    def change_setting(self, name: str, value: int) -> None:
+        """Change max_tokens_per_forward or generation_batch_size within the run, and in its config.json."""
+        part = "grpo" if name == "generation_batch_size" else "training"
+        section = replace(getattr(self.config, part), **{name: value})
+        self.config = replace(self.config, **{part: section})
+        self.engine.max_tokens = self.config.training.max_tokens_per_forward
+        self.folder.write_config(self.config)
+
+    @halved_when_out_of_memory("generation_batch_size")
+    def evaluate(self) -> dict:
+        """Return the metrics of an evaluation on the held-out problems."""
+        config = self.config.grpo
+        at_once = config.generation_batch_size or self.config.rollout_size
+        return evaluate(
+            self.engine, self.ranks, self.eval_set, replace(config, generation_batch_size=at_once),
+            seed=self.config.training.seed << 32, reward_functions=self.reward_functions,
+            environment=self.environment, trainer_state=self.trainer_state,
+        )
 
     def log_evaluation(self) -> float:
         """Evaluate the policy on the held-out problems, always with one seed. Return the accuracy or NaN."""
         if not self.eval_set:
             return math.nan
-        training, config = self.config.training, self.config.grpo
-        num_rows = training.batch_size * config.num_completions_per_prompt
-        with self.checkpoint_on_error() if self.batches else nullcontext():      # None: before any phase
-            result = evaluate(
-                self.engine, self.ranks, self.eval_set,
-                replace(config, generation_batch_size=config.generation_batch_size or num_rows),
-                seed=training.seed << 32, reward_functions=self.reward_functions,
-                environment=self.environment, trainer_state=self.trainer_state,
-            )
+        with self.saved_on_error() if self.batches else nullcontext():           # None: before any phase
+            result = self.evaluate()
         self.folder.log(self.progress.step, "eval", result)
         self.evaluated_at = self.progress.step
         self.console.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
@@ -398,3 +372,47 @@ class Run:
         if records:
             self.console.print_completions(records)
             folder.show(step, records)
+
+
+def memory_of(run: Run, phase: Phase) -> str:
+    """Return a line with the bytes of a phase on this rank that are known before its first step."""
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    sizes = {"weights": num_bytes(run.model.parameters()), "gradients": num_bytes(parameters)}
+    if run.make_optimizer is None:
+        sizes["AdamW"] = 2 * sizes["gradients"]
+    if isinstance(run.reference, torch.nn.Module) and not run.config.grpo.reference_offload:
+        sizes["reference"] = num_bytes(run.reference.parameters())
+    if phase.name == "grpo" and run.device.type != "xla" and run.config.grpo.engine != "vllm":
+        sizes["keys and values of a full rollout"] = cache_bytes(run)
+    known = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in sizes.items())
+    return f"memory in GB: {known}; activations come in addition"
+
+
+@torch.no_grad()
+def cache_bytes(run: Run) -> int:
+    """Return the bytes of all keys and values if every completion reaches the limit.
+
+    Computed from those that one token has in each layer, whatever the architecture.
+    """
+    config, longest = run.config.grpo, run.longest_prompt
+    prompts, limit = math.ceil(run.config.training.batch_size / run.ranks.size), config.generation_max_length
+    rows = prompts * config.num_completions_per_prompt
+    rows = min(rows, config.generation_batch_size or rows)
+    token = torch.zeros(1, 1, dtype=torch.long, device=run.device)
+    output = forward_pass(run.model, lambda: run.model(input_ids=token, use_cache=True))
+    total = 0
+    cache = output.get("cache") or output.get("past_key_values")                 # since and before 5.24
+    for layer in getattr(cache, "layers", []):
+        if isinstance(getattr(layer, "keys", None), Tensor):                     # not a recurrent state
+            window = getattr(layer, "sliding_window", None) or longest + limit
+            of_rows, of_prompts = rows * min(longest + limit, window), 0
+            if run.engine.shares_prompts:
+                of_rows, of_prompts = rows * limit, prompts * min(longest, window)
+            total += (of_rows + of_prompts) * num_bytes([layer.keys, layer.values])
+    return total
+
+
+def num_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of parameters, of sharded ones those on this rank."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return sum(p.numel() * p.element_size() for p in local)

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from config import Config, ModelConfig, TrainingConfig
-from engine.devices import (
-    all_gather_object, available_gb, best_device, is_main, keep_freed_memory, num_processes, peak_memory_gb,
-)
+from engine.devices import best_device, is_main, keep_freed_memory, num_processes
 from engine.plain import Engine
 from engine.policy import check_context_length, load_policy, load_tokenizer, move
 from engine.precision import resolve_precision
@@ -30,18 +28,15 @@ from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
-from runs.flag_notes import template_notes
 from runs.folder import RunFolder
-from runs.memory_estimate import describe_step, resolve_memory_settings
-from runs.phases import adam_8bit, plan_phases
+from runs.phases import plan_phases
 from runs.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
-from runs.run import Progress, Run
+from runs.run import Run
 from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine, refuse_broken
 from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
 from sample import stop_token_ids
-from sources.foreign_names import without_removed
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -76,8 +71,6 @@ def config_on_device(config: Config, device: torch.device) -> Config:
     precision = resolve_precision(config.model.precision, device)                # in config.json
     if device.type == "xla" and precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
-    if config.training.adam_8bit:
-        adam_8bit()
     return replace(config, model=replace(config.model, precision=precision))
 
 
@@ -200,12 +193,10 @@ def set_up(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
     train_set, longest_prompt = fit_prompts(train_set, tokenizer, config, console.print)
     eval_set, longest_held_out = fit_prompts(eval_set, tokenizer, config, console.print)
-    memory = min(all_gather_object(available_gb(device))) * (device.type != "xla")
-    libraries = peak_memory_gb(device) * (device.type == "cpu")
-    config = resolve_memory_settings(config, device.type, longest_prompt, mesh, memory)
+    if not training.max_tokens_per_forward:
+        max_tokens = max(2048 if device.type == "cpu" else 8192, 2 * longest_prompt)
+        config = replace(config, training=replace(training, max_tokens_per_forward=max_tokens))
     folder.config = console.config = config
-    if config.training.gradient_checkpointing > training.gradient_checkpointing:
-        console.print("  note   --gradient_checkpointing is on: by the estimate, memory runs out without it")
     training = config.training
 
     policy = load_trained_policy(model_config, training, device, mesh)
@@ -216,7 +207,7 @@ def set_up(
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
     stops = stop_token_ids(policy, tokenizer)
     cut = describe_cut_demonstrations(config, train_set, tokenizer, stops, positions)
-    for line in (template_notes(tokenizer) if training.use_grpo else []) + cut:
+    for line in cut:
         console.print(f"  note   {line}")
     if training.use_grpo and config.grpo.reference_path:
         reference = load_teacher(config, policy)
@@ -228,13 +219,8 @@ def set_up(
         console.print)
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
-        Progress(kl_coef=config.grpo.kl_coef), optimizer, reference,
+        make_optimizer=optimizer, teacher=reference, longest_prompt=longest_prompt,
     )
-    for line in describe_step(
-        config, longest_prompt=longest_prompt, shared_prompt=engine.shares_prompts, mesh=mesh, memory=memory,
-        libraries=libraries,
-    ):
-        console.print(line)
     if checkpoint:
         run.restore(checkpoint)
         run.reference = load_reference(policy, config, checkpoint, run.saved_state)
@@ -274,14 +260,14 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
     """Print which settings of a resumed run have changed. Raises ValueError if its state does not fit."""
     state = read_state(checkpoint, mmap=True)
     saved, now = (
-        without_removed({name: value for part in settings.values() for name, value in part.items()})
+        {name: value for part in settings.values() for name, value in part.items()}
         for settings in (state["settings"], config.as_dict()))
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
     changed = [name for name in now if name != "output_dir" and now[name] != saved.get(name, now[name])]
     fixed = [
         "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps",
-        "adam_8bit", "use_value_head", "use_kl_penalty",
+        "use_value_head", "use_kl_penalty",
     ]
     if (checkpoint.parents[1] / "final").exists():        # the run is complete
         fixed += ["max_steps", "num_epochs"]
@@ -301,8 +287,6 @@ def parse_mesh(config: Config) -> dict[str, int]:
     sizes = [part.partition("=") for part in text.split(",")] if text else [("fsdp", "=", str(processes))]
     mesh = {"replicate": 1, "fsdp": 1, "tp": 1}
     mesh |= {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
-    if config.training.estimate:                          # of a run elsewhere
-        processes = max(1, math.prod(mesh.values()))
     if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
             f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "
@@ -310,7 +294,6 @@ def parse_mesh(config: Config) -> dict[str, int]:
         )
     several = {
         "reference_offload": config.grpo.reference_offload, "precision": config.model.precision == "float16",
-        "explain": config.training.explain, "adam_8bit": config.training.adam_8bit,
     }
     for name in several:
         if several[name] and processes > 1:

@@ -1,0 +1,118 @@
+"""
+What a run does when memory runs out, when it is interrupted, and when it cannot continue.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from functools import wraps
+
+from engine.devices import num_processes, print_last_line, shutdown
+from engine.errors import RunError, first_line, is_out_of_memory
+from logprobs import completion_lengths
+
+
+def halved_when_out_of_memory(flag: str) -> Callable:
+    """Decorate a function of a run: if memory runs out in it, halve a flag and call it again from its start.
+
+    A gradient does not depend on the tokens of a pass, nor a completion on the number of those sampled at
+    once, so the run is the same to rounding. The smaller value stays for it, also when it is resumed.
+
+    flag    max_tokens_per_forward, of a function (run, experience, ...) that adds to the gradient, or
+            generation_batch_size, of a function that samples
+    raises  the error if there is nothing to halve, or in several processes: a rank cannot repeat a
+            collective alone
+    """
+    def decorate(function):
+        @wraps(function)
+        def call(run, *args):
+            while True:
+                try:
+                    return function(run, *args)
+                except Exception as error:
+                    value, half = halves(run, flag, *args)
+                    if not is_out_of_memory(error) or num_processes() > 1 or half == value:
+                        raise
+                    traceback.clear_frames(error.__traceback__)                  # frees the pass's tensors
+                    run.console.print(f"{first_line(error)}: --{flag} {value} -> {half}, and once more")
+                if flag == "max_tokens_per_forward":
+                    run.optimizer.zero_grad()
+                run.change_setting(flag, half)
+
+        return call
+
+    return decorate
+
+
+def halves(run, flag: str, *args) -> tuple[int, int]:
+    """Return the value of a flag of halved_when_out_of_memory and its half, but at least a row or a group."""
+    if flag == "generation_batch_size":
+        value, least = run.config.grpo.generation_batch_size, run.config.grpo.num_completions_per_prompt
+        value = value or run.config.rollout_size
+    else:
+        prompt_mask, completion_mask = args[0].rollout.prompt_mask, args[0].rollout.completion_mask
+        longest_row = int(prompt_mask.sum(dim=1).max() + completion_lengths(completion_mask).max())
+        value, least = run.engine.max_tokens, longest_row
+    return value, max(value // 2, min(value, least))
+
+
+class StopOnSignal:
+    """Let the current step finish after Ctrl-C, SIGTERM or SIGHUP, which a closed terminal sends.
+
+    A second Ctrl-C ends the program at once. A signal that is ignored, as by nohup, stays so.
+    """
+
+    def __init__(self, ranks):
+        self.ranks, self.received = ranks, False
+
+    def __enter__(self):
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+        self.previous = {number: signal.signal(number, self.receive) for number in handled}
+        return self
+
+    def receive(self, number, _):
+        self.received = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+            with suppress(OSError):                       # print may not be called in a handler
+                os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+
+    def requested(self) -> bool:
+        """Return True on all ranks as soon as one has received a signal."""
+        return self.ranks.sum(int(self.received)) > 0
+
+    def __exit__(self, *exception):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def exit_on_errors(mistakes: tuple = ()):
+    """End the program with one line instead of a traceback, where the cause is not in the program.
+
+    The exit code is 2 for a mistake of the user, 1 for what keeps a run from continuing, 130 for Ctrl-C.
+    """
+    try:
+        yield
+    except mistakes as error:
+        end_program(f"error: {error}", 2)
+    except (RunError, OSError) as error:                  # OSError: a full disk
+        end_program(str(error), 1)
+    except KeyboardInterrupt:
+        end_program("stopped at once; continue from the last checkpoint with --output_dir and --resume", 130)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        end_program(f"{first_line(error)}: lower --max_tokens_per_forward or --generation_batch_size, or "
+                    "add --gradient_checkpointing", 1)
+
+
+def end_program(message: str, code: int) -> None:
+    """Print one line, once, whichever rank it comes from, and exit."""
+    print_last_line(f"train.py: {message}")
+    shutdown(code)
+    sys.exit(code)
