@@ -122,7 +122,7 @@ def test_a_model_with_towers_in_two_processes(tmp_path, tokenizer, mesh):
     torch.manual_seed(0)
     save_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path / "base")
     flags = [*EVERYTHING.split(), "--model_path", f"{tmp_path}/base", "--generation_max_length", "16", "--gradient_checkpointing",
-             "--reference_mode", "ema", "--ema_alpha", "0.5", "--weight_decay", "0.1"]
+             "--reference_mode", "ema", "--ema_alpha", "0.5"]
     launch(1, tmp_path / "one", *flags)
     launch(2, tmp_path / "two", *flags, "--mesh", mesh)
     assert_same_run(tmp_path / "one", tmp_path / "two")
@@ -186,15 +186,6 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
     done = launch(
         2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
     assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RewardError") >= 1, done.stderr[-3000:]
-
-
-def test_a_mistake_that_only_one_process_meets_is_one_line(tmp_path):
-    (tmp_path / "bad.py").write_text(
-        "import os\ndef good(completions, **columns):\n    return [1.0] * len(completions)\n"
-        "if os.environ['RANK'] == '1':\n    del good\n"
-    )
-    done = launch(2, tmp_path / "run", "--use_grpo", "--reward_functions", f"{tmp_path}/bad.py:good", fails=True)
-    assert done.stderr.count("train.py: error:") == 1 and "good" in done.stderr.split("train.py: error:")[1].split("\n")[0]
 
 
 @pytest.mark.parametrize("flags,message", [
