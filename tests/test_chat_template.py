@@ -142,7 +142,7 @@ def test_the_role_of_a_tool_does_not_depend_on_what_it_says(known):
 def test_variables_are_a_json_object_as_text_or_in_python():
     for parse, flags in (parse_config, ["--use_grpo"]), (infer.parse_arguments, ["--question", "1+1=?"]):
         for value in "{enable_thinking: false}", "[1]", '{"tokenize": true}':
-            with pytest.raises(ValueError, match="--chat_template_kwargs=.*must be a JSON object of the template's own variables"):
+            with pytest.raises(ValueError, match=r"--chat_template_kwargs=.*must be a JSON object of the template's own variables"):
                 parse([*flags, "--chat_template_kwargs", value])
     assert Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False})).model.chat_template_kwargs == OFF
 

@@ -140,28 +140,6 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(draw):
     torch.testing.assert_close(logp, torch.tensor([0.5] * 4).log())
 
 
-def test_shapes_and_masks_by_position(engine, model, tokenizer):
-    model.generation_config.eos_token_id = [1, 40, 41, 42, 43, 44, 45, 46]       # several stop ids, so that rows end early
-    config = GRPOConfig(num_completions_per_prompt=8, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    rollout = engine.sample(PROMPTS, config, seed=0)
-    stops = set(stop_token_ids(model, tokenizer))
-    assert stops == {1, 40, 41, 42, 43, 44, 45, 46}
-    assert len(rollout.completions) == len(rollout.completion_ids) == 32 and rollout.prompt_ids.shape[0] == 4
-    assert 0 < rollout.finished.sum() < 32
-    for ids, mask, finished, text in zip(
-        rollout.completion_ids.tolist(), rollout.completion_mask.tolist(), rollout.finished.tolist(), rollout.completions
-    ):
-        first_stop = next((t for t, token in enumerate(ids) if token in stops and mask[t]), None)
-        assert finished == (first_stop is not None)
-        length = 30 if first_stop is None else first_stop + 1
-        assert mask == [t < length for t in range(len(mask))]
-        body = ids[: length - 1] if finished else ids[:length]
-        assert text == tokenizer.decode(body, skip_special_tokens=True)
-    for ids, mask, prompt in zip(rollout.prompt_ids, rollout.prompt_mask, PROMPTS):
-        assert ids[mask].tolist() == encode_prompt(tokenizer, prompt)
-        assert mask.tolist() == sorted(mask.tolist()), "padding on the left"
-
-
 @pytest.mark.parametrize("pad", [1, 50])
 def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, settings):
     """Pad equal to EOS, and pad equal to an ordinary byte: the numbers still agree, for masks do not look at ids."""

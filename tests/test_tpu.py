@@ -24,7 +24,6 @@ from torch_xla.debug import metrics
 
 from runs import setup
 import train
-from runs.startup_check import check_setup, choose_engine
 from conftest import PROMPTS, QUICK, length_reward, start_run
 from config import GRPOConfig
 from engine import make_engine
@@ -32,8 +31,6 @@ from engine.devices import best_device
 from engine.policy import move
 from model import ValueHead
 from logprobs import completion_lengths
-from engine.ranks import make_ranks
-from environments.conversations import sample_with_environment
 from runs.records import read_jsonl
 
 DEVICE = best_device()                                    # before any backward pass on the CPU
@@ -103,38 +100,11 @@ def test_sampler_and_trainer_agree_with_each_other_and_with_plain_torch(architec
     assert not fallbacks()
 
 
-def test_a_conversation_is_that_of_a_plain_cpu(model, tokenizer):
-    """What the environment says is in the context of what follows, and no operation is left to the CPU."""
-    model.generation_config.eos_token_id = list(range(1, 90))                    # turns are short
-    config = GRPOConfig(
-        num_completions_per_prompt=2, generation_max_length=60, generation_temperature=1.0, generation_top_k=0,
-        generation_top_p=1.0, environment="calculator", max_turns=4,
-    )
-    found = []
-    examples = [{"prompt": prompt} for prompt in PROMPTS[:3]]
-    for here in on_both(model):
-        engine = make_engine("shared", here, tokenizer)
-        found.append(sample_with_environment(
-            engine, lambda conversation: (f"{len(conversation)}!", 0.5), examples, config, seed=3))
-        assert (found[-1].sampling_logp - engine.log_probs(found[-1], None, {}).logp.detach()).abs().max() < 1e-4
-    plain, xla = found
-    assert xla.completions == plain.completions and max(len(messages) for messages in xla.completions) > 3
-    assert torch.equal(xla.completion_mask, plain.completion_mask) and torch.equal(xla.turn_points, plain.turn_points)
-    assert not fallbacks()
-
-
 def test_tied_weights_stay_tied_on_the_way_there_and_back(model):
     for where in DEVICE, CPU:
         move(model, where)
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert model.get_output_embeddings().weight.device.type == where.type
-
-
-def test_a_model_whose_cache_would_grow_is_refused_in_one_line(tokenizer, convolutional):
-    plain, prompts = make_engine("plain", move(convolutional, DEVICE), tokenizer), ["1+1=?", "2+2=?"]
-    engine, _ = choose_engine(plain, make_ranks(DEVICE), prompts, GRPOConfig())
-    with pytest.raises(ValueError, match="--engine=plain: not on XLA"):
-        check_setup(engine, [{"prompt": prompt} for prompt in prompts], GRPOConfig(), [])
 
 
 def test_no_program_is_compiled_twice(tmp_path, monkeypatch):

@@ -28,8 +28,6 @@ from engine.adapters import add_adapter, trainable_parameters
 from engine.errors import RunError
 from engine.ranks import OneRank
 from engine.vllm_engine import VLLM
-from environments.conversations import sample_with_environment
-from environments.games import guess_letter
 from experience import compare_with_sampler, log_probs_of_rollout
 from engine.policy import load_policy
 from model import byte_tokenizer
@@ -152,29 +150,6 @@ def test_greedy_is_the_trainers_most_likely_token(tiny):
     built_in = tiny.trainer.sample(PROMPTS, config, seed=0)
     assert torch.equal(by_engine.completion_ids, built_in.completion_ids)
     assert (by_engine.sampling_logp == 0).all()
-
-
-def test_conversations_go_turn_by_turn(tiny):
-    tiny.model.generation_config.eos_token_id = list(range(1, 150))   # short turns
-    examples = [{"prompt": prompt, "answer": "k"} for prompt in PROMPTS]
-    config = GRPOConfig(
-        engine="vllm", environment="guess_letter", max_turns=3, generation_max_length=200, reward_functions=["environment"])
-    try:
-        with tiny.sampling():
-            rollout = sample_with_environment(tiny, guess_letter, examples, config, seed=0)
-    finally:
-        tiny.model.generation_config.eos_token_id = 1
-    found = compare(tiny, rollout, config)
-    assert found["engine_deviation"] < 1e-4
-    several = 0
-    for row, messages in enumerate(rollout.completions):
-        mask = rollout.completion_mask[row]
-        last = int(mask.nonzero().max())
-        replies = [message for message in messages if message["role"] == "user"]
-        several += len(replies) > 1
-        assert (not mask[:last].all()) == bool(replies)   # the environment's tokens are between those sampled
-        assert (rollout.sampling_logp[row][~mask] == 0).all()
-    assert several, "some conversations must have two replies of the environment"
 
 
 @pytest.mark.parametrize("left_out", ["model.layers.2.mlp.down_proj.weight", "model.norm.weight", "lm_head.weight"])
