@@ -26,7 +26,7 @@ def check_model_path(path: str, **shim) -> None:
     """
     base = adapter_settings(path).get("base_model_name_or_path", path)
     if Path(path).is_dir() and not any(Path(path, name).exists() for name in TOKENIZER):
-        raise ValueError(f"--model_path={path}: it has no {' or '.join(TOKENIZER)}")      # some classes need none
+        raise ValueError(f"--model_path={path}: it has no {' or '.join(TOKENIZER)}")
     with loading_errors(path, f"no such folder as {base}; from the hub"), suppress(EntryNotFoundError):
         if not Path(base).is_dir() and not isinstance(try_to_load_from_cache(base, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(base, "config.json"))      # EntryNotFoundError: an adapter

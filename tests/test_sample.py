@@ -116,7 +116,7 @@ def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
     assert (streams[2] == uniform_streams([[3]], [0], 2, 9, seed=0)[0, :5]).all()
 
 
-@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_inverse_cdf], ids=["plain", "shared"])
+@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_in_blocks], ids=["plain", "shared"])
 @pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 0.9), (2.0, 0, 0.6)])
 def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, draw):
     """Chi-square against the enumerated probabilities of eight tokens."""
@@ -132,7 +132,7 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, draw):
     torch.testing.assert_close(logp, probs.log()[tokens])
 
 
-@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_inverse_cdf], ids=["plain", "shared"])
+@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_in_blocks], ids=["plain", "shared"])
 def test_the_ends_of_the_unit_interval_draw_possible_tokens(draw):
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(4, -1)
     tokens, logp = draw(logits, torch.tensor([0.0, 0.5 - 2**-24, 0.5, 1 - 2**-24]))

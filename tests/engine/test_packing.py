@@ -7,7 +7,7 @@ import torch
 from conftest import made_up_rollout
 
 from engine import prefix_attention
-from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches, pack_groups, padded_indices
+from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches_of_groups, pack_groups, padded_indices
 
 
 def test_who_sees_whom():
@@ -88,11 +88,11 @@ def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     """Rows of 10 + 5 tokens: siblings share a prompt, and one token less than needed splits them."""
     rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
     rows = torch.arange(4)
-    assert [len(b) for b in micro_batches(rollout, rows, 40)] == [4]
-    assert [len(b) for b in micro_batches(rollout, rows, 39)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 20)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 19)] == [1, 1, 1, 1]
-    assert len(micro_batches(rollout, rows, 1000, parts=3)) >= 3
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 40)] == [4]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 39)] == [2, 2]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 20)] == [2, 2]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 19)] == [1, 1, 1, 1]
+    assert len(micro_batches_of_groups(rollout, rows, 1000, parts=3)) >= 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
