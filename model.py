@@ -69,7 +69,7 @@ def load_weights(cls: type, path: str, config) -> tuple[PreTrainedModel, set[str
     """Load a model in float32 by a class of transformers. Returns it and the weights that no file has."""
     policy, found = cls.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=config.trust_remote_code, output_loading_info=True,
-        **attention_options(config),
+        attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
     )
     return policy, set(found["missing_keys"])
 
@@ -116,7 +116,8 @@ def tiny_gemma(tokenizer, config) -> Gemma3ForCausalLM:
         max_position_embeddings=4096,
         initializer_range=128**-0.5,                      # with 0.02 training takes twice as many steps
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id, **attention_options(config),
+        bos_token_id=tokenizer.bos_token_id,
+        attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
     ))
 
 

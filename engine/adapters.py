@@ -39,7 +39,7 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
 
 def has_adapter(model: PreTrainedModel) -> bool:
     """Return whether an adapter is trained instead of the weights."""
-    return any(hasattr(module, "lora_A") for module in model.modules())
+    return bool(adapted_weights(model))
 
 
 def trainable_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -95,10 +95,7 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def adapted_weights(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """Return the LoRA layers by the names of the weights to which they are added."""
-    return {
-        f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}": layer
-        for name, layer in model.named_modules() if hasattr(layer, "lora_A")
-    }
+    return {f"{name}.weight": layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.devices import bucket, cut_graph
-from logprobs import lm_head, restrict_logits, scale_and_softcap
+from logprobs import LOGITS_AT_ONCE, lm_head, restrict_logits, scale_and_softcap
 
-LOGITS_AT_ONCE = 2**22          # tokens * V of a chunk: 16 megabytes in float32
 TOKENS_AT_ONCE = 64             # at least, since every chunk goes through the whole head four times
 
 

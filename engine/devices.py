@@ -42,10 +42,7 @@ def best_device(wanted: str = "auto") -> torch.device:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("PJRT_DEVICE"):
         if processes > 1:
-            raise ValueError(
-                f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} and WORLD_SIZE={processes}: one process drives all "
-                "XLA devices; start it without torchrun, or unset PJRT_DEVICE"
-            )
+            raise ValueError("PJRT_DEVICE: one process drives all XLA devices; start it without torchrun")
         return xla_device()
     device = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "cpu" or device is None or (device.type == "mps" and processes > 1):     # mps: a single GPU
@@ -197,10 +194,7 @@ def peak_memory_gb(device: torch.device) -> float:
             return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
     elif device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 1e9
-    with suppress(OSError, StopIteration), open("/proc/self/status") as file:
-        peak = next(line for line in file if line.startswith("VmHWM"))           # in kilobytes
-        return int(peak.split()[1]) * 1024 / 1e9
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss                    # not less than the parent's
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes or kilobytes
 
 

@@ -16,24 +16,17 @@ from transformers import (
 
 from engine.errors import in_one_line
 
-CONFIGURATION = ("config.json",)
-WEIGHTS = "*.safetensors", "pytorch_model*.bin"
 TOKENIZER = "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"
 
 
-def check_model_path(path: str, *, config_only: bool = False) -> None:
+def check_model_path(path: str, **shim) -> None:
     """Raise ValueError, one line, if a path is not the folder or the hub id of a model, or of its adapter.
 
     The hub is asked once, where transformers would try again for half a minute if there is no network.
     """
     base = adapter_settings(path).get("base_model_name_or_path", path)
-    parts = [(base, CONFIGURATION)]
-    if not config_only:
-        parts += [(base, WEIGHTS), (path, TOKENIZER)]     # without a tokenizer some classes make an empty one
-    for folder, patterns in parts:
-        files = [file for pattern in patterns for file in Path(folder).glob(pattern)]
-        if Path(folder).is_dir() and not files:
-            raise ValueError(f"--model_path={path}: {folder} has no {' or '.join(patterns)}")
+    if Path(path).is_dir() and not any(Path(path, name).exists() for name in TOKENIZER):
+        raise ValueError(f"--model_path={path}: it has no {' or '.join(TOKENIZER)}")
     with loading_errors(path, f"no such folder as {base}; from the hub"), suppress(EntryNotFoundError):
         if not Path(base).is_dir() and not isinstance(try_to_load_from_cache(base, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(base, "config.json"))      # EntryNotFoundError: an adapter

@@ -154,7 +154,7 @@ def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
     return result
 
 
-def micro_batches(
+def micro_batches_of_groups(
     rollout, rows: Tensor, max_tokens: int, *, parts: int = 1, device: torch.device = CPU
 ) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, as logprobs.micro_batches.
@@ -187,5 +187,5 @@ def micro_batches(
         total += tokens
     if len(batches) < min(parts, len(rows)):
         smaller = min(max_tokens, groups[0][0] * len(groups)) // 2
-        return micro_batches(rollout, rows, smaller, parts=parts, device=device)
+        return micro_batches_of_groups(rollout, rows, smaller, parts=parts, device=device)
     return [torch.tensor(batch) for batch in batches]

@@ -5,7 +5,6 @@ Weights that are trained, embeddings, norms and the head are float32.
 """
 
 import os
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -40,20 +39,13 @@ def round_frozen_weights(model: PreTrainedModel) -> PreTrainedModel:
     Autocast would convert those of linear layers in every pass, so results stay the same bit for bit. (A
     mixture's experts compute in the precision of their weights.) Embeddings and head stay in float32.
     """
-    for module, name, weight in list(matrices_of_layers(model)):
-        if not weight.requires_grad:
-            rounded = weight.to(getattr(torch, precision_of(model)))
-            setattr(module, name, torch.nn.Parameter(rounded, requires_grad=False))
-    return model
-
-
-def matrices_of_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """Yield (module, name, weight) of the weights that frozen are stored in the precision of the layers."""
-    head = model.get_output_embeddings().weight
+    head, dtype = model.get_output_embeddings().weight, getattr(torch, precision_of(model))
     for module in text_model(model).modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim > 1 and not isinstance(module, torch.nn.Embedding) and weight is not head:
-                yield module, name, weight
+        for name, weight in list(module.named_parameters(recurse=False)):
+            is_matrix = weight.ndim > 1 and not isinstance(module, torch.nn.Embedding) and weight is not head
+            if is_matrix and not weight.requires_grad:
+                setattr(module, name, torch.nn.Parameter(weight.to(dtype), requires_grad=False))
+    return model
 
 
 def under_autocast(dtype: torch.dtype, forward, *args, **kwargs):
@@ -70,3 +62,11 @@ def precision_of(model: PreTrainedModel) -> str:
 def is_exact(model: PreTrainedModel) -> bool:
     """Return True if the layers compute in float32 throughout, and not in 16 bits or, on CUDA, in TF32."""
     return precision_of(model) == "float32" and torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+
+def matrices_of_layers(model):  # SHIM
+    head = model.get_output_embeddings().weight
+    for module in text_model(model).modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.ndim > 1 and not isinstance(module, torch.nn.Embedding) and weight is not head:
+                yield module, name, weight

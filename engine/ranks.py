@@ -5,7 +5,6 @@ for the processes of torchrun, and for XLA, where one process drives all devices
 All ranks call every method, in the same order. Ranks of one tensor-parallel group do the same work.
 """
 
-import pickle
 from collections.abc import Callable, Iterator
 
 import torch
@@ -77,7 +76,7 @@ class ManyRanks:
             result = work(*mine) if has_work else None
         except Exception as error:
             failure = error
-        outcomes = all_gather_object((failure and picklable(failure), has_work, result))
+        outcomes = all_gather_object((failure, has_work, result))
         first = next((rank for rank, (error, *_) in enumerate(outcomes) if error), None)
         if first is not None:
             raise failure if first == process_rank() else outcomes[first][0]
@@ -116,11 +115,3 @@ class ManyRanks:
 def make_ranks(device: torch.device) -> OneRank | ManyRanks:
     """Return the ranks of this start: those of torchrun, or XLA's one, else one rank alone."""
     return ManyRanks(device) if num_processes() > 1 or device.type == "xla" else OneRank()
-
-
-def picklable(error: Exception) -> Exception:
-    """Return an exception that can be sent to other processes."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:  # its class cannot be imported or constructed by pickle
-        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -122,7 +122,7 @@ class SamplingState:
         row_ids = row_ids.masked_fill(ended, self.dummy_row)
         position = self.count[row_ids].masked_fill(row_ids == self.dummy_row, 0)
         logits = restrict_logits(logits, **self.policy)
-        tokens, logp = sample_inverse_cdf(logits, self.uniforms[row_ids, position])
+        tokens, logp = sample_in_blocks(logits, self.uniforms[row_ids, position])
         forced = self.forced_tokens[row_ids, position]
         drawn = forced < 0
         self.ids[row_ids, position] = torch.where(drawn, tokens, forced)
@@ -173,11 +173,11 @@ class SamplingState:
         return ids, mask & (self.forced_on_host[: self.dummy_row] < 0), mask, logp, stopped
 
 
-def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw by inverse transform sampling: logits (n, V), uniforms (n,) in [0, 1) -> tokens, logp (n,).
+def sample_in_blocks(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample as sample_inverse_cdf, but in float32: logits (n, V), uniforms (n,) -> tokens, logp (n,).
 
     First a block of tokens is drawn, then a token of that block, so no cumulative sum runs over the whole
-    vocabulary.
+    vocabulary. XLA has neither searchsorted nor, on a TPU, float64.
     """
     width = 2 ** (logits.shape[-1].bit_length() // 2)
     # This makes a contiguous copy: on a CPU reductions along other rows take many times as long.

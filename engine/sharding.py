@@ -172,12 +172,12 @@ def full_tensor(tensor):
 
 
 def sharded_like(tensor, parameter):
-    """Shard a tensor like a parameter of the same shape; other tensors are copied, other values returned.
+    """Shard a tensor like a parameter of the same shape; return everything else as it is.
 
     tensor  whole and the same in every process, or sharded in another way
     """
     if not isinstance(parameter, DTensor) or getattr(tensor, "shape", None) != parameter.shape:
-        return tensor.clone() if isinstance(tensor, Tensor) and num_processes() > 1 else tensor
+        return tensor
     mesh, placements = parameter.device_mesh, parameter.placements
     if isinstance(tensor, DTensor):
         if (tensor.placements, tensor.device_mesh.size()) == (placements, mesh.size()):

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, pad
 
 from engine.chunked_head import HeadLogProbs, policy_logits
 from engine.devices import bucket, cut_graph, eager_device
-from engine.packing import PackedBatch, micro_batches, pack_groups
+from engine.packing import PackedBatch, micro_batches_of_groups, pack_groups
 from engine.plain import Engine
 from engine.prefix_attention import forward_packed, use_prefix_attention
 from engine.sampler import sample_sharing_prompts
@@ -34,7 +34,7 @@ class Shared(Engine):
 
     def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
         """As Engine.micro_batches; siblings share a batch if they fit."""
-        return micro_batches(rollout, rows, self.max_tokens, parts=parts, device=self.device)
+        return micro_batches_of_groups(rollout, rows, self.max_tokens, parts=parts, device=self.device)
 
     def log_probs(
         self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,

@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from engine.adapters import adapted_weights
 from data import encode_prompt
 from engine.devices import num_processes
-from engine.errors import RunError, in_one_line, is_out_of_memory
+from engine.errors import RunError
 from engine.plain import Engine
 from engine.precision import is_exact, precision_of
 from engine.ranks import make_ranks
@@ -56,10 +56,9 @@ def refuse_engine(config, device: torch.device) -> None:
 
 
 class VLLM(Engine):
-    """A vLLM engine with the weights of a policy. A new one ends the one before in this process."""
+    """A vLLM engine with the weights of a policy. One can live in a process."""
 
     same_arithmetic = False
-    latest: "VLLM | None" = None
 
     def __init__(self, trainer: Engine, *, max_length: int = 2048, memory: float = 0.3):
         """Start vLLM for the architecture of a model, on its device. Call on all ranks.
@@ -70,14 +69,10 @@ class VLLM(Engine):
         """
         super().__init__(trainer.model, trainer.tokenizer, max_tokens=trainer.max_tokens)
         model, self.trainer, self.ranks = trainer.model, trainer, make_ranks(trainer.device)
-        self.shares_prompts = trainer.shares_prompts
-        self.micro_batches, self.log_probs = trainer.micro_batches, trainer.log_probs
+        self.shares_prompts, self.log_probs = trainer.shares_prompts, trainer.log_probs
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if VLLM.latest:                                   # when freed, it would end groups of the new one
-            VLLM.latest.llm.llm_engine.engine_core.shutdown()
-        VLLM.latest = self
         self.sleeps = self.device.type == "cuda"
         vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
         self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
@@ -85,23 +80,16 @@ class VLLM(Engine):
         config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
         with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
             config.save_pretrained(folder)
-            self.llm = self.call(start, folder, precision_of(model), max_length, memory, self.sleeps)
+            self.llm = start(folder, precision_of(model), max_length, memory, self.sleeps)
 
-    def call(self, function: Callable, *args, **kwargs):
-        """Call a function of the engine. Raises RunError, one line, if it raises.
+    def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
+        """As Engine.micro_batches, by the trainer's engine."""
+        self.trainer.max_tokens = self.max_tokens
+        return self.trainer.micro_batches(rollout, rows, parts)
 
-        Errors for want of memory are raised as they are: the run names flags that take less.
-        """
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if isinstance(error, RunError) or is_out_of_memory(error):
-                raise
-            raise RunError(f"vLLM raised {in_one_line(error)}.") from error
-
-    def call_on_all_ranks(self, function: Callable, *args, **kwargs):
+    def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
-        return self.ranks.gather(partial(self.call, function, *args, **kwargs))[0]
+        return self.ranks.gather(partial(function, *args, **kwargs))[0]
 
     @contextmanager
     def sampling(self):
@@ -109,7 +97,7 @@ class VLLM(Engine):
         self.send_weights()
         yield
         if self.sleeps:
-            self.call_on_all_ranks(self.llm.sleep, level=2)           # the next weights replace these
+            self.on_all_ranks(self.llm.sleep, level=2)    # the next weights replace these
 
     def send_weights(self) -> None:
         """Send all weights, and check that vLLM uses them. Call on all ranks.
@@ -119,20 +107,18 @@ class VLLM(Engine):
         model = self.model
         reshard(model)
         if self.sleeps:
-            self.call_on_all_ranks(self.llm.wake_up, tags=["weights"])
-        heads = self.call_on_all_ranks(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
+            self.on_all_ranks(self.llm.wake_up, tags=["weights"])
+        heads = self.on_all_ranks(self.llm.apply_model, lambda engine: hasattr(engine, "lm_head"))
         weights = checkpoint_weights(model, with_tied_head=all(heads))
-        self.call_on_all_ranks(
-            self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
+        self.on_all_ranks(self.llm.collective_rpc, "reload_weights", kwargs={"weights_iterator": weights})
         if self.sleeps:
-            self.call_on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
-        self.call_on_all_ranks(self.llm.reset_prefix_cache)
-        expected = score(model, self.sequence)
-        self.ranks.gather(lambda: self.refuse_other_scores(expected, is_exact(model)))
+            self.on_all_ranks(self.llm.wake_up, tags=["kv_cache"])
+        self.on_all_ranks(self.llm.reset_prefix_cache)
+        self.on_all_ranks(self.refuse_other_scores, score(model, self.sequence))
 
-    def refuse_other_scores(self, expected: Tensor, exact: bool) -> None:
+    def refuse_other_scores(self, expected: Tensor) -> None:
         """Raise RunError if the engine's log-probabilities of the fixed sequence are not those expected."""
-        differences = (self.score(self.sequence) - expected).abs()
+        differences, exact = (self.score(self.sequence) - expected).abs(), is_exact(self.model)
         difference = float(differences.max() if exact else differences.mean())
         bound = BOUND if exact else BOUND_HALF
         if not difference <= bound:
@@ -148,7 +134,7 @@ class VLLM(Engine):
 
         prompt, parameters = ids.tolist(), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         inputs = [{"prompt_token_ids": prompt}]
-        output, = self.call(self.llm.generate, inputs, parameters, use_tqdm=False)
+        output, = self.llm.generate(inputs, parameters, use_tqdm=False)
         return torch.tensor(logp_of(prompt[1:], output.prompt_logprobs[1:]))
 
     def sample(
@@ -203,7 +189,7 @@ class VLLM(Engine):
             for limit, seed in zip(max_tokens, seeds, strict=True)
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.call(self.llm.generate, inputs, parameters, use_tqdm=False)
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
         return [
             [
                 (list(sampled.token_ids), logp_of(sampled.token_ids, sampled.logprobs),

@@ -5,16 +5,12 @@ import itertools
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, WITH_TOWERS, build_qwen3_5_vision, exhaustive, length_reward, made_up_rollout,
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, WITH_TOWERS, build_qwen3_5_vision, exhaustive, made_up_rollout,
     run_folder, shared_log_probs, with_noise,
 )
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import ParamWrapper
 
-import infer
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
-from engine.adapters import merged_copy
 from logprobs import completion_log_probs
 from engine.policy import load_policy, save_policy
 from engine.precision import with_precision
@@ -104,39 +100,9 @@ def test_a_new_adapter_leaves_out_experts_and_routers_and_sampler_and_trainer_ag
         assert differences.max() < 1e-4 if precision == "float32" else differences.mean() < 0.1
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_an_adapter_of_experts_made_by_peft_is_trained_and_merged(name, save, tokenizer, tmp_path):
-    base, ids = save(name), torch.tensor([[5, 9, 40, 41, 17, 200]])
-    model = get_peft_model(load(base), LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM",
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
-    with_noise(model).save_pretrained(tmp_path / "adapter")
-    tokenizer.save_pretrained(tmp_path / "adapter")
-    again = load(tmp_path / "adapter")
-    assert sum(isinstance(module, ParamWrapper) for module in again.modules()) == 4
-    with torch.no_grad():
-        expected = model.eval()(ids).logits
-        assert torch.equal(again(ids).logits, expected)
-        whole = load(base)
-        whole.load_state_dict(merged_copy(again).state_dict())
-        assert (whole(ids).logits - expected).abs().max() < 1e-3
-        assert torch.equal(again(ids).logits, expected)
-    final = run_folder(
-        tmp_path / "run", "--use_grpo", "--max_steps", "1", "--model_path", str(tmp_path / "adapter"), "--generation_max_length",
-        "8", "--reward_functions", length_reward(tmp_path)) / "final"
-    infer.main(["--model_path", str(final), "--merge_into", str(tmp_path / "merged")])
-    with torch.no_grad():
-        trained = load(final)(ids).logits
-        assert (trained - expected).abs().max() > 0
-        assert (load(tmp_path / "merged")(ids).logits - trained).abs().max() < 1e-3
-
-
-def test_in_16_bits_a_few_tokens_with_other_experts_do_not_end_a_run():
+@pytest.mark.parametrize("name,precision,ok", [("qwen3_moe", "bfloat16", True), ("qwen3_moe", "float32", False), ("qwen3", "bfloat16", False)])
+def test_in_16_bits_a_few_tokens_with_other_experts_do_not_end_a_run(name, precision, ok):
     few = torch.zeros(100)
     few[7] = 2.0
-    for name, precision, left, right in [
-        ("qwen3_moe", "bfloat16", True, False), ("qwen3_moe", "float32", False, False), ("qwen3", "bfloat16", False, False),
-    ]:
-        model = with_precision(MODELS[name](), precision)
-        findings = [compare(model, "sampler", "", found, torch.zeros(100), "") for found in (few, few + 0.5)]
-        assert [finding.ok for finding in findings] == [left, right]
+    model = with_precision(MODELS[name](), precision)
+    assert [compare(model, "sampler", "", found, torch.zeros(100), "").ok for found in (few, few + 0.5)] == [ok, False]

@@ -97,12 +97,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_a_reference_on_the_cpu_gives_the_same_run(tmp_path):
-    flags = [*RUN, *ON_CPU, "--max_steps", "2", "--use_kl_penalty"]
-    there = run_folder(tmp_path / "a", *flags, "--reference_offload")
-    assert comparable(there) == comparable(run_folder(tmp_path / "b", *flags))
-
-
 ONE_PROCESS = """
 import copy, torch
 import conftest, engine.devices, engine.sharding

@@ -1,14 +1,11 @@
 """Adapters: nothing at first, merged and back without a trace, and what peft itself makes of the file."""
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, comparable, ctrl_c_after, run_folder, with_noise
-from peft import LoraConfig, PeftModel, get_peft_model
-from project_files import ROOT
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infer
@@ -29,12 +26,6 @@ def saved(request, tmp_path, tokenizer):
     torch.manual_seed(0)
     save_policy(ARCHITECTURES[request.param]().eval(), tokenizer, tmp_path / "base")
     return tmp_path / "base"
-
-
-@pytest.mark.slow
-def test_the_programs_do_not_import_peft_before_a_model_has_an_adapter():
-    code = "import infer, train, sys; sys.exit('peft' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def load(folder, **more):
@@ -158,38 +149,3 @@ def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"adapter: no such folder as .*base; from the hub"):
         load_policy(ModelConfig(str(tmp_path / "adapter")))
-    with pytest.raises(ValueError, match="has no adapter"):
-        infer.main(["--model_path", str(tmp_path / "elsewhere"), "--merge_into", str(tmp_path / "merged")])
-
-
-@pytest.mark.parametrize("settings,message", [
-    (dict(use_dora=True), ""), (dict(lora_bias=True), "Impossible to merge LoRA with `lora_bias=True`"),
-    (dict(target_modules=["q_proj", "lm_head"]), "start-up check: head: chunked head and the model's own differ"),
-])
-def test_an_adapter_of_peft_is_merged_as_peft_does_or_refused(tmp_path, tokenizer, settings, message):
-    torch.manual_seed(0)
-    base = ARCHITECTURES["llama"]().eval()
-    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
-    base.config.tie_word_embeddings = False
-    save_policy(base, tokenizer, tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"]} | settings)).eval()
-    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter))
-        expected = model(IDS).logits
-    model.save_pretrained(tmp_path / "adapter")
-    tokenizer.save_pretrained(tmp_path / "adapter")
-    words = ["--model_path", str(tmp_path / "adapter"), "--merge_into", str(tmp_path / "merged")]
-    if message:
-        with pytest.raises(ValueError, match=message):
-            infer.main(words)
-    else:
-        infer.main(words)
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-        assert (merged(IDS).logits - expected).abs().max() < 1e-4
-    if "target_modules" in settings:
-        with pytest.raises(ValueError, match=message):
-            infer.main([*words[:2], "--question", "1+1=?"])

@@ -9,11 +9,9 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs.startup_check import check_setup, choose_engine
 from config import ModelConfig
-from data import encode_prompt
 from engine import make_engine
 from engine.ranks import OneRank
 from engine.text_model import text_model
@@ -21,7 +19,6 @@ from engine.recomputation import recompute_activations
 from engine.policy import frozen_copy, load_policy, moved_to, save_policy, update_reference
 from engine.precision import with_precision
 from rewards import correctness
-from sample import stop_token_ids
 
 EXAMPLES = [
     {"prompt": "47+85=?", "answer": "132", "completion": "<reasoning>7+5=12</reasoning><answer>132</answer>"},
@@ -31,11 +28,14 @@ EXAMPLES = [
 
 def test_every_architecture_comes_back_from_disk_and_passes_the_check(architecture, tokenizer, settings, tmp_path):
     name, model = architecture
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = None
     save_policy(model, tokenizer, tmp_path)
     loaded, loaded_tokenizer = load_policy(ModelConfig(model_path=str(tmp_path)))
     assert loaded.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
     ids = torch.tensor([loaded_tokenizer("47+85=?").input_ids])
     assert torch.equal(ids, torch.tensor([tokenizer("47+85=?").input_ids]))
+    assert loaded_tokenizer.pad_token_id == tokenizer.eos_token_id
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     assert not loaded.training and next(loaded.parameters()).dtype == torch.float32
     config = replace(settings, reward_functions=["correctness"])
@@ -46,40 +46,14 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok
 
 
-def attention_of(folder, chosen="auto"):
-    return load_policy(ModelConfig(str(folder), chosen))[0].config._attn_implementation
-
-
-def test_a_chosen_attention_is_that_of_the_policy_and_its_reference(tokenizer, tmp_path):
-    save_policy(ARCHITECTURES["llama"](), tokenizer, tmp_path)
-    assert attention_of(tmp_path) == "sdpa" and attention_of(tmp_path, "eager") == "eager"
-    eager, _ = load_policy(ModelConfig(str(tmp_path), "eager"))
-    assert frozen_copy(eager).config._attn_implementation == "eager"
-    assert load_policy(ModelConfig(attn_implementation="eager"))[0].config._attn_implementation == "eager"
-
-
 def test_the_built_in_model_is_a_gemma_3_of_a_million_parameters():
     model, tokenizer = load_policy(ModelConfig())
     assert model.config.model_type == "gemma3_text"
     assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
     assert set(model.config.layer_types) == {"sliding_attention", "full_attention"} and not model.training
+    eager, _ = load_policy(ModelConfig(attn_implementation="eager"))
+    assert eager.config._attn_implementation == frozen_copy(eager).config._attn_implementation == "eager"
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
-
-
-def test_a_saved_policy_loads_without_this_project(model, tokenizer, tmp_path):
-    save_policy(model, tokenizer, tmp_path)
-    loaded, loaded_tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    for (name, left), (_, right) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
-        assert torch.equal(left, right), name
-    assert loaded_tokenizer.pad_token_id == tokenizer.pad_token_id
-    assert list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob("*.bin"))
-
-
-def test_a_tokenizer_without_pad_pads_with_eos(model, tokenizer, tmp_path):
-    bare = copy.deepcopy(tokenizer)
-    bare.pad_token = None
-    save_policy(model, bare, tmp_path)
-    assert load_policy(ModelConfig(model_path=str(tmp_path)))[1].pad_token_id == 1
 
 
 def test_a_model_is_moved_and_moved_back_also_after_an_exception():
@@ -156,20 +130,14 @@ def broken(folder, name, **changes):
 FOREIGN = {
     "a pickle": lambda f: ((f / "model.safetensors").unlink(), (f / "pytorch_model.bin").write_bytes(pickle.dumps({"a": print}))),
     "bitsandbytes": lambda f: broken(f, "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-    "flash attention": lambda f: broken(f, "config.json", attn_implementation="flash_attention_2"),
     "small vocabulary": lambda f: broken(f, "config.json", vocab_size=10),
-    "no heads": lambda f: broken(f, "config.json", num_attention_heads=0),
-    "nested": lambda f: (f / "config.json").write_text("[" * 100_000),
-    "activation": lambda f: broken(f, "config.json", hidden_act="zzz"),
     "cut weights": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-500]),
     "no weights": lambda f: save_file({}, f / "model.safetensors", metadata={"format": "pt"}),
     "a layer of another name": lambda f: save_file(
         {name.replace("layers.1.mlp", "layers.7.mlp"): tensor for name, tensor in load_file(f / "model.safetensors").items()},
         f / "model.safetensors", metadata={"format": "pt"}),
     "adapter without rank": lambda f: (f / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(f)})),
-    "adapter without base": lambda f: (f / "adapter_config.json").write_text('{"r": 4}'),
     "tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
-    "length as text": lambda f: broken(f, "tokenizer_config.json", model_max_length="x"),
 }
 
 
@@ -182,10 +150,7 @@ def test_whatever_a_library_raises_while_a_model_is_loaded_is_one_line_with_the_
         load_policy(ModelConfig(str(tmp_path)))
     message = str(error.value)
     assert message.startswith(f"--model_path={tmp_path}: ") and "\n" not in message and message.count("--model_path") == 1
-    assert ("its files lack" in message) == (fault in LACKING)
-
-
-LACKING = "no weights", "a layer of another name"
+    assert ("its files lack" in message) == (fault in ("no weights", "a layer of another name"))
 
 
 def test_weights_of_a_tower_that_text_does_not_pass_may_be_missing(tmp_path, tokenizer):
@@ -198,22 +163,3 @@ def test_weights_of_a_tower_that_text_does_not_pass_may_be_missing(tmp_path, tok
     save_file(dict(list(kept.items())[1:]), tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="its files lack 1 weights of the model, such as "):
         load_policy(ModelConfig(str(tmp_path)))
-
-
-@pytest.mark.parametrize("stop", [-1, 10**6, "a", [1, -1], [[1]]])
-def test_a_stop_id_that_is_no_token_of_the_model_is_refused(model, tokenizer, stop):
-    model.generation_config.eos_token_id = stop
-    with pytest.raises(ValueError, match=r"--model_path: the stop id .* is none of the model's 263 tokens; correct eos_token_id"):
-        stop_token_ids(model, tokenizer)
-    model.generation_config.eos_token_id = [262, 1]
-    assert stop_token_ids(model, tokenizer) == [1, 262]
-
-
-@pytest.mark.parametrize("variables", [{"tokenize": True}, {"conversation": []}, [1], "x"])
-def test_reserved_variables_that_a_folder_holds_are_one_line(tmp_path, tokenizer, variables):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    tokenizer.save_pretrained(tmp_path)
-    broken(tmp_path, "tokenizer_config.json", chat_template_kwargs=variables)
-    with pytest.raises(ValueError, match="the chat template refuses the prompt"):
-        encode_prompt(AutoTokenizer.from_pretrained(tmp_path), "1+1=?")

@@ -99,18 +99,12 @@ def test_two_processes_make_the_run_of_one(tmp_path, flags):
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.exhaustive
-def test_copies_of_the_weights_that_are_sharded_each(tmp_path):
-    launch(1, tmp_path / "one", *EVERYTHING.split(), "--seed", "1")
-    launch(4, tmp_path / "four", *EVERYTHING.split(), "--seed", "1", "--mesh", "replicate=2,fsdp=2")
-    assert_same_run(tmp_path / "one", tmp_path / "four")
-
-
 @pytest.mark.parametrize("mesh,flags", [
     ("tp=2", "--use_value_head --gradient_checkpointing --max_steps 2 --cold_start_steps 1"),
     exhaustive("fsdp=2,tp=2", "--reference_mode ema --ema_alpha 0.5 --max_steps 2 --cold_start_steps 1"),
+    exhaustive("replicate=2,fsdp=2", "--seed 1"),
 ])
-def test_processes_that_divide_the_matrices_of_a_layer(tmp_path, mesh, flags):
+def test_processes_that_divide_the_matrices_of_a_layer_or_have_copies_of_the_weights(tmp_path, mesh, flags):
     processes = 2 if mesh == "tp=2" else 4
     launch(1, tmp_path / "one", *EVERYTHING.split(), *flags.split())
     launch(processes, tmp_path / "many", *EVERYTHING.split(), *flags.split(), "--mesh", mesh)
@@ -122,7 +116,7 @@ def test_a_model_with_towers_in_two_processes(tmp_path, tokenizer, mesh):
     torch.manual_seed(0)
     save_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path / "base")
     flags = [*EVERYTHING.split(), "--model_path", f"{tmp_path}/base", "--generation_max_length", "16", "--gradient_checkpointing",
-             "--reference_mode", "ema", "--ema_alpha", "0.5", "--weight_decay", "0.1"]
+             "--reference_mode", "ema", "--ema_alpha", "0.5"]
     launch(1, tmp_path / "one", *flags)
     launch(2, tmp_path / "two", *flags, "--mesh", mesh)
     assert_same_run(tmp_path / "one", tmp_path / "two")
@@ -142,39 +136,21 @@ def test_a_teacher_with_a_longer_head_in_two_processes(tmp_path):
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
-    flags = [*EVERYTHING.split(), "--reference_mode", "ema", "--ema_alpha", "0.5", "--use_value_head"]
-    launch(1, tmp_path / "whole", *flags)
-    launch(2, tmp_path / "changed", *flags)
-    for folder in (tmp_path / "changed/checkpoints").glob("*6"):                 # as if it had stopped before the last step
-        for path in folder.glob("*.pt"):
-            path.unlink()
-    done = Program("train.py", "--output_dir", str(tmp_path / "changed"), "--resume").wait()
-    assert done.returncode == 0, done.stderr
-    assert "not bit for bit" in " ".join(done.stdout.split())
-    assert_same_run(tmp_path / "whole", tmp_path / "changed")
-    assert torch.load(latest_checkpoint(tmp_path / "changed") / "state.pt", weights_only=True)["versions"]["processes"] == 1
-
-
-@pytest.mark.parametrize("flags", [
-    "--reference_mode ema --ema_alpha 0.5 --use_value_head", exhaustive("--lora_rank 4 --precision bfloat16", id="LoRA"),
+@pytest.mark.parametrize("before,after,flags", [
+    (2, 1, "--reference_mode ema --ema_alpha 0.5 --use_value_head"), (1, 2, "--reference_mode ema --ema_alpha 0.5 --use_value_head"),
+    exhaustive(1, 2, "--lora_rank 4 --precision bfloat16", id="LoRA"),
 ])
-def test_a_run_of_one_process_goes_on_in_two_of_which_one_verifies_the_checkpoint(tmp_path, flags):
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after, flags):
     launch(1, tmp_path / "whole", *EVERYTHING.split(), *flags.split())
-    shutil.copytree(tmp_path / "whole", tmp_path / "changed")
+    launch(before, tmp_path / "changed", *EVERYTHING.split(), *flags.split())
     for folder in (tmp_path / "changed/checkpoints").glob("*6"):                 # as if it had stopped before the last step
         (folder / "state.pt").unlink()
-    with (tmp_path / "length.py").open("a") as file:                             # imported by every process
-        file.write(
-            "import os, runs.checkpoint\nreal = runs.checkpoint.checksum\ndef checksum(path):\n"
-            f"    open('{tmp_path}/hashed-' + os.environ['RANK'], 'w')\n    return real(path)\n"
-            "runs.checkpoint.checksum = checksum\n"
-        )
-    done = start_ranks(
-        2, "--output_dir", str(tmp_path / "changed"), "--resume", "--reward_functions", f"{tmp_path}/length.py:length")
+    words = "train.py", "--output_dir", str(tmp_path / "changed"), "--resume"
+    done = (Program(*words) if after == 1 else Ranks(after, *words)).wait(400)
+    assert done.returncode == 0, done.stderr
     assert "is damaged (" in done.stdout and "not bit for bit" in " ".join(done.stdout.split())
     assert_same_run(tmp_path / "whole", tmp_path / "changed", 1e-3 if "bfloat16" in flags else 1e-5)
-    assert sorted(path.name for path in tmp_path.glob("hashed-*")) == ["hashed-0"]
+    assert torch.load(latest_checkpoint(tmp_path / "changed") / "state.pt", weights_only=True)["versions"]["processes"] == after
 
 
 def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message(tmp_path):
@@ -186,15 +162,6 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
     done = launch(
         2, tmp_path / "run", *EVERYTHING.split(), "--reward_functions", f"{tmp_path}/bad.py:bad", fails=True)
     assert done.stderr.count("ZeroDivisionError: no good") == 1 or done.stderr.count("RewardError") >= 1, done.stderr[-3000:]
-
-
-def test_a_mistake_that_only_one_process_meets_is_one_line(tmp_path):
-    (tmp_path / "bad.py").write_text(
-        "import os\ndef good(completions, **columns):\n    return [1.0] * len(completions)\n"
-        "if os.environ['RANK'] == '1':\n    del good\n"
-    )
-    done = launch(2, tmp_path / "run", "--use_grpo", "--reward_functions", f"{tmp_path}/bad.py:good", fails=True)
-    assert done.stderr.count("train.py: error:") == 1 and "good" in done.stderr.split("train.py: error:")[1].split("\n")[0]
 
 
 @pytest.mark.parametrize("flags,message", [
@@ -232,17 +199,15 @@ def test_each_rank_goes_on_with_its_own_random_numbers_and_the_value_head_is_one
 
 
 @pytest.mark.parametrize("change,name", [
-    ("runs.setup.resolve_memory_settings = lambda config, *rest: replace(\n"
-     "    config, training=replace(config.training, max_tokens_per_forward=512))", "max_tokens_per_forward is 2048 on rank 0 and 512"),
     ("runs.run.ValueHead = lambda size, seed: real(size, seed + 1)", "value_head.layers.1.weight is"),
     exhaustive("runs.setup.load_policy = lambda config: load(config, 0.001)", "model.model.layers.0.mlp.gate_proj.weight"),
 ])
 def test_ranks_that_differ_end_with_one_line_that_names_what_differs(tmp_path, change, name):
     (tmp_path / "other.py").write_text(
-        "import os\nfrom dataclasses import replace\nimport torch, runs.setup, runs.run, model\nreal = model.ValueHead\n"
+        "import os\nimport torch, runs.setup, runs.run, model\nreal = model.ValueHead\n"
         "def load(config, noise):\n    policy, tokenizer = model.load_policy(config)\n"
         "    with torch.no_grad():\n        policy.model.layers[0].mlp.gate_proj.weight.add_(noise)\n    return policy, tokenizer\n"
-        f"if os.environ['RANK'] == '1':\n    {change.replace(chr(10), chr(10) + '    ')}\n"
+        f"if os.environ['RANK'] == '1':\n    {change}\n"
         "def other(completions, **columns):\n    return [float(len(c)) for c in completions]\n")
     replicas = ["--mesh", "replicate=2,fsdp=1"] if "gate_proj" in name else []
     done = launch(2, tmp_path / "run", *EVERYTHING.split(), "--use_value_head", *replicas, "--cold_start_steps", "0",

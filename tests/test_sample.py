@@ -116,7 +116,7 @@ def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
     assert (streams[2] == uniform_streams([[3]], [0], 2, 9, seed=0)[0, :5]).all()
 
 
-@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_inverse_cdf], ids=["plain", "shared"])
+@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_in_blocks], ids=["plain", "shared"])
 @pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 0.9), (2.0, 0, 0.6)])
 def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, draw):
     """Chi-square against the enumerated probabilities of eight tokens."""
@@ -132,34 +132,12 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, draw):
     torch.testing.assert_close(logp, probs.log()[tokens])
 
 
-@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_inverse_cdf], ids=["plain", "shared"])
+@pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_in_blocks], ids=["plain", "shared"])
 def test_the_ends_of_the_unit_interval_draw_possible_tokens(draw):
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(4, -1)
     tokens, logp = draw(logits, torch.tensor([0.0, 0.5 - 2**-24, 0.5, 1 - 2**-24]))
     assert tokens.tolist() == [1, 1, 2, 2]                # an interval contains its start and not its end
     torch.testing.assert_close(logp, torch.tensor([0.5] * 4).log())
-
-
-def test_shapes_and_masks_by_position(engine, model, tokenizer):
-    model.generation_config.eos_token_id = [1, 40, 41, 42, 43, 44, 45, 46]       # several stop ids, so that rows end early
-    config = GRPOConfig(num_completions_per_prompt=8, generation_max_length=30, generation_top_k=0, generation_top_p=1.0)
-    rollout = engine.sample(PROMPTS, config, seed=0)
-    stops = set(stop_token_ids(model, tokenizer))
-    assert stops == {1, 40, 41, 42, 43, 44, 45, 46}
-    assert len(rollout.completions) == len(rollout.completion_ids) == 32 and rollout.prompt_ids.shape[0] == 4
-    assert 0 < rollout.finished.sum() < 32
-    for ids, mask, finished, text in zip(
-        rollout.completion_ids.tolist(), rollout.completion_mask.tolist(), rollout.finished.tolist(), rollout.completions
-    ):
-        first_stop = next((t for t, token in enumerate(ids) if token in stops and mask[t]), None)
-        assert finished == (first_stop is not None)
-        length = 30 if first_stop is None else first_stop + 1
-        assert mask == [t < length for t in range(len(mask))]
-        body = ids[: length - 1] if finished else ids[:length]
-        assert text == tokenizer.decode(body, skip_special_tokens=True)
-    for ids, mask, prompt in zip(rollout.prompt_ids, rollout.prompt_mask, PROMPTS):
-        assert ids[mask].tolist() == encode_prompt(tokenizer, prompt)
-        assert mask.tolist() == sorted(mask.tolist()), "padding on the left"
 
 
 @pytest.mark.parametrize("pad", [1, 50])

@@ -24,17 +24,13 @@ from torch_xla.debug import metrics
 
 from runs import setup
 import train
-from runs.startup_check import check_setup, choose_engine
 from conftest import PROMPTS, QUICK, length_reward, start_run
 from config import GRPOConfig
 from engine import make_engine
-from engine.devices import best_device, bucket
+from engine.devices import best_device
 from engine.policy import move
 from model import ValueHead
-from engine.packing import micro_batches, pack_groups
 from logprobs import completion_lengths
-from engine.ranks import make_ranks
-from environments.conversations import sample_with_environment
 from runs.records import read_jsonl
 
 DEVICE = best_device()                                    # before any backward pass on the CPU
@@ -57,24 +53,6 @@ def fallbacks() -> set[str]:
 def on_both(model) -> list:
     """A model on the CPU, and a copy of it on XLA."""
     return [model, move(copy.deepcopy(model), DEVICE)]
-
-
-def test_sizes_are_rounded_up_on_xla_alone():
-    assert [bucket(n, DEVICE) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
-    assert [bucket(n, CPU) for n in (1, 3, 65)] == [1, 3, 65]
-
-
-def test_padded_packs_hold_the_same_and_stay_within_the_budget(shared, settings):
-    rollout = shared.sample(PROMPTS, settings, seed=0)
-    everything = torch.arange(len(rollout.completions))
-    for budget in 64, 128, 512, 4096:
-        for rows in micro_batches(rollout, everything, budget, device=DEVICE):
-            packs, plain = (pack_groups(rollout, rows, device) for device in (DEVICE, CPU))
-            k, n = packs.ids.shape
-            assert (k & (k - 1), n & (n - 1)) == (0, 0) and (k * n <= budget or len(rows) == 1)
-            assert torch.equal(packs.ids[0, : plain.ids.shape[1]].cpu(), plain.ids[0]), "padding at the end"
-            mask = rollout.completion_mask[rows]
-            assert (packs.ids.flatten()[packs.predictor[mask]] == plain.ids.flatten()[plain.predictor[mask]]).all()
 
 
 @pytest.mark.parametrize("policy", [dict(), dict(temperature=0.8, top_k=50, top_p=0.9)], ids=["everything", "restricted"])
@@ -122,44 +100,11 @@ def test_sampler_and_trainer_agree_with_each_other_and_with_plain_torch(architec
     assert not fallbacks()
 
 
-def test_a_conversation_is_that_of_a_plain_cpu(model, tokenizer):
-    """What the environment says is in the context of what follows, and no operation is left to the CPU."""
-    model.generation_config.eos_token_id = list(range(1, 90))                    # turns are short
-    config = GRPOConfig(
-        num_completions_per_prompt=2, generation_max_length=60, generation_temperature=1.0, generation_top_k=0,
-        generation_top_p=1.0, environment="calculator", max_turns=4,
-    )
-    found = []
-    examples = [{"prompt": prompt} for prompt in PROMPTS[:3]]
-    for here in on_both(model):
-        engine = make_engine("shared", here, tokenizer)
-        found.append(sample_with_environment(
-            engine, lambda conversation: (f"{len(conversation)}!", 0.5), examples, config, seed=3))
-        assert (found[-1].sampling_logp - engine.log_probs(found[-1], None, {}).logp.detach()).abs().max() < 1e-4
-    plain, xla = found
-    assert xla.completions == plain.completions and max(len(messages) for messages in xla.completions) > 3
-    assert torch.equal(xla.completion_mask, plain.completion_mask) and torch.equal(xla.turn_points, plain.turn_points)
-    assert not fallbacks()
-
-
-def test_processes_and_xla_together_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="PJRT_DEVICE=CPU and WORLD_SIZE=2: one process drives all XLA devices"):
-        best_device()
-
-
 def test_tied_weights_stay_tied_on_the_way_there_and_back(model):
     for where in DEVICE, CPU:
         move(model, where)
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert model.get_output_embeddings().weight.device.type == where.type
-
-
-def test_a_model_whose_cache_would_grow_is_refused_in_one_line(tokenizer, convolutional):
-    plain, prompts = make_engine("plain", move(convolutional, DEVICE), tokenizer), ["1+1=?", "2+2=?"]
-    engine, _ = choose_engine(plain, make_ranks(DEVICE), prompts, GRPOConfig())
-    with pytest.raises(ValueError, match="--engine=plain: not on XLA"):
-        check_setup(engine, [{"prompt": prompt} for prompt in prompts], GRPOConfig(), [])
 
 
 def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
@@ -181,15 +126,6 @@ def test_no_program_is_compiled_twice(tmp_path, monkeypatch):
     assert counts[-1] == counts[4], f"programs after each step: {counts}"
     run.save_checkpoint()
     assert compilations() == counts[-1], "the update is over: fetching weights computes nothing"
-
-
-def test_drawing_a_token_does_not_wait_for_the_device(model, tokenizer):
-    """Numbers are fetched now and then: fewer times than there are tokens in a completion, with all else included."""
-    config = GRPOConfig(num_completions_per_prompt=2, generation_max_length=40, generation_top_k=0, generation_top_p=1.0)
-    before = metrics.metric_data("TransferFromDeviceTime") or [0]
-    rollout = make_engine("shared", move(model, DEVICE), tokenizer).sample(PROMPTS[:1], config, seed=0)
-    assert rollout.completion_mask.shape[1] == 40
-    assert metrics.metric_data("TransferFromDeviceTime")[0] - before[0] < 20
 
 
 def run_on(device, folder, monkeypatch):
@@ -266,10 +202,3 @@ def test_four_devices_share_the_weights_and_give_the_numbers_of_one(plain_run, t
             assert f"devices={cut}".replace(" ", "") in weight.replace(" ", ""), (shape, weight)
             sides = [f"devices={part}".replace(" ", "") for part in (cut, cut[::-1])]
             assert any(side in moment.replace(" ", "") for side in sides), (shape, moment)       # the compiler chooses the side
-
-
-def test_the_script_passes_its_flags_on(tmp_path):
-    script = Path(train.__file__).parent / "run_tpu_training.sh"
-    env = os.environ | {"PYTHON": sys.executable, "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")}
-    done = subprocess.run([script, "--use_grppo"], env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and "did you mean --use_grpo?" in done.stderr and (tmp_path / "cache").is_dir()

@@ -123,11 +123,6 @@ def test_a_sampler_that_becomes_wrong_ends_the_run(tmp_path):
         train(settings_of_run(tmp_path), engine=Later, reward_functions=lambda completions, **columns: list(map(len, completions)))
 
 
-def test_something_else_is_no_engine(tmp_path):
-    with pytest.raises(ValueError, match="engine: list is no Engine"):
-        set_up(settings_of_run(tmp_path), engine=lambda *_, **__: [])
-
-
 def test_one_rank_does_what_many_do_alone():
     one, many = OneRank(), ManyRanks(torch.device("cpu"))
     assert isinstance(make_ranks(torch.device("cpu")), OneRank) and isinstance(make_ranks(torch.device("xla")), ManyRanks)

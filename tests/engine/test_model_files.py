@@ -1,4 +1,4 @@
-"""Folders and hub ids: what is missing is one line. The hub is a local server that answers as the real one does."""
+"""Folders and hub ids. The hub is a local server that answers as the real one does."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ COMMIT = "a" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves the folders under `root`; ids of the owner `gated` are gated, all others are not found."""
+    """Serves the folders under `root`; all other ids are not found."""
 
     protocol_version, root = "HTTP/1.1", None
 
@@ -30,10 +30,8 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0].removeprefix("/")
         is_api, path = path.startswith("api/models/"), path.removeprefix("api/models/")
         name = path.partition("/resolve/")[0].partition("/tree/")[0].partition("/revision/")[0]
-        folder, is_gated = self.root / name, name.startswith("gated/")
-        if is_gated and not is_api:
-            self.answer(403 if "Authorization" in self.headers else 401, {"X-Error-Code": "GatedRepo"})
-        elif not folder.is_dir() and not is_gated:
+        folder = self.root / name
+        if not folder.is_dir():
             self.answer(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Invalid username or password."})
         elif is_api and "/tree/" in path:
             self.answer(404, {"X-Error-Code": "EntryNotFound"})
@@ -68,7 +66,6 @@ def hub(tmp_path_factory, tokenizer):
     """The address of a hub that has one model, gpt2."""
     Hub.root = tmp_path_factory.mktemp("hub")
     save_policy(build_gpt2(), tokenizer, Hub.root / "gpt2")
-    (Hub.root / "own/notes").mkdir(parents=True)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -83,44 +80,6 @@ def run(words, address, cache, **variables):
 
 
 TRAIN = ["train.py", "--use_grpo", *QUICK, "--max_steps", "1", "--generation_max_length", "8"]
-EACH = """
-import json, sys
-from engine.model_files import check_model_path
-for path in sys.argv[1:]:
-    try:
-        check_model_path(path)
-        print(json.dumps("found"))
-    except ValueError as error:
-        print(json.dumps(str(error)))
-"""
-
-
-def problems(paths, address, cache, **variables):
-    done = run(["-c", EACH, *map(str, paths)], address, cache, **variables)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all("\n" not in problem for problem in found)
-    return found
-
-
-def write_adapter(folder, base):
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "base_model_name_or_path": base}))
-    return folder
-
-
-@pytest.mark.slow
-def test_what_the_hub_answers_is_one_line(hub, tmp_path):
-    adapter = write_adapter(tmp_path / "adapter", "gated/base")
-    (adapter / "tokenizer.json").touch()
-    paths = ["gated/model", "nobody/model", "model", adapter, "gpt2", "own/notes"]
-    gated, private, missing, of_adapter, *found = problems(paths, hub, tmp_path / "home")
-    assert gated.startswith("--model_path=gated/model: no such folder as gated/model; from the hub: GatedRepoError: ")
-    assert of_adapter.startswith(f"--model_path={adapter}: no such folder as gated/base; from the hub: GatedRepoError: ")
-    for name, problem in (("nobody/model", private), ("model", missing)):
-        assert problem.startswith(f"--model_path={name}: no such folder as {name}; from the hub: RepositoryNotFoundError: ")
-        assert "private or gated" in problem, "the end of the hub's message, which tells what to do"
-    assert found == ["found", "found"]                    # transformers tells what a repository lacks
 
 
 @pytest.mark.slow
@@ -133,8 +92,6 @@ def test_a_hub_that_cannot_be_reached_is_one_line_at_once_in_both_programs(tmp_p
         assert done.stderr == f"{words[0]}: error: --model_path=own/model: {wanted}"
         assert done.returncode == 2 and not done.stdout
         assert time.monotonic() - start < 60, "transformers would retry for 23 seconds, several times"
-    (offline,) = problems(["own/model"], nowhere, tmp_path / "home", HF_HUB_OFFLINE="1")
-    assert "offline mode is enabled" in offline
 
 
 @pytest.mark.slow
@@ -142,6 +99,8 @@ def test_an_id_without_an_owner_is_downloaded_and_trained_and_later_loads_withou
     done = run([*TRAIN, "--model_path", "gpt2", "--output_dir", str(tmp_path / "run")], hub, tmp_path / "home")
     assert done.returncode == 0 and (tmp_path / "run/final/model.safetensors").exists(), done.stderr
     assert "model gpt2: " in done.stdout and "packing ok" in done.stdout
+    done = run([*TRAIN, "--model_path", "nobody/model", "--output_dir", str(tmp_path / "other")], hub, tmp_path / "home")
+    assert "error: --model_path=nobody/model: no such folder as nobody/model; from the hub: RepositoryNotFoundError: " in done.stderr
     words = ["infer.py", "--question", "1+1=?", "--generation_max_length", "4", "--model_path", "gpt2"]
     done = run(words, "http://127.0.0.1:9", tmp_path / "home", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
@@ -160,19 +119,7 @@ def test_what_cannot_be_an_id_is_not_looked_up(path):
     assert str(error.value).startswith(f"--model_path={path}: no such folder as {path}; from the hub: HFValidationError: ")
 
 
-@pytest.mark.parametrize("is_adapter", [False, True])
-def test_a_folder_needs_configuration_weights_and_tokenizer(tmp_path, is_adapter):
-    base = tmp_path / "base"
-    path = str(write_adapter(tmp_path / "adapter", str(base)) if is_adapter else base)
-    base.mkdir()
-    with pytest.raises(ValueError, match=f"^--model_path={path}: {base} has no config.json$"):
-        check_model_path(path)
-    (base / "config.json").touch()
-    check_model_path(path, config_only=True)
-    with pytest.raises(ValueError, match=rf"^--model_path={path}: {base} has no \*.safetensors or pytorch_model\*.bin$"):
-        check_model_path(path)
-    (base / "pytorch_model-1.bin").touch()
-    with pytest.raises(ValueError, match=f"^--model_path={path}: {path} has no tokenizer.json or "):
-        check_model_path(path)
-    Path(path, "vocab.json").touch()
-    check_model_path(path)
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    build_gpt2().save_pretrained(tmp_path)                # some classes of tokenizers would make an empty one
+    with pytest.raises(ValueError, match=f"^--model_path={tmp_path}: it has no tokenizer.json or "):
+        load_policy(ModelConfig(str(tmp_path)))

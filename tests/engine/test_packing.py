@@ -4,11 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import PROMPTS, made_up_rollout
+from conftest import made_up_rollout
 
 from engine import prefix_attention
-from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches, pack_groups, padded_indices
-from sample import pad_rows, sample_completions_for_prompts
+from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches_of_groups, pack_groups, padded_indices
 
 
 def test_who_sees_whom():
@@ -75,21 +74,6 @@ def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
     assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]
 
 
-def test_micro_batches_cover_every_row_once_within_the_budget(model, tokenizer, settings):
-    rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)
-    rows = torch.tensor([0, 1, 2, 5, 6, 9, 13, 15])
-    for budget in 1, 60, 150, 10**6:
-        batches = micro_batches(rollout, rows, budget)
-        assert sorted(torch.cat(batches).tolist()) == rows.tolist()
-        for batch in batches:
-            assert pack_groups(rollout, batch).ids.numel() <= budget or len(batch) == 1, f"{budget=} {len(batch)=}"
-        assert budget < 10**6 or len(batches) == 1
-
-
-def test_rows_are_padded_on_the_left():
-    assert pad_rows([torch.tensor([1.5]), torch.tensor([2.5, 3.5])], left=True).tolist() == [[0, 1.5], [2.5, 3.5]]
-
-
 def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each():
     valid = [[True, True, False], [True, True, True]]
     assert [x.tolist() for x in padded_indices([(3, 2), (5, 3)], CPU)] == [[[3, 4, 4], [5, 6, 7]], valid]
@@ -104,11 +88,11 @@ def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     """Rows of 10 + 5 tokens: siblings share a prompt, and one token less than needed splits them."""
     rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
     rows = torch.arange(4)
-    assert [len(b) for b in micro_batches(rollout, rows, 40)] == [4]
-    assert [len(b) for b in micro_batches(rollout, rows, 39)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 20)] == [2, 2]
-    assert [len(b) for b in micro_batches(rollout, rows, 19)] == [1, 1, 1, 1]
-    assert len(micro_batches(rollout, rows, 1000, parts=3)) >= 3
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 40)] == [4]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 39)] == [2, 2]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 20)] == [2, 2]
+    assert [len(b) for b in micro_batches_of_groups(rollout, rows, 19)] == [1, 1, 1, 1]
+    assert len(micro_batches_of_groups(rollout, rows, 1000, parts=3)) >= 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

@@ -11,7 +11,7 @@ from engine.sampler import SamplingState, find_interval
 
 def test_what_u_times_the_total_may_round_up_to_draws_a_possible_token():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
-    assert sampler.sample_inverse_cdf(logits, torch.tensor([1.0]))[0].tolist() == [2]
+    assert sampler.sample_in_blocks(logits, torch.tensor([1.0]))[0].tolist() == [2]
 
 
 @pytest.mark.parametrize("lengths,ends,goal,index,distance", [

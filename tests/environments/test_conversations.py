@@ -15,7 +15,7 @@ import train
 from analysis.replay import rollout_of
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
-from engine.packing import micro_batches
+from engine.packing import micro_batches_of_groups
 from logprobs import completion_lengths
 from engine.errors import RunError
 from environments.conversations import (
@@ -94,7 +94,7 @@ def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     plain = gradient([everything], "plain")
-    for batches in [everything], micro_batches(rollout, everything, 200):
+    for batches in [everything], micro_batches_of_groups(rollout, everything, 200):
         assert (gradient(batches, "shared") - plain).norm() < 1e-5 * plain.norm()
 
 

@@ -24,7 +24,7 @@ from engine.cache import PrefixCache
 from engine.precision import with_precision
 from engine.prefix_attention import use_prefix_attention
 from engine.recomputation import recompute_activations
-from engine.sampler import sample_inverse_cdf
+from engine.sampler import sample_in_blocks as sample_inverse_cdf
 from logprobs import compute_logits, restrict_logits
 from runs import fitting_flags, memory_estimate
 from runs.fitting_flags import candidates
