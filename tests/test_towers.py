@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, ctrl_c_after, exhaustive, length_reward, run_folder, shared_log_probs,
+    ARCHITECTURES, PROMPTS, WITH_TOWERS, comparable, ctrl_c_after, exhaustive, length_reward, made_up_rollout, run_folder, shared_log_probs,
 )
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -21,7 +21,7 @@ from engine.text_model import text_model
 from engine.policy import frozen_copy, load_policy, save_policy, update_reference
 from runs.records import read_jsonl
 from runs.memory_estimate import model_shapes, pass_bytes
-from runs.startup_check import check_packing, random_rollout
+from runs.startup_check import check_packing
 
 FLAGS = (
     "--use_grpo --max_steps 3 --save_steps 1 --keep_checkpoints 9 --generation_max_length 8 --learning_rate 1e-2 "
@@ -161,5 +161,5 @@ def test_a_reference_follows_the_text_model(base, lora_rank):
 def test_a_model_without_towers_is_trained_whole():
     model, _ = load_policy(ModelConfig())
     assert all(parameter.requires_grad for parameter in model.parameters()) and text_model(model) is model.model
-    rollout = random_rollout(model, load_policy(ModelConfig())[1], [[5, 6]])
+    rollout = made_up_rollout([2], [8, 5])
     assert shared_log_probs(model, rollout).logp.isfinite().all()

@@ -182,7 +182,7 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
         prompts.append([*prompt, *ids])
         turns.append([*tokenizer(text, add_special_tokens=False).input_ids, stops[0]])
         ids += turns[-1]
-        ids += conversation.end_turn(ids)()
+        ids += conversation.end_turn(ids)
     prompts.append([*prompt, *ids])
     for earlier, turn, later in zip(prompts, turns, prompts[1:]):
         assert later[: len(earlier) + len(turn)] == earlier + turn
@@ -277,10 +277,10 @@ def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(mode
 
 def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
     conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
-    message, _ = conversation.environment_step("hello")()
+    message, _ = conversation.environment_step("hello")
     assert message["content"] == "x" * MAX_MESSAGE_CHARACTERS + f" [{10**6 - MAX_MESSAGE_CHARACTERS} more characters were cut]"
     conversation.respond = lambda conversation: "half a pair: \ud83d"
-    assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)()) == "\nhalf a pair: ?\n"
+    assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
 
 
 @pytest.mark.parametrize("answer,message", [

@@ -9,7 +9,7 @@ from conftest import QUICK
 
 import train
 from sources import load_examples
-from environments.conversations import Conversation, run_scripted_turns
+from environments.conversations import Conversation
 from environments.loading import load_environment, refuse_missing_columns, responders
 from reward_functions.loading import load_reward_function
 from runs.startup_check import check_rewards
@@ -28,32 +28,6 @@ def test_an_environment_gets_the_columns_it_asks_for():
     with pytest.raises(ValueError, match="--environment=mine: needs the column level"):
         refuse_missing_columns("mine", lambda conversation, level, topic=1: None, examples)
     refuse_missing_columns("mine", lambda conversation, topic: None, examples)
-    assert responders(None, examples) is None
-
-
-def test_the_customers_of_the_example(tokenizer, settings):
-    respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
-    rows = load_examples(f"{EXAMPLES}/customers.jsonl")
-    assert len((EXAMPLES / "customer_service.py").read_text().splitlines()) < 60
-    helmet = next(row for row in rows if row["topic"] == "returning a helmet")
-
-    def outcome(*turns):
-        (customer,) = responders(respond, [helmet])
-        return run_scripted_turns(Conversation(tokenizer, helmet["prompt"], customer, settings, [1]), list(turns))
-
-    messages, points = outcome("Hello! Within 30 days, with the receipt.")
-    assert len(messages) == 1 and points == pytest.approx(1.05)
-    messages, points = outcome("Yes.", "Within 30 days.", "With the receipt.")
-    assert [m["content"] for m in messages[1::2]] == [
-        "How many days do I have? It is about returning a helmet.",
-        "Thank you, but that is only half of it. And what do I have to bring?",
-    ]
-    assert points == pytest.approx(0.8)
-    assert outcome("No.", "No.", "No.", "No.")[1] == pytest.approx(-0.1 - 0.1 - 0.3)
-    (system, question) = (message["content"] for message in helmet["prompt"])
-    for copy in system, system.upper().replace(".", "!"), f"{system}\n{question}":
-        assert outcome(copy, copy, copy)[1] == pytest.approx(-0.1 - 0.1 - 0.1 - 0.3), "a copy of the prompt"
-    assert outcome("Returns: within 30 days, with the receipt.")[1] == pytest.approx(1), "the sentence that answers"
 
 
 def test_the_start_up_check_has_nothing_against_the_customers(tokenizer, settings):
