@@ -27,7 +27,7 @@ import torch
 from data import as_messages, is_ids
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
-from environments.instances import SECONDS_PER_CALL, Instance, start_group
+from environments.instances import Instance, start_group
 from environments.loading import responders
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
@@ -86,11 +86,11 @@ def start_conversations(
     if not inspect.isclass(environment):
         responds = responders(environment, rows)
     else:
-        responds, seconds = list(map(Instance, rows)), config.reward_timeout or SECONDS_PER_CALL
+        responds = [Instance(example, config.reward_timeout) for example in rows]
         for p, times in enumerate(earlier or occurrences(prompts)):
             group = responds[p * group_size : (p + 1) * group_size]
             try:
-                text = start_group(environment, group, f"{seed} {times} {prompts[p]}", seconds)
+                text = start_group(environment, group, f"{seed} {times} {prompts[p]}")
                 prompts[p] = append_text(prompts[p], text) if text else prompts[p]
             except ValueError as error:
                 raise RunError(f"environment {config.environment}: {error}") from None
@@ -163,12 +163,12 @@ class Conversation:
     def attempt(self, call: Callable) -> tuple[dict | None, float]:
         """Return the message and the points of a call.
 
-        If it raises or has no time left, raise RunError; with --reward_errors none, end the conversation with
-        NaN.
+        If it raises, or an instance takes too long, raise RunError; with --reward_errors none, end the
+        conversation with NaN.
         """
         try:
             with exits_as_errors():
-                return parse_step(call_with_timeout(self.config.reward_timeout or SECONDS_PER_CALL, call))
+                return parse_step(call_with_timeout(getattr(self.respond, "seconds", 0.0), call))
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan

@@ -23,21 +23,21 @@ from reward_functions.loading import accepted
 
 NO_TOOLS = "reset", "get_reward", "close"                 # public methods that the model cannot call
 SECONDS_PER_CALL = 60.0         # without --reward_timeout
-OPEN: list = []                 # instances of classes that are not closed yet
+OPEN: list["Instance"] = []     # instances that are not closed yet
 
 
 class Instance:
     """An instance of a class, and its points so far. An error of its beginning is raised at its turn."""
 
-    def __init__(self, example: dict):
-        self.example = example
+    def __init__(self, example: dict, seconds: float):
+        self.example, self.seconds = example, seconds or SECONDS_PER_CALL
         self.environment = self.error = None
         self.total = 0.0                                  # points so far
 
     def begin(self, environment_class: type, seed: str) -> str | None:
         """Make and reset the instance. Return what to append to the prompt."""
         self.environment = environment_class()
-        OPEN.append(self.environment)
+        OPEN.append(self)
         random.seed(seed)
         text = self.environment.reset(**accepted(self.environment.reset, self.example))
         if not isinstance(text, str | None):
@@ -60,7 +60,7 @@ class Instance:
         return self.total - before
 
 
-def start_group(environment_class: type, group: list[Instance], seed: str, seconds: float) -> str:
+def start_group(environment_class: type, group: list[Instance], seed: str) -> str:
     """Begin instances, and return the text for the end of their prompt.
 
     Raises ValueError if texts differ: a group has one prompt.
@@ -70,7 +70,7 @@ def start_group(environment_class: type, group: list[Instance], seed: str, secon
         try:
             with exits_as_errors():
                 begin = partial(instance.begin, environment_class, seed)
-                texts.append(call_with_timeout(seconds, begin) or "")
+                texts.append(call_with_timeout(instance.seconds, begin) or "")
         except Exception as error:
             instance.error = error
     random.setstate(state)
@@ -93,7 +93,7 @@ def closing_environments():
         del OPEN[opened_before:]
         for instance in instances:
             with suppress(Exception), exits_as_errors():
-                call_with_timeout(SECONDS_PER_CALL, getattr(instance, "close", lambda: None))
+                call_with_timeout(instance.seconds, getattr(instance.environment, "close", lambda: None))
 
 
 def public_methods(environment_class: type, owner) -> dict[str, Callable]:

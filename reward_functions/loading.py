@@ -60,14 +60,19 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
 
 
 def check_signature(function: Callable, name: str) -> Callable:
-    """Return a reward function if it can be called as one; verl's compute_score as a function of all
-    completions. Raise ValueError with the reason otherwise.
+    """Return a reward function if it can be called as one: an instance of a class, and verl's compute_score
+    as a function of all completions. Raise ValueError with the reason otherwise.
     """
     flag = f"--reward_functions {name}"
     if name_of(function) in BUILT_IN:
         raise ValueError(f"{flag}: there is a built-in reward function {name_of(function)}; rename yours")
     if inspect.isclass(function):
-        raise ValueError(f"{flag}: it is a class; name an instance of it")
+        try:
+            function = function()
+        except TypeError as error:
+            raise ValueError(f"{flag}: it is a class; name an instance of it ({error})") from None
+    if not callable(function):
+        raise ValueError(f"{flag}: a {type(function).__name__} is no function and has no __call__")
     if "solution_str" in inspect.signature(function).parameters:
         is_async = inspect.iscoroutinefunction(function)
         each = partial(gather_for_each if is_async else call_for_each, function)

@@ -99,20 +99,19 @@ def judge(
     ratings: dict[str, float] = {}                        # by prompt: a reply is rated once
 
     async def points(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
-        messages = [{"role": "user", "content": judge_prompt(question, prompt, text_of(completion), top)}]
+        text = judge_prompt(question, prompt, text_of(completion), top)
+        if text in ratings:
+            return ratings[text]
+        messages = [{"role": "user", "content": text}]
         body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
-        if messages[0]["content"] in ratings:
-            return ratings[messages[0]["content"]]
         try:
             async with slots:
                 reply = await request_completion(client, body, timeout, retries, backoff)
-            rating = parse_rating(reply, top)
+            ratings[text] = parse_rating(reply, top)
         except Exception as error:                                 # any failure of the network or the server
-            text = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
-            warnings.warn(f"judge {name}: {text:.300}", stacklevel=2)
-            return None
-        ratings[messages[0]["content"]] = rating
-        return rating
+            line = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
+            warnings.warn(f"judge {name}: {line:.300}", stacklevel=2)
+        return ratings.get(text)
 
     async def function(completions, prompts, **columns) -> list[float | None]:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

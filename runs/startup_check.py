@@ -18,7 +18,7 @@ from engine.errors import first_line
 from engine.text_model import has_experts
 from engine.plain import Engine
 from engine.precision import is_exact
-from environments.conversations import run_scripted_turns, start_conversations
+from environments.conversations import Conversation, run_scripted_turns, start_conversations
 from environments.instances import closing_environments
 from experience import compare_with_sampler, log_probs_of_rollout
 from logprobs import LogProbs
@@ -87,15 +87,11 @@ def check_setup(
         check_head(plain, rollout),
         check_sampler(plain, rollout, config),
     ]
-
-    def new_conversation():
-        stops = stop_token_ids(model, tokenizer)
-        (conversation,) = start_conversations(tokenizer, environment, [answered], config, stops)
-        return conversation
-
     if reward_functions:
-        start = new_conversation if environment else None
-        findings += check_rewards(answered, config, reward_functions, start)
+        stops, count = stop_token_ids(model, tokenizer), len(completions_of(answered))
+        conversations = environment and start_conversations(
+            tokenizer, environment, [answered], config, stops, group_size=count)
+        findings += check_rewards(answered, config, reward_functions, conversations)
     return findings
 
 
@@ -244,15 +240,16 @@ def gold_turns(example: dict) -> list[str]:
     return [gold or demonstration("because", answer)] if gold or answer else []
 
 
-def check_rewards(example: dict, config, reward_functions: list, new_conversation=None) -> list[Finding]:
+def check_rewards(
+    example: dict, config, reward_functions: list, conversations: list[Conversation] | None
+) -> list[Finding]:
     """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points.
 
-    new_conversation  starts a conversation with the environment, if there is one; the completions are its
-                      last turns, after the earlier turns of the demonstration
+    conversations  with the environment, if there is one, one for each kind; the completions are their last
+                   turns, after the earlier turns of the demonstration
     """
     texts = completions_of(example)
     completions = list(texts.values())
-    conversations = [new_conversation() for _ in completions] if new_conversation else []
     if conversations:
         before, pairs = gold_turns(example)[:-1], zip(conversations, completions, strict=True)
         results = [run_scripted_turns(conversation, [*before, text]) for conversation, text in pairs]

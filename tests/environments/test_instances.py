@@ -20,8 +20,6 @@ from test_rewards import call_and_score
 import environments.instances
 import environments.tools
 import infer
-import train
-from config import Config, GRPOConfig, TrainingConfig
 from data import encode_prompt
 from engine import make_engine
 from engine.errors import RunError
@@ -31,7 +29,6 @@ from environments.loading import load_environment, refuse_missing_columns
 from environments.tools import run_call
 from logprobs import completion_lengths
 from reward_functions import environment
-from runs.records import read_jsonl
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
@@ -263,8 +260,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings, name, monkeypatch):
-    monkeypatch.setattr(environments.instances, "SECONDS_PER_CALL", 0.3)         # of close
+def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings, name):
     place, deed, lost, message, *members = BAD[name]
     cls = bad(place, deed)
     for key, value in (members[0] if members else {}).items():
@@ -334,56 +330,6 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
     assert chat[-1]["content"] == "Go."
     with pytest.raises(RunError, match="for a prompt that was cut; pass --long_prompts drop"):
         start_conversations(tokenizer, cls, [{"prompt": [5, 6, 7]}], settings, [1])
-
-
-class Dice(Quiet):
-    """Its tool and its beginning are random, and its points differ between siblings."""
-
-    place = ""
-
-    def reset(self, **columns):
-        self.generator = random.Random(random.random())
-        return f" {self.generator.randint(1, 6)}"
-
-    def say(self, text: str) -> str:
-        """Say something.
-
-        Args:
-            text: The words.
-        """
-        self.reward += len(text) % 3 + self.generator.random()
-        return str(self.generator.randint(1, 6))
-
-
-def config_of(folder):
-    return Config(
-        grpo=GRPOConfig(generation_max_length=160, max_turns=3, num_completions_per_prompt=4),
-        training=TrainingConfig(
-            use_grpo=True, cold_start_steps=0, max_steps=4, batch_size=2, report_to="none", save_steps=1, eval_steps=0,
-            output_dir=folder, log_rollouts_every=1))
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_in_a_step_continues_bit_for_bit(tmp_path, every_turn_is_a_call):
-    objects = dict(dataset=[{"prompt": f"{n}"} for n in range(20)], environment=Dice)
-    steps = itertools.count()
-
-    def stopping(environments, **columns):
-        if next(steps) == 4:                              # after the start-up check, an evaluation and two steps
-            raise KeyboardInterrupt
-        return read_reward(environments)
-
-    stopping.__name__ = "read_reward"
-    train.train(config_of(tmp_path / "whole"), reward_functions=[read_reward, "environment"], **objects)
-    Quiet.closed = 0
-    with pytest.raises(KeyboardInterrupt):
-        train.train(config_of(tmp_path / "run"), reward_functions=[stopping, "environment"], **objects)
-    assert OPEN == [] and Quiet.closed > 24, "closed after Ctrl-C in a reward function"
-    again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
-    train.train(again, reward_functions=[read_reward, "environment"], **objects)
-    whole, run = (read_jsonl(tmp_path / name / "rollouts.jsonl") for name in ("whole", "run"))
-    assert whole == run and len({record["reward"] for record in whole}) > 5 and len({r["prompt_ids"][-1] for r in whole}) > 2
-    assert max(len(record["completion"]) for record in whole) > 1
 
 
 def test_a_user_plays_as_the_model_would(monkeypatch, capsys, tmp_path):

@@ -9,7 +9,8 @@ from conftest import QUICK
 
 import train
 from sources import load_examples
-from environments.conversations import Conversation
+from analysis.reward_linter import completions_of
+from environments.conversations import start_conversations
 from environments.loading import load_environment, refuse_missing_columns, responders
 from reward_functions.loading import load_reward_function
 from runs.startup_check import check_rewards
@@ -34,23 +35,18 @@ def test_the_start_up_check_has_nothing_against_the_customers(tokenizer, setting
     respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
     config = replace(settings, reward_functions=["environment"], max_turns=4)
     for row in load_examples(f"{EXAMPLES}/customers.jsonl"):
-        def conversation(row=row):
-            (customer,) = responders(respond, [row])
-            return Conversation(tokenizer, row["prompt"], customer, config, [1])
-
-        (finding, *flags) = check_rewards(row, config, [load_reward_function("environment")], conversation)
+        conversations = start_conversations(tokenizer, respond, [row], config, [1], group_size=len(completions_of(row)))
+        (finding, *flags) = check_rewards(row, config, [load_reward_function("environment")], conversations)
         assert flags == [] and "echo -0.10" in finding.found, (flags, finding.found)
 
 
 @pytest.mark.parametrize("flags,message", [
     ("--max_turns 3", "--max_turns=3: no environment continues"),
     ("--environment calculator", "--environment=calculator: with --max_turns=1 its messages are never used"),
-    ("--environment calculator --max_turns 0", "--max_turns=0"),
     ("--reward_functions environment", "--reward_functions=environment: the reward function environment needs points"),
     ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
      "--reward_combination=gdpo: --use_value_head takes the points of each turn"),
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
-    ("--environment {dir}/mine.py:nothing --max_turns 2", "has no function nothing"),
     ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),
     ("--environment {dir}/mine.py:needy --max_turns 2", "--environment=.*needs the column level"),
     ("--environment {dir}/mine.py:broken --max_turns 2", "raised ZeroDivisionError"),
