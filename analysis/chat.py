@@ -147,10 +147,10 @@ def play(args, source: ModelConfig) -> None:
         while read:
             print(printable(tokenizer.decode(read)))
             ids += [*encode(tokenizer, input("> ")), stop]
-            read = talk.end_turn(ids)()
+            read = talk.end_turn(ids)
             print(f"({talk.turn_points[len(ids) - 1]:+.2f} points)")
             ids += read
-    total = sum(talk.turn_points.values()) + talk.final_points()()
+    total = sum(talk.turn_points.values()) + talk.final_points()
     print(f"{total:+.2f} points in {talk.num_turns} turns")
 
 

@@ -13,7 +13,7 @@ including the last one, so that it can give points for it.
 
 Token ids are never decoded and encoded again: sampled tokens are kept, an environment's message is encoded
 alone and appended (environments/messages.py), and the key-value cache is extended.
-Left out on purpose: functions that run concurrently. They are called one after the other.
+Left out on purpose: calls that run concurrently. They are made one after the other.
 """
 
 import inspect
@@ -27,9 +27,10 @@ import torch
 from data import as_messages, is_ids
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
-from environments.instances import Instance, reset_group
+from environments.instances import Instance, start_group
 from environments.loading import responders
 from environments.messages import encode_reply
+from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS
 from sample import Rollout, occurrences, stop_token_ids
 
@@ -62,10 +63,9 @@ def sample_with_environment(
         raise RunError(f"engine {type(engine).__name__} does not call reply: an environment needs that.")
     points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
     rows = zip(conversations, rollout.completion_ids.tolist(), lengths.tolist(), strict=True)
-    final_points = [conversation.final_points() for conversation in conversations]
     for row, conversation in enumerate(conversations):
         points[row, list(conversation.turn_points)] = torch.tensor(list(conversation.turn_points.values()))
-        points[row, lengths[row] - 1] += final_points[row]()
+        points[row, lengths[row] - 1] += conversation.final_points()
     return replace(
         rollout, turn_points=points, environments=[each.environment for each in conversations],
         finished=rollout.finished & ~torch.tensor([conversation.too_long for conversation in conversations]),
@@ -86,11 +86,11 @@ def start_conversations(
     if not inspect.isclass(environment):
         responds = responders(environment, rows)
     else:
-        responds = [Instance(environment, example, config.reward_timeout) for example in rows]
+        responds = [Instance(example, config.reward_timeout) for example in rows]
         for p, times in enumerate(earlier or occurrences(prompts)):
             group = responds[p * group_size : (p + 1) * group_size]
             try:
-                text = reset_group(group, f"{seed} {times} {prompts[p]}")
+                text = start_group(environment, group, f"{seed} {times} {prompts[p]}")
                 prompts[p] = append_text(prompts[p], text) if text else prompts[p]
             except ValueError as error:
                 raise RunError(f"environment {config.environment}: {error}") from None
@@ -129,18 +129,13 @@ class Conversation:
         """Return the instance of a class; None for a function."""
         return self.respond.environment if isinstance(self.respond, Instance) else None
 
-    def end_turn(self, ids: list[int]) -> Callable[[], list[int]]:
-        """Begin the environment's step after a turn of the policy.
+    def end_turn(self, ids: list[int]) -> list[int]:
+        """Return the tokens of the environment's message after a turn of the policy, or [] at the end.
 
-        ids      all tokens after the prompt, up to and including the stop token of the turn
-        returns  a function that returns the tokens of the environment's message, or [] at the end
+        ids  all tokens after the prompt, up to and including the stop token of the turn
         """
         start, self.turn_start = self.turn_start, len(ids)
-        step = self.environment_step(self.decode(ids[start:-1]))
-        return lambda: self.reply_tokens(ids, *step())
-
-    def reply_tokens(self, ids: list[int], message: dict | None, points: float) -> list[int]:
-        """Return the tokens of the environment's message after all tokens so far, ids, or [] at the end."""
+        message, points = self.environment_step(self.decode(ids[start:-1]))
         self.turn_points[len(ids) - 1] = points
         if message is None or self.num_turns == self.config.max_turns:
             return []
@@ -153,33 +148,27 @@ class Conversation:
         self.turn_start += len(reply)
         return reply
 
-    def environment_step(self, text: str) -> Callable[[], tuple[dict | None, float]]:
-        """Append a turn of the policy, and begin the environment's step; a function is called later.
-
-        returns  a function that returns the environment's message and its points for the turn
-        """
+    def environment_step(self, text: str) -> tuple[dict | None, float]:
+        """Append a turn of the policy. Return the environment's message and its points for the turn."""
         self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
-        call = partial(self.respond, [dict(message) for message in self.messages])
-        if isinstance(self.respond, Instance):
-            call = self.respond.start(call)
-        return partial(self.attempt, call)
+        return self.attempt(partial(self.respond, [dict(message) for message in self.messages]))
 
-    def final_points(self) -> Callable[[], float]:
-        """Begin to ask an instance for its points at the end. Return a function that returns them."""
-        if not isinstance(self.respond, Instance):
-            return lambda: 0.0
-        points = self.respond.start(self.respond.points, True)
-        return lambda: self.attempt(lambda: (None, points()))[1]
+    def final_points(self) -> float:
+        """Return the points that an instance gives at the end."""
+        if self.environment is None:
+            return 0.0
+        return self.attempt(lambda: (None, self.respond.points(at_end=True)))[1]
 
     def attempt(self, call: Callable) -> tuple[dict | None, float]:
         """Return the message and the points of a call.
 
-        If it raises, raise RunError; with --reward_errors none, end the conversation with NaN.
+        If it raises, or an instance takes too long, raise RunError; with --reward_errors none, end the
+        conversation with NaN.
         """
         try:
             with exits_as_errors():
-                return parse_step(call())
+                return parse_step(call_with_timeout(getattr(self.respond, "seconds", 0.0), call))
         except Exception as error:
             if self.config.reward_errors == "none":
                 return None, math.nan
@@ -220,12 +209,12 @@ def run_scripted_turns(conversation: Conversation, turns: list[str]) -> tuple[li
     """Run a conversation with given turns of the policy. Return the messages and the total points."""
     total, turns = 0.0, turns[: conversation.config.max_turns]
     for number, text in enumerate(turns, start=1):
-        message, points = conversation.environment_step(text)()
+        message, points = conversation.environment_step(text)
         total += points
         if message is None or number == len(turns):
             break
         conversation.messages.append(message)
-    return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_points()()
+    return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_points()
 
 
 def describe_conversations(rollout) -> dict:

@@ -51,10 +51,8 @@ def refuse_missing_columns(name: str, environment: Callable | None, examples: li
         raise ValueError(f"--environment={name}: needs the column {missing[0]}, which no example has")
 
 
-def responders(environment: Callable | None, examples: list[dict]) -> list[Callable] | None:
+def responders(environment: Callable, examples: list[dict]) -> list[Callable]:
     """Bind each example's columns to the environment: returns functions of the conversation alone."""
-    if environment is None:
-        return None
     columns, rest = columns_of(examples), partial(environment, [])        # after the conversation
     missing = dict.fromkeys(missing_columns(rest, columns))               # that examples of other steps have
     rows = [{name: example.get(name) for name in columns} for example in examples]

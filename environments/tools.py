@@ -3,7 +3,6 @@ Environments that execute tool calls: a calculator and a Python interpreter.
 """
 
 import ast
-import asyncio
 import inspect
 import json
 import math
@@ -12,9 +11,10 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate
-from reward_functions.calling import event_loop
+from reward_functions.calling import start_coroutine
 from reward_functions.sandbox import run_python
 
 MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
@@ -26,14 +26,15 @@ def with_tools(*functions: Callable) -> Callable:
 
     functions  with type hints and a docstring with "Args:", which chat templates show to the model
     """
-    by_name = {function.__name__: function for function in functions}
-
-    def respond(conversation: list[dict]) -> dict | None:
-        results = run_calls(conversation[-1]["content"], by_name)
-        return {"role": "tool", "content": "\n".join(results)} if results else None
-
+    respond = partial(answer_calls, functions={function.__name__: function for function in functions})
     respond.tools = list(functions)
     return respond
+
+
+def answer_calls(conversation: list[dict], functions: dict[str, Callable]) -> dict | None:
+    """Return a message with the results of the tool calls in the last message; None if there are none."""
+    results = run_calls(conversation[-1]["content"], functions)
+    return {"role": "tool", "content": "\n".join(results)} if results else None
 
 
 def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
@@ -87,9 +88,7 @@ def run_call(function: Callable, /, *args, **kwargs) -> str:
 
 def await_result(result):
     """Return a result; for a coroutine, what it returns in the event loop of all async functions."""
-    if not inspect.iscoroutine(result):
-        return result
-    return asyncio.run_coroutine_threadsafe(result, event_loop()).result()
+    return start_coroutine(result)() if inspect.iscoroutine(result) else result
 
 
 def calculate(expression: str) -> str:

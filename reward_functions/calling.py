@@ -1,6 +1,6 @@
 """
-Calling the reward functions of users: arguments as in TRL, the time limit, async functions, several outputs,
-reports beside the points, and errors that name the function. wrap_reward_functions is what others call.
+Calling the reward functions of users: arguments as in TRL, the time limit, async functions, reports beside
+the points, and errors that name the function. wrap_reward_functions is what others call.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import signal
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, compress
@@ -29,7 +29,7 @@ class RewardError(RunError):
     """Report that a reward function failed. The message has the function, the error and a completion."""
 
 
-class NoPoints(ValueError):
+class NoResult(ValueError):
     """Report that a call returned something else than points, or took too long."""
 
 
@@ -102,10 +102,7 @@ def wrap_reward_functions(
         provided["turn_points"] = select_tokens(turn_points, ends)
         unscored = turn_points.isnan().any(dim=1).tolist()
     if environments := getattr(rollout, "environments", None):
-        # One that failed is replaced, so that a function that reads all of them can score the others.
-        pairs = list(zip(environments, unscored, strict=True))
-        working = next((each for each, failed in pairs if not failed), None)
-        provided["environments"] = [working if failed else each for each, failed in pairs]
+        provided["environments"] = environments
     reports = Reports([{} for _ in mask])
 
     def wrap(function: Callable) -> Callable:
@@ -133,8 +130,8 @@ def start_scoring(function: Callable, arguments: dict, reports: Reports, group_s
         except Exception as error:
             if config.reward_errors == "raise":
                 raise RewardError(error_message(function, error, completions)) from error
-            if isinstance(error, NoPoints) or len(completions) == group_size:
-                words = str(error) if isinstance(error, NoPoints) else in_one_line(error)
+            if isinstance(error, NoResult) or len(completions) == group_size:
+                words = str(error) if isinstance(error, NoResult) else in_one_line(error)
                 report = {"error": words, "completion": text_of(completions[0])}
                 reports.failures.append({"function": name_of(function)} | report)
                 return [math.nan] * len(completions)
@@ -165,7 +162,12 @@ def start_call(function: Callable, arguments: dict, reports: Reports) -> Callabl
 
     if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         return exits_as_errors()(partial(function, **own))
-    future = asyncio.run_coroutine_threadsafe(call_async(), event_loop())
+    return start_coroutine(call_async())
+
+
+def start_coroutine(coroutine: Coroutine) -> Callable:
+    """Begin a coroutine, beside others. Return a function that waits for its result."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
     def result():
         try:
@@ -185,7 +187,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def call_with_timeout(seconds: float, call: Callable):
-    """Return call(), or raise NoPoints after that many seconds; 0: no limit.
+    """Return call(), or raise NoResult after that many seconds; 0: no limit.
 
     A timer's signal interrupts Python code, waiting and regular expressions, but no other C code, and only in
     the main thread: elsewhere, on Windows, and after a function's own signal.alarm there is no limit. A
@@ -205,7 +207,7 @@ def call_with_timeout(seconds: float, call: Callable):
         signal.setitimer(signal.ITIMER_REAL, 0)           # here, where a late signal is still caught
         return result
     except OutOfTime:
-        raise NoPoints(f"no result within {seconds:g} s (--reward_timeout)") from None
+        raise NoResult(f"no result within {seconds:g} s (--reward_timeout)") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -214,34 +216,28 @@ def call_with_timeout(seconds: float, call: Callable):
 def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
     """Convert what a function returned to its points, None for NaN.
 
-    Several outputs are a dict of lists or a list of dicts: each is logged as name/output, with its mean as
-    reward/name/output, and the points are the output `score`, or without one the sum.
+    A dict for each completion, as verl's functions return it, has the points as `score`. All its values are
+    logged as name/key, and the mean of numbers as reward/name/key.
     """
-    points, outputs = returned, {}
+    outputs: dict[str, list] = {}
+    if isinstance(returned, list) and any(isinstance(row, dict) for row in returned):
+        rows = [row or {} for row in returned]
+        outputs = {key: [row.get(key) for row in rows] for key in chain(*rows)}
+        returned = outputs.get("score")
     try:
-        if isinstance(points, list | tuple) and any(isinstance(row, dict) for row in points):
-            rows = [row or {} for row in points]
-            points = {output: [row.get(output) for row in rows] for output in chain(*rows)}
-        if isinstance(points, dict):
-            outputs = {k: [p.tolist() if hasattr(p, "tolist") else p for p in v] for k, v in points.items()}
-            rows = list(zip(*outputs.values(), strict=True))
-            points = outputs.get("score") or [None if None in row else sum(row) for row in rows]
-    except (TypeError, ValueError):
-        points = returned                                 # refused below
-    try:
-        points = read_points(points, len(reports.extra), "it")
+        points = read_points(returned, len(reports.extra), "it")
     except ValueError as error:
-        raise NoPoints(error) from None
-    for output, values in outputs.items():
-        reports.log_extra(f"{name}/{output}", values)
-        reports.metrics[f"reward/{name}/{output}"] += [float(v) for v in values if isinstance(v, int | float)]
+        raise NoResult(error) from None
+    for key, values in outputs.items():
+        reports.log_extra(f"{name}/{key}", values)
+        reports.metrics[f"reward/{name}/{key}"] += [float(v) for v in values if isinstance(v, int | float)]
     return [None if p is None or math.isnan(p) else p for p in points]
 
 
 def error_message(function: Callable, error: Exception, completions: list) -> str:
     """Return a line with the function, its error with file and line, a completion, and what to do."""
     name = name_of(function)
-    if isinstance(error, NoPoints):
+    if isinstance(error, NoResult):
         return f"reward function {name}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == getattr(getattr(function, "__code__", None), "co_filename", "")]

@@ -17,11 +17,10 @@ LETTERS = string.ascii_uppercase # of choices
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
     """Give 1 point if the tagged answer names the right choice, else 0; None where the column `answer` names
-    no choice, or could mean two.
+    no choice.
 
     "B", "(b)", "B." and "B) four" name choice B; so does its text if the column `choices` is a list of texts.
-    The data's answer may also be an index from 0, as an int. An "A" among the texts that is not choice A has
-    two meanings.
+    The data's answer may also be an index from 0, as an int. A text counts before a letter.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
@@ -29,11 +28,7 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
 
     def points(text: str, truth, options: list[str]) -> float | None:
         given, right = extract_answer(text), choice_of(truth, options)
-        letters = [choice_of(letter, options) for letter in LETTERS[: len(options)]]
-        ambiguous = letters != options[: len(LETTERS)] or choice_of(str(truth), options) not in (None, right)
-        if right is None or ambiguous:
-            return None
-        return float(given is not None and choice_of(given, options) == right)
+        return None if right is None else float(given is not None and choice_of(given, options) == right)
 
     return score_each(points, completions, answer, map(as_texts, choices or [None] * len(completions)))
 

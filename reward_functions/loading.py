@@ -3,7 +3,6 @@ The built-in reward functions by name, functions in files, their signatures, and
 """
 
 import asyncio
-import difflib
 import importlib.util
 import inspect
 import re
@@ -42,10 +41,8 @@ def function_from_file(flag: str, name: str, built_in: Iterable[str]) -> Callabl
     """Return the function of `path/to/file.py:function`, for a flag that also accepts built-in names."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        matches = difflib.get_close_matches(name, built_in, n=1)
-        hint = f"did you mean {matches[0]}? Else " if matches else ""
         known = ", ".join(built_in)
-        raise ValueError(f"--{flag} {name}: unknown; {hint}use path/to/file.py:function or one of {known}")
+        raise ValueError(f"--{flag} {name}: unknown; use path/to/file.py:function or one of {known}")
     folder = str(Path(path).resolve().parent)             # its neighbours can be imported, after our modules
     sys.path += [folder] * (folder not in sys.path)
     spec = importlib.util.spec_from_file_location(f"file {path}", path)
@@ -134,10 +131,9 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
     columns = {name for name, value in cells if str(value) not in ("", "None", "nan")}
     for function in functions:
         if missing := missing_columns(function, columns):
-            other = "; training without --use_grpo needs no rewards" if "completion" in columns else ""
             raise ValueError(
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
-                f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}{other}"
+                f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}"
             )
 
 

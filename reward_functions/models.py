@@ -16,16 +16,12 @@ judge ("this reply deserves a 10"). Give them a small weight and read completion
 """
 
 import asyncio
-import hashlib
 import itertools
-import json
 import math
 import os
 import re
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
 import httpx2
 import torch
@@ -84,8 +80,7 @@ def format_conversation(tokenizer, prompt, text: str) -> str:
 
 def judge(
     name: str, *, url: str, model: str, question: str, top: float = 10.0, key_variable: str = "",
-    timeout: float = 30.0, retries: int = 2, backoff: float = 0.5, at_once: int = 8, cache: str = "",
-    max_tokens: int = 512,
+    timeout: float = 30.0, retries: int = 2, backoff: float = 0.5, at_once: int = 8, max_tokens: int = 512,
 ) -> Callable:
     """Return an async reward function that has a language model rate each completion.
 
@@ -97,36 +92,26 @@ def judge(
     timeout       seconds for one request in total, tried 1 + retries times with pauses of backoff,
                   2 * backoff, ... seconds. So B completions take at most
                   B / at_once * ((1 + retries) * timeout + pauses)
-    cache         a file in which ratings are kept between runs; "": in memory only. A line that is no rating,
-                  such as the last one of a run that was killed, is left out
     """
     api_key = os.environ.get(key_variable, "").strip()
     if not (api_key.isascii() and api_key.isprintable()):
         raise ValueError(f"judge {name}: the API key in {key_variable} has a character that none can have")
-    ratings: dict[str, float] = {}
-    for line in Path(cache).read_text(errors="replace").splitlines() if os.path.exists(cache) else []:
-        with suppress(ValueError, TypeError):
-            ratings.update([json.loads(line)])
+    ratings: dict[str, float] = {}                        # by prompt: a reply is rated once
 
     async def points(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
-        messages = [{"role": "user", "content": judge_prompt(question, prompt, text_of(completion), top)}]
+        text = judge_prompt(question, prompt, text_of(completion), top)
+        if text in ratings:
+            return ratings[text]
+        messages = [{"role": "user", "content": text}]
         body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
-        key = hashlib.sha256(json.dumps([url, body]).encode()).hexdigest()
-        if key in ratings:
-            return ratings[key]
         try:
             async with slots:
                 reply = await request_completion(client, body, timeout, retries, backoff)
-            rating = parse_rating(reply, top)
+            ratings[text] = parse_rating(reply, top)
         except Exception as error:                                 # any failure of the network or the server
-            text = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
-            warnings.warn(f"judge {name}: {text:.300}", stacklevel=2)
-            return None
-        ratings[key] = rating
-        if cache:
-            with open(cache, "a") as file:
-                file.write(json.dumps([key, rating]) + "\n")
-        return rating
+            line = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
+            warnings.warn(f"judge {name}: {line:.300}", stacklevel=2)
+        return ratings.get(text)
 
     async def function(completions, prompts, **columns) -> list[float | None]:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

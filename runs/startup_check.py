@@ -12,20 +12,20 @@ import torch
 
 from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
 from config import GRPOConfig
-from data import as_messages, demonstration, encode, encode_prompt, is_ids
+from data import demonstration, encode, encode_prompt
 from engine import make_engine
 from engine.errors import first_line
 from engine.text_model import has_experts
 from engine.plain import Engine
 from engine.precision import is_exact
-from environments.conversations import run_scripted_turns, start_conversations
+from environments.conversations import Conversation, run_scripted_turns, start_conversations
 from environments.instances import closing_environments
 from experience import compare_with_sampler, log_probs_of_rollout
 from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from reward_functions.loading import data_example
 from rewards import compute_rewards_for_completions
-from sample import Rollout, left_pad, stop_token_ids
+from sample import Rollout, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
@@ -87,15 +87,11 @@ def check_setup(
         check_head(plain, rollout),
         check_sampler(plain, rollout, config),
     ]
-
-    def new_conversation():
-        stops = stop_token_ids(model, tokenizer)
-        (conversation,) = start_conversations(tokenizer, environment, [answered], config, stops)
-        return conversation
-
     if reward_functions:
-        start = new_conversation if environment else None
-        findings += check_rewards(answered, config, reward_functions, start)
+        stops, count = stop_token_ids(model, tokenizer), len(completions_of(answered))
+        conversations = environment and start_conversations(
+            tokenizer, environment, [answered], config, stops, group_size=count)
+        findings += check_rewards(answered, config, reward_functions, conversations)
     return findings
 
 
@@ -120,17 +116,14 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
 
     Later tokens with the id of BOS may be right: a template of ChatML can begin every message with it.
     """
-    stops, bos_id, pad_id = stop_token_ids(model, tokenizer), tokenizer.bos_token_id, tokenizer.pad_token_id
+    stops, bos_id = stop_token_ids(model, tokenizer), tokenizer.bos_token_id
     twice = bos_id is not None and any(prompt[:2] == [bos_id, bos_id] for prompt in prompts)
-    pad = f"pad is {pad_id} {tokenizer.pad_token!r}"
-    pad += ", also a stop id; masks depend on positions alone" if pad_id in stops else ", not a stop id"
     stop_tokens = ", ".join(f"{i} {tokenizer.convert_ids_to_tokens(i)!r}" for i in stops)
     is_open = all(prompt[-1] not in stops for prompt in prompts)
     end = "does not end with a stop id" if is_open else "ends with a stop id, so there is nothing to continue"
     return [
         Finding("BOS", not twice, f"{'two' if twice else 'at most one'} at the start of a prompt",
                 "one is the tokenizer's: remove that in the data, or in the chat template"),
-        Finding("pad", None, pad),
         Finding("stop ids", len(stops) > 0, stop_tokens,
                 "set eos_token_id in the model's generation_config.json"),
         Finding("open prompt", is_open, end, "switch add_eos_token off in tokenizer_config.json"),
@@ -139,16 +132,11 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
 
 def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
     """Describe the first prompt as the model sees it, and messages that no chat template renders."""
-    ids, messages = encode_prompt(tokenizer, prompt), as_messages(prompt)
-    other = [*messages[:-1], messages[-1] | {"content": "another"}] if tokenizer.chat_template else []
-    ignored = bool(other) and not is_ids(prompt) and encode_prompt(tokenizer, other) == ids
-    missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
-    bare = isinstance(prompt, list) and not tokenizer.chat_template
-    return [
-        Finding("first prompt", None, repr(tokenizer.decode(ids))),
-        *[Finding("template", None, missing)] * bare,
-        *[Finding("template", False, "all prompts have the same tokens", "it ignores them")] * ignored,
-    ]
+    findings = [Finding("first prompt", None, repr(tokenizer.decode(encode_prompt(tokenizer, prompt))))]
+    if isinstance(prompt, list) and not tokenizer.chat_template:
+        missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
+        findings.append(Finding("template", None, missing))
+    return findings
 
 
 @torch.no_grad()
@@ -211,38 +199,24 @@ def surprise_in_standard_errors(trained: LogProbs, mask: torch.Tensor) -> float:
 def check_packing(shared: Engine, plain: Engine, prompts: list[list[int]], config) -> Finding:
     """Compare completions packed behind one prompt with plain rows, which are slower but always correct.
 
-    Random completions test the trainer, completions from a shared cache the sampler. ok is True or None, and
-    there is a fix if both could be computed and differ.
+    The shared cache, packed rows and plain rows compute log-probabilities of the same completions. ok is True
+    or None, and there is a fix if all could be computed and differ.
     """
-    model = shared.model
-    rollout = random_rollout(model, shared.tokenizer, prompts)
     try:
-        packed = shared.log_probs(rollout, None, config.policy).logp
-        sampled = shared.sample(prompts, config, seed=0, num_completions=2)
+        rollout = shared.sample(prompts, config, seed=0, num_completions=2)
+        rollout.completion_mask[1::2, 5:] = False         # packs of different lengths
+        packed = shared.log_probs(rollout, None, config.policy).logp.cpu()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return Finding("packing", None, f"off: {first_line(error)}{INSTEAD}")
-    rows = plain.log_probs(rollout, None, config.policy).logp
-    again = plain.log_probs(sampled, None, config.policy).logp.cpu()
-    left = torch.cat([packed.flatten().cpu(), sampled.sampling_logp.flatten()])
-    right = torch.cat([rows.flatten().cpu(), again.flatten()])
-    finding = compare(model, "packing", "packed and plain rows", left, right, "")
+    rows = plain.log_probs(rollout, None, config.policy).logp.cpu()
+    both = torch.stack([packed, rollout.sampling_logp.where(rollout.completion_mask, 0.0)])
+    finding = compare(shared.model, "packing", "packed and plain rows", both, rows.expand(2, -1, -1), "")
     if finding.ok:
         return finding
     fix = "engine/packing.py, prefix_attention.py or cache.py has a fault; --engine plain does without"
     return replace(finding, ok=None, found=f"off: {finding.found}{INSTEAD}", fix=fix)
-
-
-def random_rollout(model, tokenizer, prompts: list[list[int]]) -> Rollout:
-    """Return two completions of each prompt, of random tokens and different lengths."""
-    known = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
-    ids = torch.randint(0, known, (2 * len(prompts), 8), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(8) < torch.tensor([8, 5] * len(prompts))[:, None]
-    return Rollout(
-        *left_pad(prompts, tokenizer.pad_token_id), ids, mask, torch.zeros(mask.shape), mask[:, 0],
-        [""] * len(ids),
-    )
 
 
 def compare(model, name: str, what: str, left, right, fix: str) -> Finding:
@@ -266,15 +240,16 @@ def gold_turns(example: dict) -> list[str]:
     return [gold or demonstration("because", answer)] if gold or answer else []
 
 
-def check_rewards(example: dict, config, reward_functions: list, new_conversation=None) -> list[Finding]:
+def check_rewards(
+    example: dict, config, reward_functions: list, conversations: list[Conversation] | None
+) -> list[Finding]:
     """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points.
 
-    new_conversation  starts a conversation with the environment, if there is one; the completions are its
-                      last turns, after the earlier turns of the demonstration
+    conversations  with the environment, if there is one, one for each kind; the completions are their last
+                   turns, after the earlier turns of the demonstration
     """
     texts = completions_of(example)
     completions = list(texts.values())
-    conversations = [new_conversation() for _ in completions] if new_conversation else []
     if conversations:
         before, pairs = gold_turns(example)[:-1], zip(conversations, completions, strict=True)
         results = [run_scripted_turns(conversation, [*before, text]) for conversation, text in pairs]

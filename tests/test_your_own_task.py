@@ -46,11 +46,6 @@ def ran(tmp_path_factory):
     return folder, results
 
 
-def test_the_users_files_have_fewer_than_40_lines():
-    assert len(FILES) == 5
-    assert sum(bool(line.strip()) for text in FILES.values() for line in text.splitlines()) < 40
-
-
 @pytest.mark.slow
 def test_every_command_of_the_page_runs(ran):
     folder, results = ran

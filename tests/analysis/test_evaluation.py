@@ -329,7 +329,7 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
     ("--evaluate countdown", "no example has an answer; name --reward_functions"),
     ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", r"correctness: needs the column answer.*a line of data.*\{"),
     ("--evaluate arithmetic --reward_functions safety", r"safety: needs the column forbidden, which arithmetic.*a line of data.*\{"),
-    ("--evaluate arithmetic --reward_functions corectness", "corectness: unknown; did you mean correctness"),
+    ("--evaluate arithmetic --reward_functions corectness", "corectness: unknown; use path"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
     ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
     ("--evaluate arithmetic --reward_weights 2", "--reward_weights: needs --reward_functions"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from test_chat_template import PUBLISHED
 
 import infer
 import train
-from analysis.replay import rollout_of
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
@@ -23,13 +21,12 @@ from environments.conversations import (
 )
 from environments.loading import load_environment
 from environments.messages import encode_demonstration, encode_reply
-from experience import Experience, Groups, shape_rewards
+from experience import shape_rewards
 from grpo import policy_loss
 from model import byte_tokenizer
 from reward_functions import environment
-from reward_functions.calling import Reports
 from rewards import correctness
-from runs.records import completion_records, read_jsonl
+from runs.records import read_jsonl
 from sample import demonstrations_as_rollout
 from test_rewards import call_and_score
 
@@ -118,26 +115,6 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
         assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
-def test_rollouts_can_be_written_down(model, tokenizer, settings):
-    rollout = sample_conversations(model, tokenizer, settings)
-    examples = [{"prompt": prompt} for prompt in PROMPTS + CHATS]
-    rewards = {"environment": torch.arange(24.0).view(6, 4)}
-    groups = Groups(examples, rollout, rewards["environment"], rewards, rewards["environment"], reports=Reports())
-    logp = rollout.sampling_logp
-    experience = Experience(examples, rollout, rollout.completion_mask, torch.zeros(24, 1), logp, logp, groups=groups)
-    records = completion_records(experience)
-    again, per_function = rollout_of(json.loads(json.dumps(records)), tokenizer.pad_token_id)
-    assert torch.equal(again.completion_mask, rollout.completion_mask[:, : again.completion_mask.shape[1]])
-    width = again.completion_mask.shape[1]
-    inside = torch.arange(width) < completion_lengths(again.completion_mask)[:, None]
-    assert torch.equal(again.completion_ids[inside], rollout.completion_ids[:, :width][inside])
-    assert torch.equal(again.sampling_logp, rollout.sampling_logp[:, :width])
-    assert torch.equal(again.turn_points, rollout.turn_points[:, :width])
-    assert again.completions == rollout.completions
-    assert torch.equal(per_function["environment"], rewards["environment"].double())
-    assert [record["tokens"] for record in records] == rollout.completion_mask.sum(1).tolist(), "the policy's"
-
-
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 TEMPLATES = {
     "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"), "llama": (PUBLISHED["Llama 3"], "<|eot_id|>"),
@@ -182,7 +159,7 @@ def test_what_was_sampled_is_a_prefix_of_every_later_prompt(name, settings):
         prompts.append([*prompt, *ids])
         turns.append([*tokenizer(text, add_special_tokens=False).input_ids, stops[0]])
         ids += turns[-1]
-        ids += conversation.end_turn(ids)()
+        ids += conversation.end_turn(ids)
     prompts.append([*prompt, *ids])
     for earlier, turn, later in zip(prompts, turns, prompts[1:]):
         assert later[: len(earlier) + len(turn)] == earlier + turn
@@ -211,26 +188,6 @@ def test_without_a_template_messages_are_answered_in_lines_with_roles(tokenizer)
     reply = encode_reply(tokenizer, CHATS[0], {"role": "tool", "content": "7"}, [1])
     assert tokenizer.decode(reply) == "\ntool: 7\nassistant: "
     assert tokenizer.decode(encode_prompt(tokenizer, CHATS[0])).endswith("\nassistant: ")
-
-
-@pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_one_turn_more_only_appends(model, settings, name):
-    tokenizer = chat_tokenizer(name)
-    model.resize_token_embeddings(len(tokenizer))
-    config = replace(settings, generation_max_length=200)
-    shorter = sample_conversations(model, tokenizer, replace(config, max_turns=2))
-    longer = sample_conversations(model, tokenizer, replace(config, max_turns=3))
-    grew = 0
-    for row in range(len(shorter.completions)):
-        length = int(completion_lengths(shorter.completion_mask[row][None]))
-        for field in "completion_ids", "completion_mask", "turn_points":
-            assert torch.equal(getattr(shorter, field)[row, :length], getattr(longer, field)[row, :length])
-        torch.testing.assert_close(
-            shorter.sampling_logp[row, :length], longer.sampling_logp[row, :length], atol=1e-4, rtol=1e-4
-        )
-        assert longer.completions[row][: len(shorter.completions[row])] == shorter.completions[row]
-        grew += len(longer.completions[row]) > len(shorter.completions[row])
-    assert grew > 3
 
 
 def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speaks(model, tokenizer):
@@ -277,10 +234,10 @@ def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(mode
 
 def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
     conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
-    message, _ = conversation.environment_step("hello")()
+    message, _ = conversation.environment_step("hello")
     assert message["content"] == "x" * MAX_MESSAGE_CHARACTERS + f" [{10**6 - MAX_MESSAGE_CHARACTERS} more characters were cut]"
     conversation.respond = lambda conversation: "half a pair: \ud83d"
-    assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)()) == "\nhalf a pair: ?\n"
+    assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
 
 
 @pytest.mark.parametrize("answer,message", [
@@ -384,34 +341,6 @@ def test_a_run_of_conversations_writes_them_down(finished):
     assert lines[-1]["environment_tokens"] == pytest.approx(given / len(records)) and given > 0
     for record in records:
         assert record["rewards"]["environment"] == pytest.approx(sum(record["turn_points"]), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_the_report_of_conversations_shows_who_said_what(finished):
-    page = (finished / "report.html").read_text()
-    blocks = re.findall(r'<script type="application/json" id="step-.*?">(.*?)</script>', page)
-    given = 0
-    for completion in (c for block in blocks for group in json.loads(block) for c in group["completions"]):
-        logp, *others = completion["numbers"].values()
-        assert len(completion["pieces"]) == len(logp) and len(others) == 3, "changes, entropies, advantages"
-        turns = [float(text.partition(" +")[2] or text.split(" ")[2]) for text in completion["points"] if text.startswith("turn ")]
-        starts = [own is not None and before is None for before, own in zip([None, *logp], logp)]
-        (points,) = (float(text.split(" ")[1]) for text in completion["points"] if text.startswith("environment "))
-        assert len(turns) == sum(starts) and sum(turns) == pytest.approx(points, abs=0.02)
-        for numbers in others:
-            assert [value is None for value in numbers] == [value is None for value in logp]
-        given += sum(value is None for value in logp)
-    assert given > 0
-
-
-@pytest.mark.slow
-def test_a_step_of_conversations_is_explained(finished, capsys):
-    train.main(["--use_grpo", "--profile", "guess_letter", "--explain", "--model_path", str(finished / "final"),
-                "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
-                "--report_to", "none"])
-    printed = capsys.readouterr().out
-    assert re.search(r"\n   0: points of turns [+-]\d\.\d\d", printed)
-    assert "assistant: " in printed and "7. log-probability of each completion" in printed and " nan" not in printed
 
 
 @pytest.mark.slow

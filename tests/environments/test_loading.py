@@ -9,7 +9,8 @@ from conftest import QUICK
 
 import train
 from sources import load_examples
-from environments.conversations import Conversation, run_scripted_turns
+from analysis.reward_linter import completions_of
+from environments.conversations import start_conversations
 from environments.loading import load_environment, refuse_missing_columns, responders
 from reward_functions.loading import load_reward_function
 from runs.startup_check import check_rewards
@@ -28,55 +29,24 @@ def test_an_environment_gets_the_columns_it_asks_for():
     with pytest.raises(ValueError, match="--environment=mine: needs the column level"):
         refuse_missing_columns("mine", lambda conversation, level, topic=1: None, examples)
     refuse_missing_columns("mine", lambda conversation, topic: None, examples)
-    assert responders(None, examples) is None
-
-
-def test_the_customers_of_the_example(tokenizer, settings):
-    respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
-    rows = load_examples(f"{EXAMPLES}/customers.jsonl")
-    assert len((EXAMPLES / "customer_service.py").read_text().splitlines()) < 60
-    helmet = next(row for row in rows if row["topic"] == "returning a helmet")
-
-    def outcome(*turns):
-        (customer,) = responders(respond, [helmet])
-        return run_scripted_turns(Conversation(tokenizer, helmet["prompt"], customer, settings, [1]), list(turns))
-
-    messages, points = outcome("Hello! Within 30 days, with the receipt.")
-    assert len(messages) == 1 and points == pytest.approx(1.05)
-    messages, points = outcome("Yes.", "Within 30 days.", "With the receipt.")
-    assert [m["content"] for m in messages[1::2]] == [
-        "How many days do I have? It is about returning a helmet.",
-        "Thank you, but that is only half of it. And what do I have to bring?",
-    ]
-    assert points == pytest.approx(0.8)
-    assert outcome("No.", "No.", "No.", "No.")[1] == pytest.approx(-0.1 - 0.1 - 0.3)
-    (system, question) = (message["content"] for message in helmet["prompt"])
-    for copy in system, system.upper().replace(".", "!"), f"{system}\n{question}":
-        assert outcome(copy, copy, copy)[1] == pytest.approx(-0.1 - 0.1 - 0.1 - 0.3), "a copy of the prompt"
-    assert outcome("Returns: within 30 days, with the receipt.")[1] == pytest.approx(1), "the sentence that answers"
 
 
 def test_the_start_up_check_has_nothing_against_the_customers(tokenizer, settings):
     respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
     config = replace(settings, reward_functions=["environment"], max_turns=4)
     for row in load_examples(f"{EXAMPLES}/customers.jsonl"):
-        def conversation(row=row):
-            (customer,) = responders(respond, [row])
-            return Conversation(tokenizer, row["prompt"], customer, config, [1])
-
-        (finding, *flags) = check_rewards(row, config, [load_reward_function("environment")], conversation)
+        conversations = start_conversations(tokenizer, respond, [row], config, [1], group_size=len(completions_of(row)))
+        (finding, *flags) = check_rewards(row, config, [load_reward_function("environment")], conversations)
         assert flags == [] and "echo -0.10" in finding.found, (flags, finding.found)
 
 
 @pytest.mark.parametrize("flags,message", [
     ("--max_turns 3", "--max_turns=3: no environment continues"),
     ("--environment calculator", "--environment=calculator: with --max_turns=1 its messages are never used"),
-    ("--environment calculator --max_turns 0", "--max_turns=0"),
     ("--reward_functions environment", "--reward_functions=environment: the reward function environment needs points"),
     ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
      "--reward_combination=gdpo: --use_value_head takes the points of each turn"),
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
-    ("--environment {dir}/mine.py:nothing --max_turns 2", "has no function nothing"),
     ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),
     ("--environment {dir}/mine.py:needy --max_turns 2", "--environment=.*needs the column level"),
     ("--environment {dir}/mine.py:broken --max_turns 2", "raised ZeroDivisionError"),

@@ -3,11 +3,8 @@
 import importlib.util
 import json
 import math
-import threading
-import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from test_rewards import EXAMPLES, call_and_score, length, rollout_of
@@ -34,9 +31,8 @@ TRLS_POINTS = {                 # for a right and a wrong completion of two toke
 }
 
 
-@pytest.mark.parametrize("timeout", [0.0, 60.0], ids=["", "with a limit"])
 @pytest.mark.parametrize("name", TRLS_POINTS)
-def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
+def test_reward_functions_of_trl_run_unchanged(name, tmp_path):
     pytest.importorskip("trl", reason="needs trl")
     if name in ("accuracy_reward", "reasoning_accuracy_reward", "cosine") and not importlib.util.find_spec("math_verify"):
         pytest.skip("needs math-verify")
@@ -46,7 +42,7 @@ def test_reward_functions_of_trl_run_unchanged(name, timeout, tmp_path):
     function = load_reward_function(f"{tmp_path}/of_trl.py:{name}")
     texts = ["<think>\nhalf\n</think>\nSo \\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}"]
     total, _ = call_and_score(
-        [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=timeout
+        [function], [1.0], rollout_of(*texts), load_examples(str(tmp_path / "data.jsonl")), timeout=60.0
     )
     torch.testing.assert_close(total[0].tolist(), TRLS_POINTS[name])
 
@@ -94,21 +90,21 @@ def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_ask
     assert arguments["sampling_logp"] == arguments["completion_ids"] == [[1.0, 2.0, 4.0], [6.0, 9.0, 0.0]]
 
 
-@pytest.mark.parametrize("function,returned", [
-    (lambda completions, **columns: None, "None; return a list with one number (or None) for each of the 4 completions"),
-    (lambda completions, **columns: 0.5, "0.5; return a list"),
-    (lambda completions, **columns: (1.0 for _ in completions), "<generator object"),
-    (lambda completions, **columns: {"a": [1.0] * 4, "b": [1.0]}, "{'a': [1.0, 1.0, 1.0, 1.0], 'b': [1.0]}; return a list"),
-    (lambda completions, **columns: {"a": ["x"] * 4}, "{'a': ['x', 'x', 'x', 'x']}; return a list"),
-    (lambda completions, **columns: {"score": [1.0] * 4, "b": [1.0]}, "{'score': [1.0, 1.0, 1.0, 1.0], 'b': [1.0]}; return a list"),
-    (lambda completions, **columns: "1111", "'1111'; return a list"),
-    (lambda completions, **columns: torch.tensor(1.0), "tensor(1.); return a list"),
-    (lambda completions, **columns: [1.0], "1 values for 4 completions; return a list"),
-    (lambda completions, **columns: ["good"] * 4, "['good', 'good', 'good', 'good']; return a list"),
-    (lambda completions, **columns: [math.inf] * 4, "an infinite number of points"),
-    (lambda completions, **columns: [1.0, -math.inf, 1.0, 1.0], "an infinite number of points"),
+@pytest.mark.parametrize("points,returned", [
+    (None, "None; return a list with one number (or None) for each of the 4 completions"),
+    ((1.0 for _ in range(4)), "<generator object"),
+    ({"a": [1.0] * 4}, "{'a': [1.0, 1.0, 1.0, 1.0]}; return a list"),
+    ([{"a": 1.0}] * 4, "None; return a list"),
+    (torch.tensor(1.0), "tensor(1.); return a list"),
+    ([1.0], "1 values for 4 completions; return a list"),
+    (["good"] * 4, "['good', 'good', 'good', 'good']; return a list"),
+    ([1.0, -math.inf, 1.0, 1.0], "an infinite number of points"),
+    ([1e16] * 4, "an infinite number of points, or more than 1e+15"),
 ])
-def test_what_is_no_list_of_points_is_shown(function, returned):
+def test_what_is_no_list_of_points_is_shown(points, returned):
+    def function(completions):
+        return points
+
     rollout, reports = rollout_of("a", "b", "", "d"), Reports()
     with pytest.raises(RewardError) as error:
         call_and_score([function], [1.0], rollout, EXAMPLES)
@@ -139,34 +135,6 @@ def test_a_column_that_is_called_solution_is_not_replaced_by_the_answer():
         assert total.tolist() == [points]
 
 
-def test_a_function_that_hangs_is_given_up_on():
-    def hangs(completions, **columns):
-        threading.Event().wait(20)
-        return [1.0] * len(completions)
-
-    reports, started, threads = Reports(), time.monotonic(), set(threading.enumerate())
-    total, points = call_and_score(
-        [hangs, length], [1.0, 1.0], rollout_of("a", "bb", "c", "d"), EXAMPLES, on_error="none", timeout=0.2, reports=reports
-    )
-    assert points["hangs"].isnan().all() and points["length"].isfinite().all() and total.isnan().all()
-    assert set(threading.enumerate()) == threads, "nothing goes on in the background"
-    assert [f["function"] for f in reports.failures] == ["hangs"] and "0.2 s (--reward_timeout)" in reports.failures[0]["error"]
-    with pytest.raises(RewardError, match=r"reward function hangs: no result within 0\.2 s"):
-        call_and_score([hangs], [1.0], rollout_of("a", "b"), EXAMPLES[:1], timeout=0.2)
-    assert time.monotonic() - started < 5
-
-
-def test_with_a_time_limit_points_and_exceptions_are_the_same():
-    def fussy(completions, **columns):
-        return [1.0 / len(text) for text in completions]
-
-    for timeout in 0.0, 10.0:
-        total, _ = call_and_score([fussy], [1.0], rollout_of("a", "bb"), EXAMPLES[:1], timeout=timeout)
-        assert total.tolist() == [[1.0, 0.5]]
-        with pytest.raises(RuntimeError, match=r"fussy raised ZeroDivisionError.*on 2 completions, the first is 'a'"):
-            call_and_score([fussy], [1.0], rollout_of("a", ""), EXAMPLES[:1], timeout=timeout)
-
-
 def test_each_function_has_lists_of_its_own():
     def shouts(completions, names, **columns):
         for row in range(len(completions)):
@@ -187,7 +155,7 @@ def test_each_function_has_lists_of_its_own():
     assert seen == [(["aaa", "bb", "c", "dddd"], [["a"], ["a"], [], []])] * 2 and examples[0] == {"prompt": "p", "names": ["a"]}
 
 
-@pytest.mark.parametrize("error", ["SystemExit(0)", "SystemExit('bye')", "GeneratorExit()", "asyncio.CancelledError()"])
+@pytest.mark.parametrize("error", ["SystemExit(0)", "asyncio.CancelledError()"])
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
     names = {}
@@ -202,15 +170,10 @@ def test_what_would_end_the_program_is_an_error_of_the_function(kind, error):
 
 
 @pytest.mark.parametrize("returned,points,form", [
-    ({"form": [1.0, 0.0, 1, 0], "right": [2.0, 2.0, None, 1.0]}, [3.0, 2.0, None, 1.0], [1, 0, 1, 0]),
-    ({"form": torch.tensor([1.0, 0.0, 1.0, 0.0]), "right": (2, 2, 0, 1)}, [3.0, 2.0, 1.0, 1.0], [1, 0, 1, 0]),
-    ({"form": [np.float32(1), torch.tensor(0.0), np.int64(1), np.bool_(False)], "right": [2, 2, 0, 1]}, [3.0, 2.0, 1.0, 1.0], [1, 0, 1, 0]),
-    ({"score": [1.0, 2.0, 3.0, 4.0], "form": [1.0, 0.0, 1.0, 0.0], "read": ["a", "b", "c", None]}, [1.0, 2.0, 3.0, 4.0], [1, 0, 1, 0]),
     ([{"score": 1.0, "form": 1.0}, {"score": 2}, None, {"score": True, "form": 0.0}], [1.0, 2.0, None, 1.0], [1, None, None, 0]),
-    ([{"a": 1.0, "form": 2.0}, None, {"a": 3.0}, {"a": 4.0, "form": 0.5}], [3.0, None, None, 4.5], [2, None, None, 0.5]),
     ([{"score": 1.0, "form": 2.0}, {"form": 7.0}, {"score": 3.0}, None], [1.0, None, 3.0, None], [2, 7, None, None]),
 ])
-def test_several_outputs_are_logged_each_and_their_score_or_sum_counts(returned, points, form):
+def test_several_outputs_are_logged_each_and_their_score_counts(returned, points, form):
     def outputs(completions, **columns):
         return returned
 
@@ -220,8 +183,6 @@ def test_several_outputs_are_logged_each_and_their_score_or_sum_counts(returned,
     numbers = [value for value in form if value is not None]
     assert [row["outputs/form"] for row in reports.extra] == form
     assert reports.means()["reward/outputs/form"] == pytest.approx(sum(numbers) / len(numbers))
-    assert (reports.extra[0].get("outputs/read") in ("a", None)) and "reward/outputs/read" not in {
-        name for name, values in reports.metrics.items() if values}
 
 
 def test_ctrl_c_in_a_function_is_no_error_of_it():
@@ -230,14 +191,3 @@ def test_ctrl_c_in_a_function_is_no_error_of_it():
 
     with pytest.raises(KeyboardInterrupt):
         call_and_score([interrupted], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none")
-
-
-@pytest.mark.parametrize("points", [1e160, -1e16])
-def test_points_beyond_what_can_be_squared_are_an_error_of_the_function(points):
-    def generous(completions, **columns):
-        return [points] * len(completions)
-
-    with pytest.raises(RewardError, match="reward function generous: it returned an infinite number of points, or more than 1e"):
-        call_and_score([generous], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
-    total, _ = call_and_score([lambda completions: [1e15, -1e15] * 2], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
-    assert total.abs().max() == 1e15

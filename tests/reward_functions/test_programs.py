@@ -68,15 +68,10 @@ def test_no_cheat_earns_anything(monkeypatch):
     "test,points",
     [
         ("assert f(2) == 4", 1.0),
-        ("assert f(2) == 4, 'a message'", 1.0),
         ("assert f(x=2) == 4 and f(3) != 4", 1.0),
-        ("assert not f(2) == 5", 1.0),
         ("assert f(f(2)) == 8", 1.0),
-        ("assert f(True) is not None", 1.0),
         ("import math\nassert math.isclose(f(math.pi), 2 * math.pi)", 1.0),
         ("assert set(pairs([1, 2])) == {(1, 1), (2, 2)}", 1.0),
-        ("assert list(pairs([1])) == [(1, 1)] and pairs([1])[0] == (1, 1)", 1.0),
-        ("assert Counted('aab').most() == {'a': 2, 'b': 1}", 1.0),
         ("assert counts('ab') == {'a': 1, 'b': 1}", 1.0),
         ("assert TWO == 2 and TABLE['x'] == [2]", 1.0),
         ("assert adder(1)(2) == 3", 1.0),
@@ -87,7 +82,6 @@ def test_no_cheat_earns_anything(monkeypatch):
         ("import ast\nassert ast.literal_eval(str(f(2))) == 4", 1.0),
         ("import re\nassert re.compile('4').match(str(f(2)))", 1.0),
         ("assert f(2) == 5", 0.0),
-        ("assert missing(2) == 4", 0.0),
         ("assert 2 ** f(10 ** 10) == 0", 0.0),                     # the judge runs out of time
     ],
 )
@@ -100,9 +94,6 @@ def f(x): return 2 * x
 def pairs(items): return zip(items, items)
 def counts(text): return collections.Counter(text)
 def adder(x): return lambda y: x + y
-class Counted:
-    def __init__(self, text): self.text = text
-    def most(self): return collections.Counter(self.text)
 """
     assert passes_tests([program], [[test]]) == [points]
 
@@ -136,62 +127,47 @@ JUDGED = [
     ("def area(r): return 3", "assert math.isclose(area(1), 3.14159, rel_tol=1e-3)", 0.0),
     ("class math: isclose = lambda *_, **__: True\ndef area(r): return 3", "assert math.isclose(area(1), 3.14, rel_tol=1e-3)", 0.0),
     ("isclose = lambda *_, **__: True\ndef area(r): return 3", "assert isclose(area(1), 3.14159, rel_tol=1e-3)", 0.0),
-    ("class math: pi = 0\ndef area(r): return 0", "assert area(1) == math.pi", 0.0),
     ("class math: pi = 3\ndef f(x): return x", "assert f(math.pi) == math.pi", 1.0),
     (COUNT, "assert f('aab') == collections.Counter('aab')", 1.0),
-    (COUNT, "assert f('aab') == Counter('aab')", 1.0),
     (COUNT, "assert f('aab').most_common(1) == [('a', 2)]", 1.0),
-    ("Counter = lambda s: 1\ndef f(s): return 1", "assert f('aab') == Counter('aab')", 0.0),
     ("Decimal = lambda x: 1\ndef f(x): return 0", "assert Decimal(f(1)) == Decimal('2')", 0.0),
     ("from decimal import Decimal\ndef f(x): return Decimal(2)", "assert Decimal(f(1)) == Decimal('2')", 1.0),
     ("from decimal import Decimal\ndef f(x): return Decimal('0.30')", "from decimal import Decimal\nassert f(1) == Decimal('0.3')", 1.0),
-    ("def f(a, b): return a + b", "assert f(Fraction(1, 2), Fraction(1, 3)) == Fraction(5, 6)", 1.0),
-    ("from collections import deque\ndef f(n): return deque(range(n))", "assert f(3) == deque([0, 1, 2])", 1.0),
     ("import datetime\ndef f(d): return d + datetime.timedelta(1)", "from datetime import datetime\nassert f(datetime(2024, 2, 28)) == datetime(2024, 2, 29)", 1.0),
     ("class Counter:\n    n = 0\n    def increment(self): self.n += 1; return self.n", "assert Counter().increment() == 1", 1.0),
     ("def f(x): return math.sqrt(x)", "import math\nassert f(4) == 2", 1.0),
     # Objects: their attributes, methods and lengths are asked for in the program's process.
     (BOX, "assert f(1).x == 1 and f('a').title == 'a'", 1.0),
-    (BOX, "assert f(1).x == 2", 0.0),
     (BOX, "assert f(1).size() == 3 and f(1).push(4).x == 5 and f(4).pop() == 4", 1.0),
     (BOX, "assert len(f(1)) == 0 and str(f(1)) == '<1>' and not f(1)", 1.0),
     (BOX, "assert isinstance(f(1), Box) and hasattr(f(1), 'x') and not isinstance(f(1), int)", 1.0),
-    (BOX, "assert f(1) is not None and [f(4)][0] is not None and f(1) != 1", 1.0),
     (BOX, "assert (Box(1) + Box(2)).x == 3", 1.0),
-    ("class Wrong(Exception): pass", "assert issubclass(Wrong, Exception)", 1.0),
     ("def f(x): return {'a': x}", "assert f(1).keys() == {'a'} and f(1).get('a') == 1 and list(f(1).items()) == [('a', 1)]", 1.0),
     ("import re\n" + IDENTITY, "import re\nassert re.match('a', f('abc')).group() == 'a'", 1.0),
     (ANY, "assert f(0).x == 1", 0.0),
     (ANY, "assert f(0).startswith('ab')", 0.0),
-    (ANY, "assert f(0).issubset({1, 2})", 0.0),
     (ANY, "assert f(0).__eq__(4) is True", 0.0),
     (ANY, "assert 5 in f(0)", 0.0),
     (ANY, "assert all(map(lambda x: x == 4, f(1)))", 0.0),
     (ANY, "assert all(x == 4 for x in f(1))", 0.0),
     ("import builtins\nbuiltins.min = lambda *a: a[-1]\ndef f(x): return 0", "assert min(f(1), 4) == 4", 0.0),
     ("class Bag:\n    def get(self, x): return x\n    __getitem__ = get", "assert Bag().get(3) == 3 and Bag()[5] == 5", 1.0),
-    ("import enum\nclass Color(enum.Enum): RED = 1", "assert Color.RED.value == 1 and Color['RED'].name == 'RED'", 1.0),
     ("def f(x): return ['a', 'b']", "assert all(s.isalpha() for s in f(1)) and [s.upper() for s in f(1)] == ['A', 'B']", 1.0),
     # Functions of the program, given to another function; iterators and coroutines.
     (IDENTITY, "assert callable(f) and list(map(f, [1, 2])) == [1, 2]", 1.0),
     ("f = 3", "assert callable(f)", 0.0),
-    ("def f(x): return -x", "assert sorted([1, 2, 3], key=f) == [3, 2, 1]", 1.0),
     ("def f(g, xs): return [g(x) for x in xs]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]", 1.0),
-    (IDENTITY, "assert [f(x) for x in [1, 2]] == [1, 2] and all(f(i) for i in (1, 2))", 1.0),
     ("import itertools\ndef f(): return itertools.count()", "assert list(itertools.islice(f(), 3)) == [0, 1, 2] and next(f()) == 0", 1.0),
     ("async def f(x): return x", "assert asyncio.run(f(2)) == 2", 1.0),
     # Values that Python's literals leave out.
     ("def f(x): return [-x, (1, 2)]", "assert f(float('inf')) == [float('-inf'), (1, 2)]", 1.0),
-    ("def f(x): return 1e308", "assert f(1) == float('inf')", 0.0),
     ("def f(x): return float('nan')", "assert math.isnan(f(1))", 1.0),
     ("def f(x): return float('nan')", "assert f(1) == 2 or f(1) < 2 or f(1) >= 2", 0.0),
     ("def f(x): return complex(x, 1)", "assert f(float('inf')) == complex(float('inf'), 1)", 1.0),
     ("def f(n): return 10 ** n", "assert f(5000) == 10 ** 5000", 1.0),
     ("def f(n): return 10 ** n + 1", "assert f(5000) == 10 ** 5000", 0.0),
     ("def f(n): return {frozenset([n])}", "assert f(1) == {frozenset([1])}", 1.0),
-    ("def f(n): return b'\\xff' + bytes([n])", "assert f(0) == b'\\xff\\x00'", 1.0),
     ("def f(n): return {(1, n): {n}, None: '\\ud800\\u20ac', True: [False]}", "assert f(2) == {(1, 2): {2}, None: '\\ud800\\u20ac', True: [False]}", 1.0),
-    ("def f(n): return bytearray([n])", "assert f(97) == b'a'", 1.0),
     ("def f(n): return [(i, i) for i in range(n)]", "assert f(3000) == [(i, i) for i in range(3000)]", 1.0),
     # The text that comes from the program is data.
     ("import json\njson.dumps = lambda *_: '[{\"eval\": [\"print(1)\"]}]'\nf = lambda x: 1", "assert f(1) is None", 0.0),
@@ -206,7 +182,6 @@ def test_what_can_be_judged_is_judged(program, test, points, recwarn):
 
 NOT_JUDGED = [
     ("f(2) == 4", "not an assert statement"),
-    ("x = f(2)\nassert x == 4", "not an assert statement"),
     ("assert (", "never closed"),
     ("", "not an assert statement"),
     (None, "not an assert statement"),
@@ -216,16 +191,12 @@ NOT_JUDGED = [
     ("assert max([1, 2], key=lambda n: f(n)) == 2", "each value of its own variable"),
     ("assert [box.x for box in f(1)] == [1]", "attribute of its own variable"),
     ("assert f(1) == pytest.approx(2)", "pytest is not an imported module"),
-    ("import pytest\nassert f(1) == pytest.approx(2)", "outside of the standard library"),
     ("import math, numpy as np\nassert np.allclose(f(1), 2)", "outside of the standard library"),
     ("from math import *\nassert isclose(f(1), 2)", "imports *"),
     ("assert np.allclose(f(1), 2)", "np is not an imported module"),
-    ("assert f.__name__ == 'f'", "f is not an imported module"),
     ("assert f(2) == sqrt(2)", "nothing but each other"),
-    ("assert abs(f(2) - 2 * sqrt(2)) < 1e-9", "nothing but each other"),
     ("assert math.isclose(f(2), sqrt(2))", "nothing but each other"),
     ("assert Matrix(f(1)) == Matrix([2])", "nothing but each other"),
-    ("assert Point(1) == Point(1)", "nothing but each other"),
     ("assert f(1) == f(1)", "nothing but each other"),
 ]
 
@@ -268,12 +239,9 @@ def test_the_program_is_not_told_what_is_expected(monkeypatch):
 HANDED_OVER = [
     "assert eval(f(2)) == 4",
     "assert exec(f(2)) is None",
-    "assert eval(compile(f(2), 'x', 'eval')) == 4",
     "import pickle\nassert pickle.loads(f(2)) == 4",
-    "import marshal\nassert marshal.loads(f(2)) == 4",
     "import io, pickle\nassert pickle.load(io.BytesIO(f(2))) == 4",
     "import io, pickle\nassert pickle.Unpickler(io.BytesIO(f(2))).load() == 4",
-    "from pickle import loads\nassert loads(f(2)) == 4",
     "from pickle import loads as read\nassert read(f(2)) == 4",
     "import builtins\nassert builtins.eval(f(2)) == 4",
     "assert list(map(eval, [f(2)])) == [4]",

@@ -3,17 +3,15 @@
 import itertools
 import re
 import signal
-import sys
 import time
 
 import pytest
 from conftest import exhaustive
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_rewards import COLUMNS, needs_math_verify
+from test_rewards import COLUMNS
 
 import reward_functions
-import rewards
 from environments.games import guess_letter
 from environments.tools import calculate, run_calls
 from reward_functions import answers, mathematics
@@ -76,12 +74,12 @@ def processor_time(function, text, calls):
     return (time.process_time() - started) / calls
 
 
-def growth(function, make, clock=processor_time, attempts=9):
+def growth(function, make, attempts=9):
     """Time of a large text / that of a small one, each the least of several measurements, until it is within the bound."""
     small, large = make(SMALL), make(LARGE)
     of_small = of_large = float("inf")
     for _ in range(attempts):
-        of_small, of_large = min(of_small, clock(function, small, 5)), min(of_large, clock(function, large, 1))
+        of_small, of_large = min(of_small, processor_time(function, small, 5)), min(of_large, processor_time(function, large, 1))
         if of_large <= MOST * max(of_small, SHORTEST):
             break
     return of_large / max(of_small, SHORTEST)
@@ -112,27 +110,6 @@ def test_the_time_of_a_reward_function_is_linear_in_the_completion(name, every):
         assert ratio <= (50 if name in COUNTERS else MOST), (frame, unit)
 
 
-def wall_time(function, text, calls):
-    started = time.perf_counter()
-    function(text)
-    return time.perf_counter() - started
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-@pytest.mark.parametrize("unit", ["(", "1+", "```python\n", "<answer>", "f(", "9"])
-def test_the_time_of_brackets_as_programs_is_linear(unit):
-    assert growth(lambda text: points("passes_tests", text), lambda size: fill("{}", unit, size), wall_time) <= MOST
-
-
-@pytest.mark.slow
-@needs_math_verify
-@pytest.mark.parametrize("unit", ["(", "1+", "\\frac{", "9"])
-def test_the_time_of_mathematical_equality_is_bounded(unit):
-    ratio = growth(lambda text: points("math_equality", text), lambda size: fill("<answer>{}</answer>", unit, size), wall_time)
-    assert ratio <= MOST
-
-
 def test_an_expression_of_the_user_that_takes_exponential_time_ends(monkeypatch):
     monkeypatch.setattr(answers, "SECONDS_PER_PATTERN", 0.05)
     text, endless = "a" * 60 + "b", "(a|aa)+$"
@@ -149,20 +126,7 @@ def test_an_expression_of_the_user_that_takes_exponential_time_ends(monkeypatch)
 PIECES = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "x", "1", ".", ",", "-", " ", "\n", "<", ">", "\u0663", "\u00a0", "\u2028"]
 texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 many = settings(max_examples=400, deadline=None)
-TAGGED = re.compile(r"<reasoning>(.*?)</reasoning>\s*<answer>(.*?)</answer>", re.DOTALL)
 TUNIX = re.compile(r"<reasoning>.+?</reasoning>.*?<answer>(.+?)(?:</answer>|$)", re.MULTILINE | re.DOTALL)
-
-
-@many
-@given(texts | st.tuples(*[st.text("x \n", max_size=2)] * 5).map("{0[0]}<reasoning>{0[1]}</reasoning>{0[2]}<answer>{0[3]}</answer>{0[4]}".format))
-def test_reasoning_coherence_finds_what_its_expression_finds(text):
-    match = TAGGED.search(text)
-    checks = (
-        *(re.findall(f"</?{name}>", text) == [f"<{name}>", f"</{name}>"] for name in ("reasoning", "answer")),
-        match is not None, match is not None and bool(match[1].strip()) and bool(match[2].strip()),
-        match is not None and match[0] == text.strip(),
-    )
-    assert rewards.reasoning_coherence([text]) == [sum(checks) / 5]
 
 
 @many
@@ -174,19 +138,3 @@ def test_the_functions_of_tunix_find_what_their_expressions_find(text):
     assert find_answer(text) == (match[1] if match else None)
     match = re.search(r"<answer>.*?([\d.]+)", text, re.DOTALL)
     assert reward_functions.check_numbers([text], answer=["1"]) == [1.5 if match and read_float(match[1]) == 1 else 0.0]
-
-
-@many
-@given(st.lists(st.sampled_from(["<think>", "</think>", "7", "3", " ", "x", "\n"]), max_size=9).map("".join))
-def test_a_rating_is_read_after_the_last_thought(reply):
-    numbers = re.findall(r"\d+", reply.split("</think>")[-1])
-    assert rating(reply) == (int(numbers[0]) / 10 if len(numbers) == 1 and int(numbers[0]) <= 10 else None)
-
-
-@many
-@given(st.lists(st.sampled_from(["calculate(", "(", ")", "1", "+", " ", "\n", "\u00a0", "x", "recalculate("]), max_size=9).map("".join))
-def test_a_call_at_the_end_is_the_last_one_that_is_named(text):
-    stripped = text.rstrip()
-    named = [i for i in range(len(stripped)) if stripped[i:].startswith("calculate(") and not stripped[:i][-1:].isalnum()]
-    expected = [f"[{stripped[named[-1] + len('calculate(') : -1]}]"] if named and stripped.endswith(")") else []
-    assert run_calls(text, {"calculate": lambda call: f"[{call}]"}) == expected

@@ -12,7 +12,6 @@ from config import Config, ModelConfig
 from engine.adapters import merged_copy
 from engine.policy import load_policy, save_policy
 from runs.checkpoint import read_state, weights_of
-from runs.memory_estimate import memory_gb
 from runs.setup import set_up
 
 FLAGS = dict(
@@ -115,13 +114,6 @@ def test_a_step_with_a_teacher_is_replayed_with_it(tmp_path, teacher, capsys):
     assert replayed["kl"] > 0 and replayed["policy_loss"] == 0
 
 
-def test_a_step_with_a_teacher_alone_is_explained_although_all_groups_are_tied(tmp_path, teacher, capsys):
-    flags = "--use_grpo --explain --cold_start_steps 0 --batch_size 2 --eval_limit 0 --generation_max_length 8 --report_to none"
-    train.main([*flags.split(), "--reference_path", str(teacher), *"--reward_functions none --use_kl_penalty true --kl_estimator exact".split()])
-    printed = capsys.readouterr().out
-    assert "gradient norm" in printed and "all groups" not in printed
-
-
 def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same(tmp_path, teacher):
     model, tokenizer = load_policy(ModelConfig(model_path=str(teacher)))
     model.resize_token_embeddings(300)
@@ -192,14 +184,3 @@ def test_without_a_teacher_no_reward_teaches_nothing(tmp_path):
 def test_a_teacher_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"^--reference_path=\S*nowhere: no such folder"):
         set_up(run_of(tmp_path, tmp_path / "nowhere"))
-
-
-def test_the_memory_estimate_counts_a_teacher_by_its_own_size(tmp_path, teacher):
-    model, _ = load_policy(ModelConfig())
-    config = model.config
-    config.hidden_size, config.intermediate_size = 4 * config.hidden_size, 4 * config.intermediate_size
-    shutil.copytree(teacher, tmp_path / "large")
-    config.save_pretrained(tmp_path / "large")
-    mesh = dict(replicate=1, fsdp=1, tp=1)
-    small, large = (memory_gb(run_of(tmp_path, folder), 20, mesh)["reference"] for folder in (teacher, tmp_path / "large"))
-    assert small == pytest.approx(sum(4 * p.numel() for p in model.parameters()) / 1e9) and large > 4 * small

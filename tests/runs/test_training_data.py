@@ -10,8 +10,6 @@ from test_data import GSM8K, data_of, write_lines
 import train
 from config import ModelConfig
 from engine.policy import load_policy, save_policy
-from runs.command_line import parse_config
-from runs.flag_notes import flag_notes
 from sources.batches import prompt_key
 
 
@@ -54,12 +52,6 @@ def test_splits_of_a_hub_are_chosen_by_name_or_by_share(tmp_path, capsys):
     assert len(train_set) == 1 and [e["prompt"] for e in held_out] == ["a", "b"]
 
 
-@pytest.mark.parametrize("dataset,noted", [("x.csv", 1), ("o/n", 0)])
-def test_a_split_of_a_file_has_no_effect_and_a_note(dataset, noted):
-    notes = flag_notes(parse_config(["--dataset", dataset, "--train_split", "a"]))
-    assert notes == ["train_split a has no effect: a file has no splits"] * noted
-
-
 @pytest.mark.skipif(not GSM8K.exists(), reason="no ../shared/data/gsm8k")
 def test_gsm8k_is_never_both_trained_and_tested_on():
     flags = ["--dataset", str(GSM8K / "train.jsonl"), "--instruction", "Think."]
@@ -69,15 +61,6 @@ def test_gsm8k_is_never_both_trained_and_tested_on():
     aside, held_out = data_of(*flags)
     assert len(held_out) == 256 and len(aside) >= 7200
     assert not {prompt_key(e["prompt"]) for e in aside} & {prompt_key(e["prompt"]) for e in held_out}
-
-
-@pytest.mark.parametrize("limit", [20, 1])
-def test_a_truncated_prompt_keeps_its_bos_and_its_end(tmp_path, limit, capsys):
-    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "x" * 30 + "1+1=?", "answer": "2"}])
-    flags = ["--dataset", path, "--max_prompt_length", str(limit), "--long_prompts", "truncate"]
-    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
-    assert run.tokenizer.decode(run.train_set[0]["prompt"]) == "<bos>" + ("x" * 30 + "1+1=?")[36 - limit :]
-    assert f"prompts of up to {limit} tokens" in capsys.readouterr().out and run.train_set[0]["answer"] == "2"
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate"])
