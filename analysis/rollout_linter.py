@@ -26,7 +26,7 @@ from data import as_text
 from grpo import compute_group_advantages
 from reward_functions.answers import as_texts
 from rewards import same_answer, text_of
-from runs.records import read_steps
+from runs.folder import read_steps
 from sources.batches import prompt_key
 
 EPSILON, LISTS = 1e-9, ("candidates", "hedged")           # points

@@ -19,7 +19,7 @@ from engine.adapters import merged_copy, trainable_parameters
 from engine.model_files import auto_class
 from engine.text_model import text_model
 from engine.policy import frozen_copy, load_policy, save_policy, update_reference
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from runs.memory_estimate import model_shapes, pass_bytes
 from runs.startup_check import check_packing, random_rollout
 

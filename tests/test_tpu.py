@@ -35,7 +35,7 @@ from engine.packing import micro_batches, pack_groups
 from logprobs import completion_lengths
 from engine.ranks import make_ranks
 from environments.conversations import sample_with_environment
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 DEVICE = best_device()                                    # before any backward pass on the CPU
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from model import byte_tokenizer
 from reward_functions import environment
 from reward_functions.calling import Reports
 from rewards import correctness
-from runs.records import completion_records, read_jsonl
+from runs.folder import completion_records, read_jsonl
 from sample import demonstrations_as_rollout
 from test_rewards import call_and_score
 

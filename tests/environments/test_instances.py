@@ -32,7 +32,7 @@ from environments.loading import load_environment, refuse_missing_columns
 from environments.tools import run_call
 from logprobs import completion_lengths
 from reward_functions import environment
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 

@@ -19,7 +19,7 @@ from runs.command_line import parse_config
 from runs.console import RunConsole
 from runs.flag_notes import template_notes
 from runs.folder import RunFolder
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 
 def test_the_run_folder_holds_what_it_promises(finished):

@@ -15,7 +15,7 @@ from reward_functions.calling import Reports
 from experience import Groups, compute_experience, shape_rewards
 from grpo import compute_group_advantages
 from runs.metrics import summarize_groups
-from runs.records import completion_records, cut_after, held_out_text, read_jsonl, read_steps
+from runs.folder import completion_records, cut_after, held_out_text, read_jsonl, read_steps
 
 
 def test_rollouts_hold_whole_groups(finished):

@@ -12,7 +12,7 @@ import train
 from engine.ranks import OneRank
 from runs.command_line import parse_config
 from runs.folder import RunFolder
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from runs.trackers import TensorBoard, open_tracker
 
 RUN = [*QUICK, "--use_grpo", "--cold_start_steps", "1", "--max_steps", "2", "--log_rollouts_every", "1", "--report_to"]
