@@ -1,13 +1,12 @@
 """
 The training doctor: what the metrics of a run show at its end, and which flags to change.
 
-RULES is a table in order of severity: a condition on the means of the first and the last rollouts, and the
-advice. A change counts from ERRORS standard errors on. To add a rule, add a row, and a history to
+find_problems is a table of rules: a name, a condition on the means of the first and the last rollouts, and
+the advice. A change counts from ERRORS standard errors on. To add a rule, add a row, and a history to
 tests/analysis/test_doctor.py.
 """
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 
 from runs.metrics import SUCCESS, mean_of
@@ -81,8 +80,9 @@ class History:
     def tied_beyond_chance(self) -> bool:
         """Check that most groups are tied, and more than chance ties if most completions are right."""
         tied, success = self.end("tied_groups", 4 * WINDOW), self.end(self.right, 4 * WINDOW)
-        expected = expected_ties(success, self.flags["num_completions_per_prompt"])
-        return tied > 0.5 and not (success > 0.5 and tied < 0.2 + expected)
+        size = self.flags["num_completions_per_prompt"]
+        by_chance = success**size + (1 - success) ** size
+        return tied > 0.5 and not (success > 0.5 and tied < 0.2 + by_chance)
 
     def remedy_of_ties(self) -> str:
         """Return what to change: groups that are all right need harder problems, others the opposite."""
@@ -91,86 +91,62 @@ class History:
             return f"{right:.0%} are right, {tied - right:.0%} wrong: --dynamic_sampling 3 replaces them"
         if right > tied / 2:
             return "nearly all of them are right: take harder problems"
-        if right <= tied / 2:
-            return ("nearly all of them are wrong: take easier problems, more --cold_start_steps "
-                    f"(now {self.flags['cold_start_steps']}) or --num_completions_per_prompt")
-        return "take other problems, a reward function with partial credit, or --dynamic_sampling 3"
-
-    def gained(self) -> str:
-        """Return the reward function whose points rose most."""
-        return max((name for name in self.rollouts[-1] if name.startswith("reward/")), key=self.change)
-
-    def smaller_updates(self) -> str:
-        """Return flags that limit what an update changes, without those that would change nothing."""
-        flags = self.flags
-        epochs = f", fewer --ppo_epochs (now {flags['ppo_epochs']})" * (flags["ppo_epochs"] > 1)
-        penalised = flags["use_kl_penalty"] and flags["kl_penalty_coef"]
-        kl = "a higher --kl_penalty_coef" if penalised else "--use_kl_penalty true"
-        return f"a lower --learning_rate (now {flags['learning_rate']}){epochs} or {kl}"
+        return ("take easier problems, a reward function with partial credit, more --cold_start_steps "
+                "or more --num_completions_per_prompt")
 
 
-def expected_ties(success: float, group_size: int) -> float:
-    """Return the expected share of groups with all completions correct or all wrong: p^G + (1 - p)^G."""
-    return success**group_size + (1 - success) ** group_size
-
-
-# Name -> condition, advice: functions of a History.
-RULES: dict[str, tuple[Callable[[History], bool], Callable[[History], str]]] = {
-    "not_finite": (
-        lambda h: h.end("skipped") > 0,
-        lambda h: f"updates that were not finite were skipped: take {h.smaller_updates()}, and inspect "
-                  "skipped.jsonl with analysis.replay"),
-    "unscored": (
-        lambda h: h.end("unscored") > 0.1,
-        lambda h: f"{h.end('unscored'):.0%} of the completions could not be scored, and nothing is learned "
-                  "from them: look for the reason in rollouts.jsonl, reward_errors.jsonl or with --check"),
-    "length_hacking": (
-        lambda h: (h.growth("completion_tokens") > 1.5 and not h.improves() and not h.fell("mean_reward")
-                   and bool(h.right or h.end("truncated") > 0.3)),
-        lambda h: f"completions grew {h.course('completion_tokens', '.0f')} tokens, and no more are right: "
-                  "see in rollouts.jsonl why"
-                  + ", or take --overlong penalise" * (h.flags["overlong"] == "keep")),
-    "reward_hacking": (
-        lambda h: h.change("mean_reward") > 0 > h.change(h.right),
-        lambda h: f"the reward rose {h.course('mean_reward')} and {h.right} fell {h.course(h.right)}: "
-                  f"{h.gained()} pays for something else; run rewards.py --lint, and lower its "
-                  "--reward_weights"),
-    "collapse": (
-        lambda h: h.fallen() != "",
-        lambda h: f"{h.fallen()} fell from {h.best(h.fallen()):.2f}, its best, to {h.end(h.fallen()):.2f}: "
-                  f"begin a run from a checkpoint before that (--model_path), with {h.smaller_updates()}"),
-    "saturated": (
-        lambda h: h.end(h.right) > 0.95 and h.end("tied_groups") > 0.5,
-        lambda h: f"{h.end(h.right):.0%} of the completions are correct: take harder problems"),
-    "kl_drift": (
-        lambda h: h.end("kl") - h.start("kl") > 0.1 and not h.improves(),
-        lambda h: f"KL to the reference rose {h.course('kl')} nat/token, and no more completions are right: "
-                  f"take {h.smaller_updates()}"),
-    "length_collapse": (
-        lambda h: h.growth("completion_tokens") < 0.5 and not h.improves(),
-        lambda h: f"completions shrank {h.course('completion_tokens', '.0f')} tokens, and no more are right: "
-                  "see in rollouts.jsonl what they still earn, and lower its --reward_weights"),
-    "entropy_falls": (
-        lambda h: (h.growth("entropy") < 0.5 and not h.improves() and not h.end(h.right) > 0.8
-                   and not h.taught),
-        lambda h: f"entropy fell {h.course('entropy')} nat/token, and no more completions are right: take "
-                  + h.smaller_updates() + " or --entropy_coef 0.01" * (not h.flags["entropy_coef"])),
-    "ties": (
-        lambda h: h.tied_beyond_chance() and not h.flags["use_value_head"] and not h.taught,
-        lambda h: f"{h.end('tied_groups'):.0%} of groups have equal rewards, of which nothing is learned: "
-                  + h.remedy_of_ties()),
-    "truncation": (
-        lambda h: min(h.end("truncated"), h.start("truncated")) > 0.3,
-        lambda h: f"{h.end('truncated'):.0%} of the completions are truncated, and were from the start: "
-                  f"raise --generation_max_length (now {h.flags['generation_max_length']})"),
-    "clipping": (               # the clip of gspo is so narrow that this is usual
-        lambda h: h.end("clip_fraction") > 0.3 and h.flags["loss_type"] != "gspo",
-        lambda h: f"{h.end('clip_fraction'):.0%} of the tokens are clipped: take {h.smaller_updates()}"),
-}
+def find_problems(h: History) -> list[str]:
+    """Return "rule: advice" for each rule whose condition holds, the most severe first."""
+    flags, fallen, no_more_right = h.flags, h.fallen(), not h.improves()
+    rewards = [name for name in h.rollouts[-1] if name.startswith("reward/")]
+    gained = max(rewards, key=h.change, default="")       # the function whose points rose most
+    smaller_updates = (
+        f"take a lower --learning_rate (now {flags['learning_rate']}), fewer --ppo_epochs (now "
+        f"{flags['ppo_epochs']}) or a KL penalty (--kl_penalty_coef, now {flags['kl_penalty_coef']})")
+    rules = [
+        ("not_finite", h.end("skipped") > 0,
+         f"updates that were not finite were skipped: {smaller_updates}, and inspect skipped.jsonl with "
+         "analysis.replay"),
+        ("unscored", h.end("unscored") > 0.1,
+         f"{h.end('unscored'):.0%} of the completions could not be scored, and nothing is learned from them: "
+         "look for the reason in rollouts.jsonl, reward_errors.jsonl or with --check"),
+        ("length_hacking", h.growth("completion_tokens") > 1.5 and no_more_right and not h.fell("mean_reward")
+         and bool(h.right or h.end("truncated") > 0.3),
+         f"completions grew {h.course('completion_tokens', '.0f')} tokens, and no more are right: see in "
+         "rollouts.jsonl why, or take --overlong penalise"),
+        ("reward_hacking", h.change("mean_reward") > 0 > h.change(h.right),
+         f"the reward rose {h.course('mean_reward')} and {h.right} fell {h.course(h.right)}: {gained} pays "
+         "for something else; run rewards.py --lint, and lower its --reward_weights"),
+        ("collapse", fallen != "",
+         f"{fallen} fell from {h.best(fallen):.2f}, its best, to {h.end(fallen):.2f}: begin a run from a "
+         f"checkpoint before that (--model_path), and {smaller_updates}"),
+        ("saturated", h.end(h.right) > 0.95 and h.end("tied_groups") > 0.5,
+         f"{h.end(h.right):.0%} of the completions are correct: take harder problems"),
+        ("kl_drift", h.end("kl") - h.start("kl") > 0.1 and no_more_right,
+         f"KL to the reference rose {h.course('kl')} nat/token, and no more completions are right: "
+         f"{smaller_updates}"),
+        ("length_collapse", h.growth("completion_tokens") < 0.5 and no_more_right,
+         f"completions shrank {h.course('completion_tokens', '.0f')} tokens, and no more are right: see in "
+         "rollouts.jsonl what they still earn, and lower its --reward_weights"),
+        ("entropy_falls", h.growth("entropy") < 0.5 and no_more_right and not h.end(h.right) > 0.8
+         and not h.taught,
+         f"entropy fell {h.course('entropy')} nat/token, and no more completions are right: "
+         f"{smaller_updates} or --entropy_coef 0.01"),
+        ("ties", h.tied_beyond_chance() and not flags["use_value_head"] and not h.taught,
+         f"{h.end('tied_groups'):.0%} of groups have equal rewards, of which nothing is learned: "
+         f"{h.remedy_of_ties()}"),
+        ("truncation", min(h.end("truncated"), h.start("truncated")) > 0.3,
+         f"{h.end('truncated'):.0%} of the completions are truncated, and were from the start: raise "
+         f"--generation_max_length (now {flags['generation_max_length']})"),
+        # The clip of gspo is so narrow that this is usual.
+        ("clipping", h.end("clip_fraction") > 0.3 and flags["loss_type"] != "gspo",
+         f"{h.end('clip_fraction'):.0%} of the tokens are clipped: {smaller_updates}"),
+    ]
+    return [f"{name}: {advice}" for name, holds, advice in rules if holds]
 
 
 def diagnose(lines: list[dict], flags: dict) -> list[str]:
-    """Return a line on the course of a run, and "rule: advice" for each rule whose condition holds.
+    """Return a line on the course of a run, and what find_problems finds.
 
     lines  of metrics.jsonl;  flags  settings of the run by name, as in config.json
     """
@@ -184,6 +160,5 @@ def diagnose(lines: list[dict], flags: dict) -> list[str]:
     if tied >= 0:
         parts = f", {right:.0%} all right and {tied - right:.0%} not" if h.right and right >= 0 else ""
         changes.append(f"tied groups {tied:.0%}{parts}")
-    rules = RULES if len(rollouts) >= LEAST else {}
-    found = [f"{name}: {advice(h)}" for name, (holds, advice) in rules.items() if holds(h)]
-    return [f"{', '.join(changes)} in {len(rollouts)} rollouts", *found]
+    course = f"{', '.join(changes)} in {len(rollouts)} rollouts"
+    return [course, *(find_problems(h) if len(rollouts) >= LEAST else [])]
