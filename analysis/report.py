@@ -44,7 +44,8 @@ PANELS = {                      # of the curves: title -> names of metrics (file
     "held out (points), 95 % interval": "eval_reward/*",
     "groups and completions (share)": "tied_groups truncated clip_fraction",
     "length (tokens)": "completion_tokens",
-    "policy (nat/token)": "loss entropy kl policy_kl",
+    "policy (nat/token)": "loss entropy",
+    "KL (nat/token)": "kl policy_kl",
     "gradient norm": "grad_norm",
     "time (s)": "*_seconds",
 }
@@ -130,9 +131,9 @@ def draw_curves(runs: list[dict]) -> bytes:
         return b""
     num_rows, png = -(-len(panels) // 2), io.BytesIO()
     with rc_context({"text.parse_math": False}):          # names of metrics are no formulas
-        figure = Figure(figsize=(12, 2.5 * num_rows), layout="constrained")
+        figure, axes = Figure(figsize=(12, 2.5 * num_rows), layout="constrained"), None
         for place, (title, metrics) in enumerate(panels.items(), start=1):
-            axes = figure.add_subplot(num_rows, 2, place, title=title)
+            axes = figure.add_subplot(num_rows, 2, place, title=title, sharex=axes)
             for (i, metric), (run, style) in product(enumerate(metrics), zip(runs, STYLES, strict=False)):
                 series, low, high = (run["series"].get(name, {}) for name in with_limits(metric))
                 marker, label = "." if metric.startswith("eval") else "", metric if run is runs[0] else None
@@ -143,6 +144,7 @@ def draw_curves(runs: list[dict]) -> bytes:
             for step in (step for run in runs for step in run["starts"]):
                 axes.axvline(step, color="grey", linestyle=":")
             axes.legend(fontsize="small")
+        figure.supxlabel("optimiser step")
         figure.savefig(png, dpi=100)
     return png.getvalue()
 
