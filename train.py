@@ -256,7 +256,7 @@ def learn(run: Run) -> None:
             run.end_phase()
             run.save_checkpoint()
         write_final(run.model, run.tokenizer, run.folder.path / "final")
-        run.console.print_summary(run.folder.path)
+        run.print_summary()
 
 
 def step_evaluate_save(run: Run, phase: Phase) -> None:

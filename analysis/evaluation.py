@@ -23,7 +23,7 @@ from reward_functions.calling import wrap_reward_functions
 from rewards import (
     compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of, weighted_sum,
 )
-from runs.records import or_none
+from runs.folder import or_none
 
 Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
 

@@ -21,9 +21,9 @@ from config import GRPOConfig
 from data import as_text
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import compute_group_advantages, kl_penalty, token_loss
-from runs.console import RunConsole
+from runs.console import RunConsole, points_text
 from runs.groups import select
-from runs.records import or_none, points_of_turns, points_text
+from runs.folder import or_none, points_of_turns
 from runs.run import Run
 
 COLD_STEPS = 100                # at most this many supervised steps: then the demonstration has right answers

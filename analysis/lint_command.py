@@ -40,7 +40,17 @@ def main(argv: list[str]) -> int:
     if args.rollouts:
         for action in parser._actions:                    # without defaults: what is given
             action.default = argparse.SUPPRESS
-        return print_result(*lint_run(Path(args.rollouts), vars(parser.parse_all(argv))))
+        table, flags = lint_run(Path(args.rollouts), vars(parser.parse_all(argv)))
+    else:
+        table, flags = lint_data(args)
+    print("\n".join(table))
+    print("".join(f"\n- {flag}" for flag in flags))
+    print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions")
+    return int(bool(flags))
+
+
+def lint_data(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Lint reward functions on examples of a data set."""
     from analysis.reward_linter import applicable_functions, lint  # slow to import
     from sources import load_examples
     from reward_functions.loading import load_reward_function, require_columns
@@ -53,7 +63,7 @@ def main(argv: list[str]) -> int:
     weights = args.reward_weights or [1.0] * len(functions)
     if len(weights) != len(functions):
         raise ValueError(f"--reward_weights: {len(weights)} weights for {len(functions)} functions")
-    return print_result(*lint(functions, weights, examples))
+    return lint(functions, weights, examples)
 
 
 def lint_run(path: Path, given: dict) -> tuple[list[str], list[str]]:
@@ -76,16 +86,8 @@ def lint_run(path: Path, given: dict) -> tuple[list[str], list[str]]:
         line += "; environment is left out: its points are those of whole conversations"
     functions = list(map(load_reward_function, weights))
     require_columns(functions, [example for example, _ in groups], config.data.dataset)
-    table, flags = lint_rollouts(functions, list(weights.values()), groups, config.grpo)
+    table, flags = lint_rollouts(functions, list(weights.values()), groups)
     return [line, "", *table], flags
-
-
-def print_result(table: list[str], flags: list[str]) -> int:
-    """Print a table and flags. Returns the exit code."""
-    print("\n".join(table))
-    print("".join(f"\n- {flag}" for flag in flags))
-    print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions")
-    return int(bool(flags))
 
 
 def run_command_line(argv: list[str]) -> None:

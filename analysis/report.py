@@ -1,5 +1,5 @@
 """
-Write the report of a run: one HTML page that holds all of its data and needs no network.
+Draw the curves of a run, and write its report: one HTML page with them that needs no network.
 
     python infer.py --report RUN [--against OTHER_RUN]          a run writes its own when it ends
 
@@ -8,53 +8,54 @@ escapes what it inserts, completions are JSON in which no tag can begin, the scr
 never as HTML, and the page's Content-Security-Policy forbids all other scripts and all connections.
 
 Left out on purpose: probabilities of tokens that were not sampled (rollouts.jsonl does not hold them), and
-the values of single steps in a chart, which are in metrics.jsonl.
+metrics that PANELS does not name, which are in metrics.jsonl.
 """
 
 import base64
 import hashlib
+import io
 import json
 import re
 from contextlib import suppress
 from dataclasses import asdict
-from fnmatch import filter as matching
+from fnmatch import fnmatch
 from functools import cache, partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 
+from analysis.doctor import diagnose
 from config import SECTIONS, ModelConfig
 from data import as_text
 from engine.policy import load_tokenizer
-from runs.records import or_none, points_of_turns, points_text, read_jsonl, read_steps, replace_text
+from runs.console import points_text
+from runs.folder import or_none, points_of_turns, read_jsonl, read_steps, replace_text
 from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
 MAX_BYTES = 50_000_000
-# Section, unit and names of metrics (file patterns). Each metric is drawn by the first row that it matches.
-CHARTS = [
-    ("Reward", "points", "mean_reward reward/*"),
-    ("Held out", "share", "eval_accuracy"),
-    ("Held out", "points", "eval_reward/*"),
-    ("Held out", "share", "eval_truncated"),
-    ("Groups", "share", "tied_groups truncated"),
-    ("Groups", "tokens", "completion_tokens"),
-    ("Policy", "nat/token", "entropy kl policy_kl loss"),
-    ("Policy", "share", "clip_fraction"),
-    ("Policy", "", "policy_loss grad_norm"),
-    ("Speed and memory", "s", "*_seconds"),
-    ("Speed and memory", "GB", "peak_memory_gb"),
-    ("More", "", "*"),
-]
-LEFT, RIGHT, TOP, BOTTOM = 46, 352, 8, 126                # of a chart's axes, as in report.html
+PANELS = {                      # of the curves: title -> names of metrics (file patterns)
+    "reward (points)": "mean_reward reward/*",
+    "held out (share), 95 % interval": "eval_accuracy eval_truncated",
+    "held out (points), 95 % interval": "eval_reward/*",
+    "groups and completions (share)": "tied_groups truncated clip_fraction",
+    "length (tokens)": "completion_tokens",
+    "policy (nat/token)": "loss entropy",
+    "KL (nat/token)": "kl policy_kl",
+    "gradient norm": "grad_norm",
+    "time (s)": "*_seconds",
+}
+STYLES = "-", "--"              # of the curves of two runs
 
 
 def write_report(folder: Path, against: Path | None = None) -> Path:
     """Write folder/report.html on the run in it, with the curves and groups of another run beside it.
+
+    Without another run write its curves to folder/curves.png too.
 
     raises  ValueError in one line, if a folder is not a run or a file in it is damaged
     """
@@ -64,14 +65,16 @@ def write_report(folder: Path, against: Path | None = None) -> Path:
     runs = [read_run(path, config) for path, config in zip(folders, configs, strict=True)]
     steps = [saved | {"run": number} for number, run in enumerate(runs) for saved in run["steps"]]
     steps.sort(key=lambda saved: (saved["step"], -saved["run"]))                 # the last one is shown first
-    advice = [(step, number, text) for number, run in enumerate(runs) for step, text in run["advice"]]
+    curves = draw_curves(runs)
+    if curves and against is None:
+        (folder / "curves.png").write_bytes(curves)
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     target = folder / "report.html"
     replace_text(target, page.from_string(template).render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        runs=runs, sections=list_charts(runs), advice=sorted(advice), steps=steps,
+        runs=runs, curves=base64.b64encode(curves).decode(), steps=steps,
         settings=list_settings(configs, defaults), saved={name for run in runs for name in run["saved"]},
     ))
     return target
@@ -89,18 +92,18 @@ def list_settings(configs: list[dict], defaults: dict) -> list[dict]:
 
 
 def read_run(folder: Path, config: dict) -> dict:
-    """Return what the page shows of a run: name, phases, series, advice and completions."""
+    """Return what the page shows of a run: name, phases, series, findings of the doctor and completions."""
     lines = read_jsonl(folder / "metrics.jsonl")
     ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
     phases = ", ".join(f"{phase} until step {step}" for phase, step in ends.items())
     return {
         "name": str(folder), "phases": phases or "no steps yet", "series": metric_series(lines),
         "starts": [step + 1 for step in ends.values()][:-1],
-        "advice": [(line["step"], str(line["advice"])) for line in lines if line.get("advice")],
+        "findings": diagnose(lines, config),
     } | read_completions(folder, config)
 
 
-# ---- metrics -----------------------------------------------------------------------------------------------
+# ---- curves ------------------------------------------------------------------------------------------------
 
 
 def metric_series(lines: list[dict]) -> dict[str, dict[int, float]]:
@@ -113,57 +116,48 @@ def metric_series(lines: list[dict]) -> dict[str, dict[int, float]]:
     return series
 
 
-def list_charts(runs: list[dict]) -> dict[str, list[dict]]:
-    """Return {section: charts} of every metric of a run."""
-    names = dict.fromkeys(name for run in runs for name in run["series"] if name != "step")
-    last_step = max((step for run in runs for steps in run["series"].values() for step in steps), default=0)
-    sections: dict[str, list] = {}
-    for section, unit, patterns in CHARTS:
-        for name in [name for pattern in patterns.split() for name in matching(names, pattern)]:
-            del names[name]
-            if not re.match("eval_(accuracy|reward)_(low|high)", name):          # drawn with another metric
-                chart = {"title": name, "unit": unit} | draw_chart(runs, name, unit, last_step or 1)
-                sections.setdefault(section, []).append(chart)
-    return sections
+def draw_curves(runs: list[dict]) -> bytes:
+    """Return the curves of one or two runs as PNG, empty if there are no numbers yet.
+
+    The second run is dashed, dotted lines are the starts of its phases, bands 95 % intervals.
+    """
+    from matplotlib import rc_context  # slow to import
+    from matplotlib.figure import Figure
+
+    names = sorted({name for run in runs for name in run["series"]})
+    shown = {title: matching(names, patterns) for title, patterns in PANELS.items()}
+    panels = {title: metrics for title, metrics in shown.items() if metrics}
+    if not panels:
+        return b""
+    num_rows, png = -(-len(panels) // 2), io.BytesIO()
+    with rc_context({"text.parse_math": False}):          # names of metrics are no formulas
+        figure, axes = Figure(figsize=(12, 2.5 * num_rows), layout="constrained"), None
+        for place, (title, metrics) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(num_rows, 2, place, title=title, sharex=axes)
+            for (i, metric), (run, style) in product(enumerate(metrics), zip(runs, STYLES, strict=False)):
+                series, low, high = (run["series"].get(name, {}) for name in with_limits(metric))
+                marker, label = "." if metric.startswith("eval") else "", metric if run is runs[0] else None
+                axes.plot([*series], [*series.values()], style, marker=marker, color=f"C{i}", label=label)
+                both = [step for step in low if step in high]
+                ends = [low[step] for step in both], [high[step] for step in both]
+                axes.fill_between(both, *ends, color=f"C{i}", alpha=0.2, linewidth=0)
+            for step in (step for run in runs for step in run["starts"]):
+                axes.axvline(step, color="grey", linestyle=":")
+            axes.legend(fontsize="small")
+        figure.supxlabel("optimiser step")
+        figure.savefig(png, dpi=100)
+    return png.getvalue()
 
 
-def draw_chart(runs: list[dict], metric: str, unit: str, last_step: int) -> dict:
-    """Return the ticks of both axes, and for each run its first and last value and the SVG paths."""
-    from matplotlib.ticker import MaxNLocator  # slow to import
+def matching(names: list[str], patterns: str) -> list[str]:
+    """Return the names that a file pattern matches. patterns: separated by spaces."""
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns.split())]
 
-    limits = [re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high")]
-    curves = [[run["series"].get(name, {}) for name in (metric, *limits)] for run in runs]
-    values = [value for parts in curves for part in parts for value in part.values()]
-    low, high = min(values), max(values)
-    margin = max(abs(low), abs(high)) / 2 or 0.5
-    if high - low <= 2e-3 * margin:                       # flat: all labels would be the same four digits
-        low, high = low - margin, high + margin
-    y_ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0 if unit == "share" else low, high).tolist()
-    x_ticks = MaxNLocator(5, steps=[1, 2, 5, 10], integer=True).tick_values(0, last_step).tolist()
 
-    def x(step):
-        return round(LEFT + (RIGHT - LEFT) * step / last_step, 1)
-
-    def y(value):
-        return round(BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]), 1)
-
-    def path(points):
-        line = "L".join(f"{x(step)} {y(value)}" for step, value in points)
-        return line and f"M{line}h0"                      # h0, a line of no length, makes a lone point a dot
-
-    drawn = []
-    for run, (series, lows, highs) in zip(runs, curves, strict=True):
-        there, back = ([(step, end[step]) for step in lows if step in highs] for end in (highs, lows))
-        ends = [*series.values()][:: max(1, len(series) - 1)]
-        drawn.append({
-            "ends": " \u2192 ".join(f"{value:.4g}" for value in ends),
-            "curve": path(series.items()), "band": path(there + back[::-1]),
-            "starts": [x(step) for step in run["starts"]], "advice": [x(step) for step, _ in run["advice"]],
-        })
-    return {
-        "runs": drawn, "y_ticks": [(y(value), f"{value:.4g}") for value in y_ticks],
-        "x_ticks": [(x(step), f"{step:.0f}") for step in x_ticks if step <= last_step],
-    }
+def with_limits(metric: str) -> tuple[str, ...]:
+    """Return the names of a metric and of the ends of its interval."""
+    limits = (re.sub("^eval_(accuracy|reward)", rf"eval_\1_{end}", metric) for end in ("low", "high"))
+    return metric, *limits
 
 
 # ---- completions -------------------------------------------------------------------------------------------

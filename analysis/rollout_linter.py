@@ -18,15 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import regex
-import torch
 
-from analysis.evaluation import estimate_mean
 from analysis.reward_linter import score_texts
 from data import as_text
-from grpo import compute_group_advantages
 from reward_functions.answers import as_texts
 from rewards import same_answer, text_of
-from runs.records import read_steps
+from runs.folder import read_steps
 from sources.batches import prompt_key
 
 EPSILON, LISTS = 1e-9, ("candidates", "hedged")           # points
@@ -135,16 +132,15 @@ def changes_of_groups(examples: list[dict], texts: list[list[str]]) -> list[dict
 
 
 def lint_rollouts(
-    functions: list[Callable], weights: list[float], groups: list[tuple[dict, list[str]]], config
+    functions: list[Callable], weights: list[float], groups: list[tuple[dict, list[str]]]
 ) -> tuple[list[str], list[str]]:
     """Return the lines of a table and the worst example of each of its rows, and the flags.
 
-    groups  (example, G completions);  config  a GRPOConfig, for the baseline and scale of advantages
+    groups  (example, G completions)
 
     The best completions of a function are those with its most points. A function is judged by answers if
     another answer lowers its points in half of the cases; the total too unless a function gave no points at
-    all: it may be the one that knows right answers. Shares are means over groups. The advantage is the mean
-    of the changed completions, each alone in its group; gdpo, reward_clip and overlong are left out.
+    all: it may be the one that knows right answers.
     """
     examples = [example for example, _ in groups]
     texts = [siblings for _, siblings in groups]
@@ -152,25 +148,19 @@ def lint_rollouts(
     failures: dict[str, str] = {}
 
     def score(change: str) -> dict[str, np.ndarray]:
-        """Return points (P, G) of each function and the total, NaN for completions without the change."""
+        """Return points (P * G,) of each function and the total, NaN for completions without the change."""
         new = [found.get(change, text) for found, text in zip(changes, chain(*texts), strict=True)]
         total, points, failed = score_texts(functions, weights, new, examples)
         for f in reversed(failed):
             failures[f["function"]] = f"{f['function']} failed on {f['completion']!r:.60}: {f['error']}"
-        same = torch.tensor([change not in found for found in changes]).view_as(total) & bool(change)
+        has_change = [not change or change in found for found in changes]
         points = points | {"the total": total}
-        return {name: values.masked_fill(same, torch.nan).numpy() for name, values in points.items()}
-
-    def advantage(change: str, p: int, g: int) -> float:
-        """Return the advantage of a changed completion in its group."""
-        rewards = torch.tensor(before["the total"])
-        rewards[p, g] = after[change]["the total"][p, g]
-        return compute_group_advantages(rewards, baseline=config.baseline, scale=config.scale)[p, g].item()
+        return {name: np.where(has_change, of.flatten(), np.nan) for name, of in points.items()}
 
     before, after = score(""), {change: score(change) for change in dict.fromkeys(chain(*changes))}
-    table, worst, flags = ["| points | change | at fault | of | advantage |", "|---" * 5 + "|"], [], []
+    table, worst, flags = ["| points | change | at fault |", "|---" * 3 + "|"], [], []
     for name in list(before)[: None if len(functions) > 1 else 1]:
-        points = before[name]                             # (P, G)
+        points = before[name]
         every = np.concatenate([points, *(found[name] for found in after.values())])
         if name in failures or np.unique(every[~np.isnan(every)].round(9)).size < 2:
             same = f"{name} gives the same points, or none, to every completion: nothing is learned"
@@ -186,19 +176,14 @@ def lint_rollouts(
             faulty = []
             for change in filter(after.get, names):
                 gain = np.where(cases, sign * (after[change][name] - points), np.nan)
-                known, fault = ~np.isnan(gain), gain > limit                     # (P, G)
+                fault = gain > limit
                 if not fault.any():
                     continue
-                by_group = [at[of].mean() for at, of in zip(fault, known, strict=True) if of.any()]
-                share = estimate_mean(np.array(by_group))
-                i = np.where(fault, gain, -np.inf).argmax()
                 faulty.append(f"`{change}`")
-                table.append(
-                    f"| `{name}` | {phrase.format(faulty[-1])} | {share['mean']:.0%} [{share['low']:.0%}, "
-                    f"{share['high']:.0%}] | {fault.sum()} of {known.sum()} | "
-                    f"{np.mean([advantage(change, *place) for place in np.argwhere(fault)]):+.2f} |"
-                )
-                old, new = points.flat[i], after[change][name].flat[i]
+                share = f"{fault.sum()} of {(~np.isnan(gain)).sum()}"
+                table.append(f"| `{name}` | {phrase.format(faulty[-1])} | {share} |")
+                i = np.where(fault, gain, -np.inf).argmax()
+                old, new = points[i], after[change][name][i]
                 worst.append(f"{name}, {change}, {old:g} -> {new:g} points: {changes[i][change]!r:.200}")
             flags += [f"{name} gives {phrase.format(', '.join(faulty))}"] if faulty else []
     return [*(table if table[2:] else ["no change is at fault"]), "", *worst], flags

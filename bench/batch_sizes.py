@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runs.records import read_jsonl  # noqa: E402
+from runs.folder import read_jsonl  # noqa: E402
 
 COLUMNS = (
     "batch size", "seed", "cold start steps", "accuracy after it, 95 % interval", "GRPO steps", "first step above that interval",

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runs.records import read_jsonl  # noqa: E402
+from runs.folder import read_jsonl  # noqa: E402
 
 
 def draw_accuracy(runs: list[list[dict]], path: str) -> None:

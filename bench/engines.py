@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from runs.records import read_jsonl  # noqa: E402
+from runs.folder import read_jsonl  # noqa: E402
 
 PROMPTS, PROMPT_TOKENS, GROUP_SIZE, NEW_TOKENS = 128, 16, 8, 256
 

@@ -28,7 +28,7 @@ from data import load_examples  # noqa: E402
 from engine import make_engine  # noqa: E402
 from grpo import LOSSES  # noqa: E402
 from engine.policy import load_policy  # noqa: E402
-from runs.records import read_jsonl  # noqa: E402
+from runs.folder import read_jsonl  # noqa: E402
 
 COLD = "--max_steps 100 --batch_size 32 --num_epochs 100 --learning_rate 1e-3"
 GRPO = (

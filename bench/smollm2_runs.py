@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 
 def points_of(line: dict) -> tuple[float, float, float]:

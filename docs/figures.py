@@ -35,7 +35,7 @@ from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
 from engine.prefix_attention import attends_to  # noqa: E402
 from engine.policy import load_policy  # noqa: E402
-from runs.records import read_jsonl  # noqa: E402
+from runs.folder import read_jsonl  # noqa: E402
 
 matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 BLUE, ORANGE, GREEN, RED, GREY = "tab:blue", "tab:orange", "tab:green", "tab:red", "0.6"

@@ -27,7 +27,7 @@ from engine.devices import all_gather_object, is_main, num_processes
 from engine.errors import RunError, first_line
 from engine.policy import full_state_dict, save_policy
 from engine.sharding import full_tensor, sharded_like
-from runs.records import flush
+from runs.folder import flush
 
 CHECKSUMS = "SHA256SUMS"        # in the format of `sha256sum --check`
 

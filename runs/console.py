@@ -1,5 +1,7 @@
 """
 The console of a run: settings at the start, a line of 80 columns for each step, what was learned at the end.
+
+Texts of models and data sets are printed as repr() writes them: no character of theirs controls the terminal.
 """
 
 import math
@@ -14,10 +16,6 @@ from engine.adapters import has_adapter
 from data import as_text
 from engine.devices import num_processes
 from engine.text_model import has_experts
-from runs.command_line import printable
-from runs.doctor import verdict
-from runs.records import held_out_text, points_text, read_jsonl
-from sources.settings import PROFILES
 
 UNITS = {                       # the console line: metric, label; in order of importance, as not all may fit
     "loss": "loss {:.3f}",
@@ -33,7 +31,7 @@ UNITS = {                       # the console line: metric, label; in order of i
     "turns": "{:.1f} turns",
     "grad_norm": "grad {:.2f}",
 }
-MAIN_SETTINGS = [               # of GRPO; printed where there is no profile
+MAIN_SETTINGS = [               # of GRPO
     "num_completions_per_prompt", "generation_max_length", "generation_temperature", "generation_top_p",
     "generation_top_k", "use_kl_penalty", "kl_penalty_coef", "learning_rate",
 ]
@@ -54,17 +52,15 @@ class RunConsole:
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
         wraps = self.rich.is_terminal                     # lines in a file stay whole
-        self.rich.print(printable(text), markup=False, emoji=False, soft_wrap=not wraps)
+        self.rich.print(text, markup=False, emoji=False, soft_wrap=not wraps)
 
     def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""
         training, config = self.config.training, self.config
-        values = {name: value for part in config.as_dict().values() for name, value in part.items()}
-        names = PROFILES.get(training.profile) or (MAIN_SETTINGS if training.use_grpo else [])
-        settings = ", ".join(f"{name} {values[name]}" for name in names)
-        if settings:
-            profile = f"profile {training.profile}" if training.profile else "no profile"
-            self.print(f"{profile}: {settings}")
+        if training.use_grpo:
+            values = config.as_dict()["grpo"] | config.as_dict()["training"]
+            settings = ", ".join(f"{name} {values[name]}" for name in MAIN_SETTINGS)
+            self.print(f"profile {training.profile or 'none'}: {settings}")
         size = sum(p.numel() for p in model.parameters()) / 1e6
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
         count = num_processes()
@@ -80,19 +76,13 @@ class RunConsole:
         if config.data.instruction:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
-        left_out = "lora_rank: experts and routers get no adapter; docs/scale.md, Mixtures of experts"
-        if config.model.lora_rank > 0 and has_experts(model):
-            self.print(f"  note   {left_out}")
+        if config.model.lora_rank and has_experts(model):
+            self.print("  note   experts and routers get no adapter; docs/scale.md, Mixtures of experts")
         for phase in phases:
             group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
             rows = training.batch_size * group_size
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
-        if len(phases) == 2 and phases[0].steps < training.cold_start_steps:
-            self.print(f"  note   max_steps shortens the cold start of {training.cold_start_steps} steps: "
-                       "without right answers at its end, GRPO has nothing to reinforce")
-        if phases[-1].steps < training.max_steps:
-            self.print(f"  note   max_steps is {training.max_steps}, but num_epochs ends the run before")
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
@@ -112,8 +102,6 @@ class RunConsole:
             item = f"  {form.format(value)}" if shown else ""
             line += item if len(line + item + end) <= 80 else ""
         self.print(line + end)
-        if "advice" in metrics:
-            self.print(f"  doctor: {metrics['advice']}")
 
     def print_completions(self, completions: list[dict]) -> None:
         """Print a whole completion, and the rewards and advantages of its group.
@@ -126,14 +114,14 @@ class RunConsole:
         self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
-    def print_summary(self, folder: Path) -> None:
-        """Print what was learned, by held-out results around each phase, and where the files are."""
-        if self.rich.quiet:                               # the folder may be of another machine
-            return
-        metrics = read_jsonl(folder / "metrics.jsonl")
+    def print_summary(self, folder: Path, lines: list[dict], findings: list[str]) -> None:
+        """Print what was learned, by held-out results around each phase, and where the files are.
+
+        lines, findings  of metrics.jsonl in the folder; of the training doctor about them
+        """
         when = "before training" if self.config.model.model_path else "untrained"
         last: dict[str, str] = {}                         # the last result of each phase, in order
-        for line in metrics:
+        for line in lines:
             if line["phase"] == "eval":
                 last[when] = held_out_text(line, self.config)
             else:
@@ -141,7 +129,27 @@ class RunConsole:
         self.print("\nwhat was learned, on held-out problems:" if last else "")
         for when, result in last.items():
             self.print(f"  {when:<22}{result}")
-        if history := [line for line in metrics if line["phase"] == "grpo"]:
-            self.print(f"doctor: {verdict(history, self.config)}")
+        for finding in findings:
+            self.print(f"doctor: {finding}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
             self.print(f"{name + ':':<13}{folder}/{file}")
+
+
+def points_text(reward: float | None) -> str:
+    """Return a reward as "+1.30", or "?" if no function could score."""
+    return "?" if reward is None else f"{reward:+.2f}"
+
+
+def held_out_text(result: dict, config: Config) -> str:
+    """Return "accuracy 0.910 [0.870, 0.940] of 256", or points if correctness is not a reward function."""
+    by_accuracy = not config.training.use_grpo or {"correctness", "none"} & {*config.grpo.reward_functions}
+    if by_accuracy and "eval_accuracy" in result:
+        low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
+        return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
+    scored = []
+    for name in [name.removeprefix("eval_reward/") for name in result if name.startswith("eval_reward/")]:
+        mean, low, high = (result.get(f"eval_reward{end}/{name}") for end in ("", "_low", "_high"))
+        if name != "correctness" and mean is not None and not math.isnan(mean):
+            interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+            scored.append(f"{name} {mean:.3f}{interval} points")
+    return ", ".join(scored) or "nothing could be scored"

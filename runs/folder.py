@@ -7,28 +7,39 @@ The run folder: the files that a run writes, under a lock.
     rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl        the same of steps that were not finite, if any
     reward_errors.jsonl  calls of reward functions that raised or timed out, if any
-    curves.png           the learning curve
-    report.html          everything above, for a browser
+    curves.png           the learning curves, which analysis/report.py draws
+    report.html          everything above, for a browser; analysis/report.py writes it
     tensorboard/         the same metrics; with --report_to wandb its local files
     checkpoints/, final/
 """
 
+import importlib.util
 import json
+import math
 import os
+import re
+import sys
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from itertools import compress, groupby, pairwise
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from analysis.report import write_report
 from config import Config
+from data import as_text
 from engine.devices import all_gather_object, is_main
-from engine.errors import RunError, first_line
+from engine.errors import RunError
+from logprobs import completion_lengths
 from runs.console import RunConsole
-from runs.curves import draw_curves
-from runs.records import cut_after, or_none, read_jsonl, replace_text
-from runs.trackers import open_tracker, refuse_missing
 from sources.run_owner import OWNER, owner_of
+
+COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # of the table that a service shows
+# How a line of a file begins. Steps are found by it, because parsing gigabytes takes minutes.
+HEAD = re.compile(rb'\s*{\s*"step":\s*(\d{1,15}),\s*"phase":\s*"(\w+)"')
 
 
 class RunFolder:
@@ -48,13 +59,13 @@ class RunFolder:
         read_only = training.check or training.explain or bool(training.replay)
         if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
-        refuse_missing(training.report_to)
+        if training.report_to in ("wandb", "trackio") and not importlib.util.find_spec(training.report_to):
+            raise ValueError(f"--report_to={training.report_to}: is not installed; pip install it")
         self.writes, self.lock, self.begun = is_main(), None, training.resume
         if training.resume and not read_only:             # before a checkpoint is chosen
             ranks.gather(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
-        self.tracker = None
-        self.history: list[dict] = []                     # metrics of the GRPO steps
+        self.tracker: Tracker | None = None
 
     def refuse_other_run(self, error: type[Exception]) -> None:
         """Raise the error if the folder of a new run holds a run already."""
@@ -93,12 +104,11 @@ class RunFolder:
         self.write_config(self.config)
         replace_text(self.path / OWNER, json.dumps(owner_of(self.path)))
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
-            if name in ("metrics.jsonl", "rollouts.jsonl"):
-                (self.path / name).touch()
             cut_after(self.path / name, last_step)
-        self.history = [line for line in read_jsonl(self.path / "metrics.jsonl") if line["phase"] == "grpo"]
+        for name in "metrics.jsonl", "rollouts.jsonl":
+            (self.path / name).touch()
         config = self.config
-        self.tracker = open_tracker(config.training.report_to, self.path, config.as_dict(), last_step)
+        self.tracker = Tracker(config.training.report_to, self.path, config.as_dict(), last_step)
 
     def write_config(self, config: Config) -> None:
         """Write config.json, on the first rank."""
@@ -114,8 +124,6 @@ class RunFolder:
             line.setdefault(name, or_none(value) if isinstance(value, float) else value)
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if phase == "grpo":
-            self.history.append(line)
         if self.tracker:
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
             numbers.pop("step")
@@ -140,14 +148,204 @@ class RunFolder:
 
     def __exit__(self, *exception):
         self.console.progress.stop()
-        try:
-            if self.writes:
-                draw_curves(self.path)
-                write_report(self.path)
-        except Exception as error:                        # pages of results do not decide how a run ends
-            self.console.print(f"  note   curves.png or report.html is not written: {first_line(error)}")
-        finally:
-            if self.tracker:
-                self.tracker.close()
-            if self.lock:
-                self.lock.release(force=True)
+        if self.tracker:
+            self.tracker.close()
+        if self.lock:
+            self.lock.release(force=True)
+
+
+class Tracker:
+    """Send metrics, named phase/metric, and completions to TensorBoard, wandb or trackio; "none": nowhere.
+
+    No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline;
+    trackio writes into a folder of its own. last_step is the step that a run continues after, 0 for a new
+    run: a service continues its entry, TensorBoard drops later events. Left out on purpose: several at once.
+    """
+
+    def __init__(self, report_to: str, folder: Path, settings: dict, last_step: int):
+        self.board = self.service = None
+        if report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=last_step + 1)
+        elif report_to != "none":                         # trackio has the interface of wandb
+            self.service, file = importlib.import_module(report_to), folder / "tracker_name"
+            if last_step == 0 or not file.exists():
+                file.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
+            options = {"project": "plain-grpo", "resume": "allow", "config": settings}
+            if report_to == "wandb":
+                options |= {"id": file.read_text(), "dir": str(folder)}
+                options["project"] = os.environ.get("WANDB_PROJECT") or options["project"]
+            self.service.init(name=file.read_text(), **options)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Log numbers of a step."""
+        if self.service:
+            self.service.log(values, step=step)
+        elif self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def show(self, step: int, completions: list[dict]) -> None:
+        """Log completions as a table of a service. TensorBoard has none; report.html shows them."""
+        if self.service:
+            from pandas import DataFrame  # comes with datasets
+
+            table = DataFrame(completions, columns=list(COLUMNS))
+            table = table.assign(prompt=table.prompt.map(as_text), completion=table.completion.map(as_text))
+            self.service.log({"completions": self.service.Table(dataframe=table)}, step=step)
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        if self.service:
+            self.service.finish()
+        elif self.board:
+            self.board.close()
+
+
+# ---- records -----------------------------------------------------------------------------------------------
+
+
+def completion_records(experience, after=None) -> list[dict]:
+    """Return the lines of rollouts.jsonl, one for each completion: texts, rewards, and tokens for --replay.
+
+    experience  an Experience;  after  LogProbs of its rollout after the updates
+    """
+    examples, rollout = experience.examples, experience.rollout
+    groups, advantages = experience.groups, experience.advantages
+    tied = [] if groups is None else groups.tied.tolist()
+    group_size = len(rollout.completions) // len(examples)
+    records = []
+    for row, text in enumerate(rollout.completions):
+        p, g, mask = row // group_size, row % group_size, rollout.completion_mask[row]
+        length = int(completion_lengths(mask[None]))      # with the tokens of an environment
+
+        def sampled_only(numbers, mask=mask, length=length):                  # None for environments' tokens
+            pairs = zip(numbers[:length].tolist(), mask[:length].tolist(), strict=True)
+            return [number if sampled else None for number, sampled in pairs]
+
+        record = {"prompt": examples[p]["prompt"], "completion": text}
+        if groups is not None:
+            by_token = advantages.shape[1] > 1
+            record |= {
+                "rewards": {name: or_none(points[p, g]) for name, points in groups.per_function.items()},
+                "reward": or_none(groups.scores[p, g]), "tied": tied[p],
+                "advantage": or_none((advantages[row][mask] if by_token else advantages[row]).mean()),
+            }
+            if any(extra := groups.reports.extra[row : row + 1]):
+                record["extra"] = extra[0]
+            if by_token:
+                record["token_advantages"] = sampled_only(advantages[row])
+            if after is not None:
+                for name, numbers in ("logp_after", after.logp), ("entropies", after.entropy):
+                    finite = map(or_none, sampled_only(numbers[row]))
+                    record[name] = [None if number is None else round(number, 5) for number in finite]
+        record |= {
+            "finished": bool(rollout.finished[row]),
+            "tokens": int(mask.sum()),
+            "group": p,
+            "completions_of_step": len(rollout.completions),
+            "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
+            "completion_ids": rollout.completion_ids[row, :length].tolist(),
+            "sampling_logp": sampled_only(rollout.sampling_logp[row]),
+        }
+        if rollout.turn_points is not None:
+            record["turn_points"] = [or_none(points) for points in rollout.turn_points[row, :length]]
+        records.append(record)
+    return records
+
+
+def points_of_turns(chosen: list[bool], points: list) -> list:
+    """Return the points at the last token of each turn. chosen: True on tokens of the policy."""
+    ends = [own and not following for own, following in pairwise([*chosen, False])]
+    return list(compress(points, ends))
+
+
+def or_none(value) -> float | None:
+    """Return a number for JSON: None for NaN, infinities and None."""
+    with suppress(OverflowError):                         # an integer beyond all floats
+        return float(value) if value is not None and math.isfinite(value) else None
+
+
+def parse_record(line: bytes) -> dict | None:
+    """Return the record in a line, with an integer step and a phase; None if the line is cut or damaged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(record, dict) and type(record.get("step")) is int
+    return record if known and isinstance(record.get("phase"), str) else None
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Read metrics.jsonl or a short file of records up to its first damaged line, [] if there is none."""
+    records: list[dict] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        if (record := parse_record(line)) is None:
+            number = len(records) + 1
+            warn_once(f"{path}: line {number} is damaged, as a kill leaves it; left out from there on")
+            break
+        records.append(record)
+    return records
+
+
+def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
+    """Yield the records of every n-th step of rollouts.jsonl, one step at a time; the others are not parsed.
+
+    Ends before a step of which lines are damaged or missing, as a kill leaves it.
+    """
+    def head(line: bytes) -> tuple | None:                # step and phase, None if it is damaged there
+        found = HEAD.match(line)
+        return found and found.groups()
+
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, (_, lines) in enumerate(groupby(file, key=head)):
+            if number % every:
+                continue
+            records = [parse_record(line) for line in lines]
+            if None in records or records[0].get("completions_of_step") != len(records):
+                warn_once(f"{path}: saved step {number + 1} is not whole; left out from there on")
+                return
+            yield records
+
+
+@cache
+def warn_once(line: str) -> None:
+    """Print a line on stderr, the first time in this process."""
+    print(line, file=sys.stderr)
+
+
+def cut_after(path: Path, last_step: int) -> None:
+    """Keep the lines up to last_step, or to the first one that is damaged, in place; none for 0.
+
+    Reads a line at a time: rollouts.jsonl grows to gigabytes.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            head = HEAD.match(line)
+            if not head or not line.endswith(b"\n") or not int(head[1]) <= last_step > 0:
+                break
+            end += len(line)
+        file.truncate(end)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file, completely or not at all: a run that is killed meanwhile keeps the old one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    flush(new)
+    new.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

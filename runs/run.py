@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from analysis.doctor import diagnose
 from analysis.evaluation import evaluate
+from analysis.report import write_report
 from config import Config
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
-from engine.errors import RunError
+from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import frozen_copy, move, save_policy
 from engine.ranks import ManyRanks, OneRank
@@ -32,13 +34,12 @@ from runs.checkpoint import (
     load_optimizer_state, optimizer_state, random_states, read_state, reference_state, set_random_states,
     versions, weights_of, write_checkpoint,
 )
-from runs.console import RunConsole
-from runs.doctor import diagnose
+from runs.console import RunConsole, held_out_text
 from runs.errors import StopOnSignal, halved_when_out_of_memory
-from runs.folder import RunFolder
+from runs.folder import RunFolder, completion_records, read_jsonl
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
-from runs.records import completion_records, held_out_text
 from sources.batches import ShuffledBatches
+from sources.settings import read_settings
 
 
 @dataclass
@@ -170,7 +171,25 @@ class Run:
         self.require_equal_ranks()
         self.save_base_of_adapter()
         with StopOnSignal(self.ranks) as stop, self.folder:
-            yield stop
+            try:
+                yield stop
+            finally:
+                self.write_report()
+
+    def write_report(self) -> None:
+        """Write curves.png and report.html. An error is one line: they do not decide how a run ends."""
+        try:
+            if self.folder.writes:
+                write_report(self.folder.path)
+        except Exception as error:
+            self.console.print(f"  note   curves.png or report.html is not written: {first_line(error)}")
+
+    def print_summary(self) -> None:
+        """Print what was learned, the findings of the training doctor, and where the files are."""
+        if self.folder.writes:                            # elsewhere the folder may be of another machine
+            path = self.folder.path
+            lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")
+            self.console.print_summary(path, lines, diagnose(lines, flags))
 
     def begin_phase(self, phase: Phase) -> None:
         """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
@@ -355,8 +374,6 @@ class Run:
         }
         records = []
         if phase == "grpo":
-            if advice := diagnose([*folder.history, metrics], self.config):
-                metrics["advice"] = advice
             if failures := experience.groups.reports.failures:
                 folder.append("reward_errors.jsonl", step, phase, failures)
             before, every = step - metrics["updates"], self.config.training.log_rollouts_every

@@ -28,7 +28,7 @@ from experience import Groups
 from engine.policy import frozen_copy, load_policy, save_policy
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from runs.run import Run
 from runs.setup import set_up
 from sample import Rollout, left_pad
@@ -209,7 +209,7 @@ QUICK = (
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch):
     """Leave out curves.png, half a second of every run; that of the fixture `finished` is drawn."""
-    monkeypatch.setattr("runs.folder.draw_curves", lambda folder: None)
+    monkeypatch.setattr("analysis.report.draw_curves", lambda runs: b"")
 
 
 def exhaustive(*values, **options):

@@ -36,7 +36,7 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
             "step": step, "phase": "grpo", "mean_reward": step / steps, "reward/correctness": 0.5, "tied_groups": 0.25,
             "entropy": 1 / step, "completion_tokens": 10.0, "step_seconds": 2.0, "kl": None if step == 3 else 0.01,
             "own_metric": 3,
-        } | ({"advice": "ties: <b>most</b> groups"} if step == 5 else {}))
+        })
     metrics.append({"step": steps, "phase": "eval", "eval_accuracy": 0.8, "eval_accuracy_low": 0.7, "eval_accuracy_high": 0.9})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     with (folder / "rollouts.jsonl").open("w") as file:

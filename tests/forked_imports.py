@@ -2,9 +2,9 @@
 
 import torch
 
+import analysis.report
 import infer  # noqa: F401
-import runs.folder
 import train  # noqa: F401
 
 torch.set_num_threads(1)
-runs.folder.draw_curves = lambda folder: None
+analysis.report.draw_curves = lambda runs: b""

@@ -14,7 +14,7 @@ from engine import make_engine
 from logprobs import completion_log_probs
 from engine.policy import load_policy, save_policy
 from engine.precision import with_precision
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from runs.startup_check import compare
 
 MODELS = ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS | {"qwen3_5_vision": build_qwen3_5_vision}

@@ -16,7 +16,7 @@ from engine.policy import load_tokenizer, save_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.startup_check import check_tokens
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 # As Qwen 3's: thoughts of turns before the last question are left out, a turn without thoughts gets empty ones, and
 # enable_thinking=false begins the answer with empty ones.

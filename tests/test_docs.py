@@ -22,7 +22,7 @@ from config import SECTIONS
 from runs.command_line import parse_config
 from grpo import LOSSES
 from engine.policy import load_policy
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from sources.foreign_names import REMOVED
 from formula_language import formulas
 from project_files import modules_of_the_program

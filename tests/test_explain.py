@@ -14,11 +14,10 @@ from rich.console import Console
 
 from analysis import explain
 import train
-from runs.records import completion_records
+from runs.folder import completion_records, read_jsonl
 from config import GRPOConfig
 from runs.command_line import parse_config
 from runs.setup import set_up
-from runs.records import read_jsonl
 
 
 STOP = 1                        # of the built-in tokenizer

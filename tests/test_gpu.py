@@ -22,7 +22,7 @@ import train
 from engine.devices import best_device
 from logprobs import completion_log_probs
 from engine.precision import with_precision
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = os.environ.get("TEST_DEVICE", ACCELERATOR and ACCELERATOR.type)

@@ -15,7 +15,7 @@ from engine import make_engine
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from engine.policy import frozen_copy, load_policy, save_policy, update_reference
 from engine.precision import with_precision
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
 

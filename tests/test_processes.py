@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from config import ModelConfig
 from engine.policy import load_policy, save_policy
 from runs.checkpoint import latest_checkpoint
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import train
 from analysis.replay import saved_name
 from rewards import name_of
 from reward_functions.loading import load_reward_function
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 @pytest.mark.parametrize("code,saved", [
     ("def points(completions, **columns): return [0.0]\n", "points"),

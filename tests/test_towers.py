@@ -17,7 +17,7 @@ from engine import make_engine
 from engine.adapters import trainable_parameters
 from engine.text_model import text_model
 from engine.policy import load_policy, save_policy
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from runs.startup_check import check_packing
 
 FLAGS = (

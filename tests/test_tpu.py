@@ -31,7 +31,7 @@ from engine.devices import best_device
 from engine.policy import move
 from model import ValueHead
 from logprobs import completion_lengths
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 DEVICE = best_device()                                    # before any backward pass on the CPU
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from experience import Experience
 import train
 from conftest import comparable, exhaustive, length_reward, run_folder, start_run
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from experience import compare_with_sampler, log_probs_of_rollout
 from engine.policy import load_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(

@@ -19,7 +19,7 @@ from analysis.evaluation import (
 from engine import make_engine
 from engine.ranks import OneRank
 from engine.policy import load_policy
-from runs.records import held_out_text
+from runs.console import held_out_text
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])

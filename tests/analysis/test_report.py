@@ -7,11 +7,12 @@ import math
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.figure import Figure
 from fake_run import AFTER, HOSTILE, edit_rollouts, fake_run
 
 import infer
 from analysis import report
-from analysis.report import list_charts, read_run, write_report
+from analysis.report import draw_curves, read_run, write_report
 from model import byte_tokenizer
 
 
@@ -41,67 +42,58 @@ class Page(HTMLParser):
             self.data[self.open] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def charts_of(*folders):
-    """{title: chart} of the runs in some folders."""
-    runs = [read_run(folder, settings_of(folder)) for folder in folders]
-    return {chart["title"]: chart | {"section": section} for section, charts in list_charts(runs).items() for chart in charts}
+def panels_of(monkeypatch, *folders):
+    """{title: axes} of the curves of the runs in some folders."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw_curves([read_run(folder, settings_of(folder)) for folder in folders])
+    return {axes.get_title(): axes for axes in drawn[0].axes}
 
 
 def settings_of(folder):
     return {name: value for section in json.loads((folder / "config.json").read_text()).values() for name, value in section.items()}
 
 
-def points(chart, path, run=0):
-    """[[(step, value), ...], ...]: the unbroken pieces of a path, read by the labels of the axes."""
-    def read(ticks, place):
-        (here, first), *_, (there, last) = [(at, float(label)) for at, label in ticks]
-        return first + (last - first) * (place - here) / (there - here)
-
-    pieces = [piece.removesuffix("h0").split("L") for piece in chart["runs"][run][path].split("M")[1:]]
-    places = [[map(float, place.split()) for place in piece] for piece in pieces]
-    return [[(read(chart["x_ticks"], x), read(chart["y_ticks"], y)) for x, y in piece] for piece in places]
+def curves_of(axes):
+    """{label: [(step, value), ...]} of a panel."""
+    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines if not line.get_label().startswith("_")}
 
 
-def near(found, wanted):
-    """Within the width of a line."""
-    (steps, values), (right_steps, right_values) = zip(*found, strict=True), zip(*wanted, strict=True)
-    assert steps == pytest.approx(right_steps, abs=0.05)
-    assert values == pytest.approx(right_values, abs=0.01 * max(right_values))
+def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_phase(tmp_path, monkeypatch):
+    panels = panels_of(monkeypatch, fake_run(tmp_path / "run"))
+    assert list(panels) == ["reward (points)", "held out (share), 95 % interval", "groups and completions (share)", "length (tokens)",
+                            "policy (nat/token)", "KL (nat/token)", "time (s)"]
+    rewards = curves_of(panels["reward (points)"])
+    assert rewards == {"mean_reward": [(step, step / 12) for step in range(2, 13)], "reward/correctness": [(step, 0.5) for step in range(2, 13)]}
+    assert curves_of(panels["KL (nat/token)"]) == {"kl": [(step, 0.01) for step in range(2, 13) if step != 3]}
+    held_out = panels["held out (share), 95 % interval"]
+    assert curves_of(held_out) == {"eval_accuracy": [(0, 0.1), (12, 0.8)]}
+    band = {tuple(corner) for corner in held_out.collections[0].get_paths()[0].vertices.tolist()}
+    assert band == {(0, 0.05), (0, 0.2), (12, 0.7), (12, 0.9)}
+    assert [line.get_xdata() for line in held_out.lines if line.get_linestyle() == ":"] == [[2, 2]]
 
 
-def test_curves_lie_where_their_axes_say_with_an_interval(tmp_path):
-    charts = charts_of(fake_run(tmp_path / "run"))
-    reward, kl, accuracy = (charts[title] for title in ("mean_reward", "kl", "eval_accuracy"))
-    near(points(reward, "curve")[0], [(step, step / 12) for step in range(2, 13)])
-    assert reward["runs"][0]["ends"] == "0.1667 \u2192 1" and reward["unit"] == "points"
-    near(points(kl, "curve")[0], [(step, 0.01) for step in range(2, 13) if step != 3])
-    assert len({label for _, label in kl["y_ticks"]}) > 2, "a flat curve has an axis, too"
-    near(points(accuracy, "curve")[0], [(0, 0.1), (12, 0.8)])
-    near(points(accuracy, "band")[0], [(0, 0.2), (12, 0.9), (12, 0.7), (0, 0.05)])
-    assert accuracy["y_ticks"][0][1] == "0" and accuracy["runs"][0]["ends"] == "0.1 \u2192 0.8"
-    place = {float(label): x for x, label in reward["x_ticks"]}
-    assert reward["runs"][0]["starts"] == [pytest.approx(place[0] + (place[10] - place[0]) / 5, abs=0.1)], "step 2"
-    assert reward["runs"][0]["advice"] == [place[5]]
-
-
-def test_every_metric_has_a_chart(tmp_path):
+def test_the_curves_of_a_second_run_are_dashed_and_names_are_no_formulas(tmp_path, monkeypatch):
     ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", steps=40)
-    for folder, line in (ours, {"never": None, "flag": True, "kl": math.nan}), (other, {"theirs": 2.5}):
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 41, "phase": "grpo"} | line) + "\n")
-    charts = charts_of(ours, other)
-    assert list(charts)[:3] == ["mean_reward", "reward/correctness", "eval_accuracy"]
-    assert [title for title, chart in charts.items() if chart["section"] == "More"] == ["own_metric", "theirs"]
-    assert charts["reward/correctness"]["section"] == "Reward" and charts["entropy"]["unit"] == "nat/token"
-    assert not {"eval_accuracy_low", "advice", "phase", "never", "flag"} & set(charts)
-    near(points(charts["mean_reward"], "curve", 1)[0], [(step, step / 40) for step in range(2, 41)])
-    assert points(charts["theirs"], "curve", 0) == [] and charts["theirs"]["runs"][1]["ends"] == "2.5"
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 41, "phase": "grpo", "reward/$\\no$": 2.5, "mean_reward": True, "kl": math.nan}) + "\n")
+    runs = [read_run(folder, settings_of(folder)) for folder in (ours, other)]
+    assert draw_curves(runs).startswith(b"\x89PNG") and draw_curves([runs[0] | {"series": {}}]) == b""
+    lines = panels_of(monkeypatch, ours, other)["reward (points)"].lines
+    assert [line.get_data()[0].tolist() for line in lines if line.get_linestyle() == "--"][:2] == [[*range(2, 41)], [41]]
 
 
-def test_the_page_has_summary_advice_settings_and_groups(tmp_path):
-    page = Page(write_report(fake_run(tmp_path / "run")))
-    assert f"plain-grpo: {tmp_path / 'run'}" in page.texts and "cold_start until step 1, grpo until step 12" in page.texts
-    assert page.texts[page.texts.index("step 5") + 1] == "ties: <b>most</b> groups"
+def test_the_page_has_curves_findings_settings_and_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "draw_curves", draw_curves)
+    folder = fake_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "phase": "grpo", "skipped": 1}) + "\n" for step in (13, 14))
+    page = Page(write_report(folder))
+    assert f"plain-grpo: {folder}" in page.texts and "cold_start until step 1, grpo until step 14" in page.texts
+    (picture,) = [dict(attributes)["src"] for tag, attributes in page.tags if tag == "img"]
+    assert base64.b64decode(picture.partition("base64,")[2]) == (folder / "curves.png").read_bytes()
+    course, finding = page.texts[page.texts.index("Training doctor") + 1 :][:2]
+    assert course.startswith("mean_reward 0.33 -> ") and finding.startswith("not_finite: ")
     assert list(page.data) == ["step-0-2", "step-0-6", "step-0-10"]
     groups = page.data["step-0-6"]
     assert [group["title"] for group in groups] == [f"step 6, group {p}" for p in (1, 2, 3, 0)], "the tied one is last"
@@ -165,12 +157,12 @@ def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
     config["training"] |= {hostile: hostile, "max_steps": hostile}
     config[hostile] = {hostile: hostile}
     (folder / "config.json").write_text(json.dumps(config))
-    lines = {"step": 13, "phase": "grpo", hostile: 1.0, "advice": [hostile]}, {"step": 14, "phase": hostile}
+    lines = {"step": 13, "phase": "grpo", hostile: 1.0, f"reward/{hostile}": 1.0}, {"step": 14, "phase": hostile}
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     page = Page(write_report(folder, folder))
     assert page.kinds - {("tr", ("class",))} == harmless.kinds and page.scripts == harmless.scripts
-    assert {hostile, str([hostile]), f"--{hostile}"} <= set(page.texts), "they are shown"
+    assert f"--{hostile}" in page.texts and any(text.endswith(f"{hostile} until step 14") for text in page.texts), "they are shown"
     for head in f'"step": {json.dumps(hostile)}', f'"step": 10, "x": 1, "step": {json.dumps(hostile)}', '"step": null':
         folder = fake_run(tmp_path / str(len(head)))
         for name in "rollouts.jsonl", "metrics.jsonl":
@@ -186,7 +178,7 @@ def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
     (policy,) = [meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy and len(page.scripts) == 1
     assert base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode() in policy
-    assert not [tag for tag, attributes in page.tags if {"src", "href"} & set(dict(attributes)) and tag != "a"]
+    assert not [tag for tag, attributes in page.tags if {"src", "href"} & set(dict(attributes)) and tag != "a"], "the curves are left out"
     for word in "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch(", "http:", "https:":
         assert word not in page.scripts[0].replace("http://www.w3.org/2000/svg", ""), word
 
@@ -214,7 +206,7 @@ def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path, keep):
     for name in "metrics.jsonl", "rollouts.jsonl":
         (folder / name).write_text("") if name in keep else (folder / name).unlink()
     page = Page(write_report(folder))
-    assert {"no steps yet", "metrics.jsonl holds no numbers yet.", "No advice.", "--use_grpo"} <= set(page.texts)
+    assert {"no steps yet", "metrics.jsonl holds no numbers yet.", "No rollouts.", "--use_grpo"} <= set(page.texts)
     assert page.scripts == [] and page.data == {}
 
 

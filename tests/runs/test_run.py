@@ -12,7 +12,7 @@ from conftest import QUICK, comparable, ctrl_c_after, exhaustive, run_folder, we
 import train
 from reward_functions.loading import function_from_file
 from runs import phases
-from runs.records import read_jsonl
+from runs.folder import read_jsonl
 
 
 # Whatever a run carries from step to step: reference, coefficient, running mean, value head, order of minibatches, advice.

@@ -1,0 +1,157 @@
+"""The training doctor on a library of histories: recorded runs (histories.json), and runs generated from their figures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.doctor import diagnose
+from config import Config
+
+RECORDED = json.loads((Path(__file__).parent / "histories.json").read_text())
+
+
+def flags_of(**flags):
+    config = Config.of(**{"model_path": "some/model", "use_grpo": True} | flags)         # defaults, without a profile
+    return {name: value for part in config.as_dict().values() for name, value in part.items()}
+
+
+def findings(rollouts, **flags):
+    """{rule: advice} of a run."""
+    _, *found = diagnose([line | {"phase": "grpo"} for line in rollouts], flags_of(**flags))
+    assert not any("\n" in line or "nan" in line for line in found)
+    return dict(line.split(": ", 1) for line in found)
+
+
+def healthy(seed=0, rollouts=150, start=0.3, end=0.9, size=4):
+    """A run whose share of right answers rises as in a recorded one, with the noise of 64 completions of mixed problems."""
+    g, t = np.random.default_rng(seed), np.arange(rollouts)
+    p = end - (end - start) * np.exp(-t / 40)
+    success = np.clip(p + g.normal(0, 0.06, rollouts), 0, 1)
+    columns = {
+        "reward/correctness": success, "reward/reasoning_coherence": g.normal(0.3, 0.02, rollouts), "mean_reward": 0.3 + success, "skipped": t * 0, "unscored": t * 0.0,
+        "entropy": 0.6 * (1.1 - p) * np.exp(g.normal(0, 0.2, rollouts)), "completion_tokens": g.normal(23, 1, rollouts),
+        "tied_groups": np.clip(p**size + (1 - p) ** size + g.normal(0, 0.1, rollouts), 0, 1), "tied_right_groups": p**size,
+        "kl": 0.0005 * t * np.exp(g.normal(0, 0.2, rollouts)), "truncated": np.abs(g.normal(0, 0.02, rollouts)), "clip_fraction": t * 0.0,
+    }
+    return [dict(zip(columns, map(float, row), strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def changed(change, rollouts=150, start=0.5, end=0.5, seed=1):
+    """A run that stays as it is for 30 rollouts, and is then changed: change(rollouts since then, line) -> metrics."""
+    lines = healthy(seed, rollouts, start, end)
+    return [line | (change(number - 30, line) if number >= 30 else {}) for number, line in enumerate(lines)]
+
+
+def fall(t):                    # of ten rollouts, from 1 to 0
+    return max(0.0, 1 - t / 10)
+
+
+GENERATED = {                   # lines, the findings, words in the first one
+    "collapse in ten rollouts": (
+        changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "tied_groups": 0.3},
+                start=0.97, end=0.97), ["collapse"], "--learning_rate (now 5e-06)"),
+    "entropy x 0.97 a rollout": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), ["entropy_falls"], "--entropy_coef 0.01"),
+    "KL + 0.005 a rollout": (changed(lambda t, line: {"kl": line["kl"] + 0.005 * t}), ["kl_drift"], "--kl_penalty_coef"),
+    "length hacking": (
+        changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
+                                 "mean_reward": line["mean_reward"] + t / 100}),
+        ["length_hacking"], "no more are right: see in rollouts.jsonl why, or take --overlong penalise"),
+    "reward without right answers": (
+        changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 800),
+                                 "reward/reasoning_coherence": 0.3 + t / 60}),
+        ["reward_hacking"], "reward/reasoning_coherence pays for something else"),
+    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["saturated"], "take harder problems"),
+    "no group has a gradient": (
+        changed(lambda t, line: {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
+                start=0.02, end=0.0), ["ties"], "take easier problems"),
+    "problems of unequal difficulty": (
+        changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.3}), ["ties"], "30% are right, 50% wrong: --dynamic_sampling 3 replaces them"),
+    "problems that are nearly all right": (
+        changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.7}), ["ties"], "nearly all of them are right: take harder problems"),
+    "NaN": (changed(lambda t, line: {"skipped": 1.0}), ["not_finite"], "skipped.jsonl"),
+    "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now 5e-06)"),
+    "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["unscored"], "reward_errors.jsonl"),
+    "a reward that fails now and then": (changed(lambda t, line: {"unscored": 0.25}), ["unscored"], "could not be scored"),
+    "a short limit": (
+        [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"],
+        "raise --generation_max_length (now 256)"),
+    "short texts for a format": (changed(lambda t, line: {"completion_tokens": max(5, 23 * 0.95**t)}), ["length_collapse"], "what they still earn"),
+    "many updates on a rollout": (changed(lambda t, line: {"clip_fraction": 0.5}), ["clipping"], "--learning_rate"),
+}
+RECORDED_FINDINGS = {
+    "healthy": [],
+    "healthy, with a KL penalty": [],
+    "collapse over 20 rollouts": ["collapse", "ties"],
+    "collapse at once": ["reward_hacking", "length_collapse", "entropy_falls", "ties"],
+    "all tied": ["ties", "truncation"],
+    "length hacking": ["length_hacking", "reward_hacking", "collapse", "ties"],
+    "reward that is noise": ["length_hacking", "collapse", "kl_drift"],
+    "reward that pays for wrong answers": ["length_hacking", "reward_hacking", "collapse", "ties"],
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_each_kind_of_run_has_its_finding_and_no_other(name):
+    lines, expected, words = GENERATED[name]
+    found = findings(lines)
+    assert list(found) == expected and words in found[expected[0]]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_each_recorded_run_has_its_findings_and_healthy_ones_none(name):
+    columns = RECORDED[name]["metrics"]
+    lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    assert list(findings(lines, **RECORDED[name]["flags"])) == RECORDED_FINDINGS[name]
+
+
+def test_the_demonstration_of_the_lecture_has_one_finding_and_its_course():
+    lines = list(map(json.loads, (Path(__file__).parents[2] / "docs/figures/curve.jsonl").read_text().splitlines()))
+    course, ties = diagnose(lines, flags_of())
+    assert course == "mean_reward 0.33 -> 0.63, tied groups 59% in 100 rollouts" and ties.startswith("ties: ")
+
+
+@pytest.mark.slow
+def test_healthy_runs_have_no_findings():
+    for start, end in (0.3, 0.85), (0.5, 0.5):
+        assert [seed for seed in range(50) if findings(healthy(seed, 150, start, end))] == [], (start, end)
+
+
+def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
+    assert findings([{}] * 40) == findings([dict.fromkeys(healthy()[0])] * 40) == findings([{"skipped": 1}] * 9) == {}
+    assert diagnose([{"phase": "supervised", "loss": 1.0}], flags_of()) == []
+
+
+def test_flags_decide_what_is_usual():
+    assert findings(GENERATED["many updates on a rollout"][0], loss_type="gspo") == {}
+    assert findings(GENERATED["problems of unequal difficulty"][0], use_value_head=True) == {}
+
+
+def test_a_run_with_a_teacher_alone_is_judged_by_its_kl():
+    flags = dict(reward_functions=["none"], use_kl_penalty=True, reference_path="teacher")
+    tied = [{"tied_groups": 1.0, "mean_reward": 0.0, "reward/none": 0.0, "completion_tokens": 20.0} for _ in range(60)]
+    falls = [line | {"kl": 1 / (1 + n), "entropy": 1 / (1 + n)} for n, line in enumerate(tied)]
+    assert findings(falls, **flags) == {} != findings(falls)
+    rises = [line | {"kl": 0.02 * n, "entropy": 1.0} for n, line in enumerate(tied)]
+    assert list(findings(rises, **flags)) == ["kl_drift"]
+
+
+def test_a_higher_limit_is_advised_only_where_it_was_too_low_from_the_start():
+    grows = [line | {"truncated": min(0.9, n / 100)} for n, line in enumerate(healthy(8, 150, 0.3, 0.85))]
+    assert findings(grows) == {}, "more are right, and longer"
+
+
+def test_the_course_has_the_first_and_the_last_rollouts_and_the_ties():
+    rises = [line | {"phase": "grpo", "tied_groups": 0.8, "tied_right_groups": 0.7} for line in healthy()]
+    course, *_ = diagnose(rises, flags_of())
+    (first, last), (right, at_last) = ([np.mean([line[name] for line in part]) for part in (rises[:5], rises[-5:])]
+                                       for name in ("mean_reward", "reward/correctness"))
+    assert course == (f"mean_reward {first:.2f} -> {last:.2f}, reward/correctness {right:.2f} -> {at_last:.2f}, "
+                      "tied groups 80%, 70% all right and 10% not in 150 rollouts")
+
+
+def test_a_loss_of_less_than_a_hundredth_of_a_point_is_no_collapse():
+    for size, found in (0.004, False), (0.4, True):
+        lines = [line | {"mean_reward": size * (20 <= number < 25)} for number, line in enumerate(healthy(80))]
+        assert ("collapse" in findings(lines)) == found

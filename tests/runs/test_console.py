@@ -1,0 +1,87 @@
+"""What a run prints: its settings, a line for each step, completions, what was learned."""
+
+import io
+import math
+
+from conftest import QUICK, length_reward, run_folder
+from rich.console import Console
+
+import pytest
+import train
+from config import Config
+from runs.command_line import parse_config
+from runs.console import RunConsole, held_out_text
+from runs.folder import read_jsonl
+
+
+def test_a_step_has_one_line_of_80_columns_with_what_matters_and_the_time_left(base, capsys, monkeypatch):
+    """Ten seconds a step: after step 15 of 225 of the phase, 210 steps are left. What is least important does not fit."""
+    seconds = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(base.folder.console.progress, "get_time", lambda: next(seconds))
+    metrics = {
+        "mean_reward": -0.25, "reward/correctness": 0.3515, "tied_groups": 0.406, "kl": 0.01234, "entropy": 0.4321,
+        "truncated": 0.0, "completion_tokens": 25.2, "grad_norm": 0.2, "skipped": 0, "unscored": 0.0}
+    monkeypatch.setattr("rich.progress.Task.speed", property(lambda task: 0.1))
+    base.folder.console.print_step("grpo", 15, 225, 135, metrics)
+    line = capsys.readouterr().out
+    assert line == "grpo  135/345  reward -0.25  correct 35%  tied 41%  kl 0.0123  left 0:35:00\n" and len(line) <= 81
+    base.folder.console.print_step("grpo", 16, 225, 136, metrics | {"unscored": 0.25, "truncated": 0.5, "kl": math.nan})
+    assert capsys.readouterr().out == "grpo  136/345  reward -0.25  correct 35%  unscored 25%  tied 41%  left 0:34:50\n"
+    base.folder.console.print_step("grpo", 17, 225, 137, {"mean_reward": 0.5, "entropy": math.nan, "grad_norm": 0.0, "skipped": 0})
+    assert capsys.readouterr().out == "grpo  137/345  reward 0.50  grad 0.00  left 0:34:40\n", "what is no number is not shown"
+
+
+def test_the_start_says_which_rewards_count_and_what_precedes_prompts(tmp_path, capsys):
+    flags = [*QUICK, "--use_grpo", "--check", "--output_dir", str(tmp_path / "run"), "--reward_functions", "correctness", "reasoning_coherence"]
+    train.main([*flags, "--reward_weights", "1", "0.5", "--max_steps", "5", "--instruction", "Add."])
+    printed = capsys.readouterr().out
+    assert printed.startswith("profile demo: num_completions_per_prompt 4, generation_max_length 16")
+    assert "\nrewards correctness x 1, reasoning_coherence x 0.5\n" in printed
+    assert "\ninstruction, before every prompt: 'Add.'\n" in printed and "\nphase grpo: 5 steps of 4 prompts, 16 completions\n" in printed
+
+
+def test_the_last_paragraph_says_what_was_learned(finished, capsys):
+    """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
+    lines = read_jsonl(finished / "metrics.jsonl")
+    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_summary(finished, lines, ["a finding"])
+    printed = capsys.readouterr().out.splitlines()
+    evaluations = [line for line in lines if line["phase"] == "eval"]
+    start = printed.index("what was learned, on held-out problems:") + 1
+    names = "untrained", "after the cold start", "after GRPO"
+    for line, name, measured in zip(printed[start : start + 3], names, evaluations, strict=True):
+        assert line.split("accuracy")[0].strip() == name and f"accuracy {measured['eval_accuracy']:.3f} [" in line and len(line) <= 80
+    assert printed[-4] == "doctor: a finding"
+    assert [line.split()[-1] for line in printed[-3:]] == [f"{finished}/{name}" for name in ("final", "curves.png", "report.html")]
+
+
+@pytest.mark.parametrize("prompt,completion,shown", [
+    ([2, 5, 6], "2", "'[2, 5, 6]' -> '2'"),               # ids of a prompt that was cut
+    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}], "2", r"'system: Be brief.\nuser: 1+1=?' -> '2'"),
+    ("\x1b[2J", "\x9b2J\r\u202e\x07", r"'\x1b[2J' -> '\x9b2J\r\u202e\x07'"),
+])
+def test_a_completion_is_one_line_and_cannot_control_the_terminal(base, capsys, prompt, completion, shown):
+    base.folder.console.print_completions([dict(prompt=prompt, completion=completion, reward=1.0, advantage=0.5)])
+    assert f"  {shown}: +1.00 points\n" in capsys.readouterr().out
+
+
+def test_lines_wrap_between_words_in_a_terminal_and_stay_whole_in_a_file(base):
+    words = ["advice"] * 40
+    for terminal in True, False:
+        base.folder.console.rich = Console(file=io.StringIO(), force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
+        base.folder.console.print(" ".join(words))
+        lines = base.folder.console.rich.file.getvalue().splitlines()
+        assert (max(map(len, lines)) <= 80) == terminal and (len(lines) == 1) != terminal
+        assert " ".join(line.strip() for line in lines).split() == words, "no word is broken"
+
+
+@pytest.mark.slow
+def test_held_out_points_of_ones_own_reward_have_an_interval(tmp_path, capsys):
+    folder = run_folder(
+        tmp_path / "run", "--use_grpo", "--reward_functions", length_reward(tmp_path), "--cold_start_steps", "0", "--max_steps", "1")
+    line = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "eval"][-1]
+    low, mean, high = (line[f"eval_{name}/length"] for name in ("reward_low", "reward", "reward_high"))
+    assert low < mean < high
+    printed, shown = capsys.readouterr().out, f"length {mean:.3f} [{low:.3f}, {high:.3f}] points"
+    assert f"after GRPO            {shown}" in printed and f"held out at step 1: {shown}" in printed
+    equal = line | {"eval_reward_low/length": None, "eval_reward_high/length": None}
+    assert held_out_text(equal, Config.of(use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"
