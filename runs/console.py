@@ -14,7 +14,6 @@ from engine.adapters import has_adapter
 from data import as_text
 from engine.devices import num_processes
 from engine.text_model import has_experts
-from runs.command_line import printable
 from runs.doctor import verdict
 from runs.flag_notes import flag_notes
 from runs.records import held_out_text, points_text, read_jsonl
@@ -55,7 +54,7 @@ class RunConsole:
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
         wraps = self.rich.is_terminal                     # lines in a file stay whole
-        self.rich.print(printable(text), markup=False, emoji=False, soft_wrap=not wraps)
+        self.rich.print(text, markup=False, emoji=False, soft_wrap=not wraps)
 
     def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""

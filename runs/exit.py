@@ -12,7 +12,6 @@ from pathlib import Path
 from engine.devices import print_last_line, shutdown
 from engine.errors import RunError
 from runs.checkpoint import NotSaved
-from runs.command_line import printable
 from runs.folder import RunFolder
 
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
@@ -93,6 +92,6 @@ def exit_on_run_errors(folder: RunFolder):
 
 def end_program(message: str, code: int) -> None:
     """Print one line, once, whichever rank it comes from, and exit."""
-    print_last_line(f"train.py: {printable(message)}")
+    print_last_line(f"train.py: {message}")
     shutdown(code)
     sys.exit(code)

@@ -2,7 +2,7 @@
 The run folder: the files that a run writes, under a lock.
 
     config.json          every setting
-    owner.json, lock     path and user of the run; a file that is locked while a process writes
+    lock                 a file that is locked while a process writes
     metrics.jsonl        one object per optimiser step or evaluation; docs/metrics.md defines each number
     rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl        the same of steps that were not finite, if any
@@ -28,7 +28,6 @@ from runs.console import RunConsole
 from runs.curves import draw_curves
 from runs.records import cut_after, or_none, read_jsonl, replace_text
 from runs.trackers import open_tracker, refuse_missing
-from sources.run_owner import OWNER, owner_of
 
 
 class RunFolder:
@@ -45,7 +44,7 @@ class RunFolder:
         if not training.resume:
             self.refuse_other_run(ValueError)
         existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
-        read_only = training.check or training.explain or bool(training.replay)
+        read_only = training.check
         if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         refuse_missing(training.report_to)
@@ -91,7 +90,6 @@ class RunFolder:
         if not self.writes:
             return
         replace_text(self.path / "config.json", json.dumps(self.config.as_dict(), indent=2) + "\n")
-        replace_text(self.path / OWNER, json.dumps(owner_of(self.path)))
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
             if name in ("metrics.jsonl", "rollouts.jsonl"):
                 (self.path / name).touch()

@@ -24,8 +24,8 @@ from engine.plain import Engine
 from engine.policy import frozen_copy, move, save_policy
 from engine.ranks import ManyRanks, OneRank
 from engine.sharding import replicated_sums
-from experience import Experience, Groups, compute_experience, log_probs_of_rollout
-from grpo import adapt_kl_coefficient, compute_group_advantages
+from experience import Experience, log_probs_of_rollout
+from grpo import adapt_kl_coefficient
 from model import ValueHead
 from runs.checkpoint import (
     NotSaved, load_optimizer_state, optimizer_state, random_states, read_state, reference_state,
@@ -121,18 +121,6 @@ class Run:
     def minibatch_seed(self) -> int:
         """Return the seed of the order of minibatches in this step."""
         return (self.config.training.seed << 32) + self.progress.step
-
-    def experience_of(self, groups: Groups) -> Experience:
-        """Compute group advantages and what else updates need, as grpo_training_step does."""
-        config = self.config.grpo
-        advantages = compute_group_advantages(
-            groups.rewards, baseline=config.baseline, scale=config.scale,
-            global_mean=self.progress.mean_reward,
-        )
-        return compute_experience(
-            groups, advantages, config, self.engine, self.ranks, reference=self.reference,
-            value_head=self.value_head, kl_coef=self.progress.kl_coef,
-        )
 
     def require_first_ratios_of_1(self, experience: Experience, losses: dict, updates: list[dict]) -> None:
         """Raise RunError if the policy is not the one that sampled, unless earlier updates have moved it.

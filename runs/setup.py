@@ -41,7 +41,6 @@ from runs.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
 from sample import stop_token_ids
-from sources.foreign_names import without_removed
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -274,7 +273,7 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
     """Print which settings of a resumed run have changed. Raises ValueError if its state does not fit."""
     state = read_state(checkpoint, mmap=True)
     saved, now = (
-        without_removed({name: value for part in settings.values() for name, value in part.items()})
+        {name: value for part in settings.values() for name, value in part.items()}
         for settings in (state["settings"], config.as_dict()))
     for settings in saved, now:
         settings["use_kl_penalty"] = settings["use_kl_penalty"] and settings["kl_penalty_coef"] > 0
@@ -301,8 +300,6 @@ def parse_mesh(config: Config) -> dict[str, int]:
     sizes = [part.partition("=") for part in text.split(",")] if text else [("fsdp", "=", str(processes))]
     mesh = {"replicate": 1, "fsdp": 1, "tp": 1}
     mesh |= {name.strip(): int(size) if size.strip().isdigit() else 0 for name, _, size in sizes}
-    if config.training.estimate:                          # of a run elsewhere
-        processes = max(1, math.prod(mesh.values()))
     if len(mesh) > 3 or math.prod(mesh.values()) != processes:
         raise ValueError(
             f"--mesh={text}: write some of replicate=K,fsdp=M,tp=N; K * M * N is the number of processes, "
@@ -310,7 +307,7 @@ def parse_mesh(config: Config) -> dict[str, int]:
         )
     several = {
         "reference_offload": config.grpo.reference_offload, "precision": config.model.precision == "float16",
-        "explain": config.training.explain, "adam_8bit": config.training.adam_8bit,
+        "adam_8bit": config.training.adam_8bit,
     }
     for name in several:
         if several[name] and processes > 1:
