@@ -312,8 +312,6 @@ class GRPOConfig(Section):
         needs="use_value_head")
 
     def __post_init__(self):
-        if self.engine == "built_in":                     # its name in earlier versions
-            object.__setattr__(self, "engine", "auto")
         if isinstance(self.loss_options, dict):           # of a settings file, or in Python
             options = [f"{name}={value}" for name, value in self.loss_options.items()]
             object.__setattr__(self, "loss_options", options)

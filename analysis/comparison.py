@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
     add("--output_dir", type=Path, default=Path("outputs/compare"), help="folder of the runs [%(default)s]")
     argv = list(words)
     for i in [i + 2 for i, word in enumerate(argv[:-2]) if word == "--variant"]:
-        argv[i] += " "                                    # with a space it is a value for argparse, and no flag
+        argv[i] += " "                                    # with a space argparse takes it for a value
     args = parser.parse_all(argv)
     if not args.variant:
         print(write_comparison(args.paths))

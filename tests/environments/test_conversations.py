@@ -12,6 +12,7 @@ from test_chat_template import PUBLISHED
 
 import infer
 import train
+from analysis import explain, replay
 from analysis.replay import rollout_of
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
@@ -406,7 +407,7 @@ def test_the_report_of_conversations_shows_who_said_what(finished):
 
 @pytest.mark.slow
 def test_a_step_of_conversations_is_explained(finished, capsys):
-    train.main(["--use_grpo", "--profile", "guess_letter", "--explain", "--model_path", str(finished / "final"),
+    explain.main(["--use_grpo", "--profile", "guess_letter", "--model_path", str(finished / "final"),
                 "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
                 "--report_to", "none"])
     printed = capsys.readouterr().out
@@ -437,7 +438,7 @@ def test_a_step_replayed_has_its_numbers(finished, capsys):
     last = max(logged)
     capsys.readouterr()
     weights = finished / f"checkpoints/step-{last - 1:08d}"
-    train.main(["--replay", str(finished / "rollouts.jsonl"), "--model_path", str(weights)])
+    replay.main([str(finished / "rollouts.jsonl"), "--model_path", str(weights)])
     (line,) = [line for line in map(json.loads, capsys.readouterr().out.splitlines()) if line["step"] == last]
     for name in "policy_loss", "total_loss", "value_loss", "entropy", "grad_norm", "mean_reward":
         assert line[name] == pytest.approx(logged[last][name], rel=1e-5, abs=1e-6), name

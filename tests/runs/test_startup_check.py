@@ -133,9 +133,8 @@ def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
     assert startup_check.compare(model, "x", "a and b", torch.full(shape, torch.nan), torch.zeros(shape), "").ok is False
 
 
-@pytest.mark.parametrize("flags", ["--engine plain", "--shared_prompt never"])
-def test_engine_plain_forwards_plain_rows_and_says_so(tmp_path, capsys, flags):
-    run = start_run(tmp_path, *flags.split())
+def test_engine_plain_forwards_plain_rows_and_says_so(tmp_path, capsys):
+    run = start_run(tmp_path, "--engine", "plain")
     assert run.engine.shares_prompts is False and "off: --engine plain" in capsys.readouterr().out
     assert start_run(tmp_path / "auto").engine.shares_prompts is True
 
