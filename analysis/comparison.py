@@ -74,10 +74,10 @@ def main(words: list[str]) -> int:
         argv[i] += " "                                    # with a space argparse takes it for a value
     args = parser.parse_all(argv)
     if not args.variant:
-        print(write_comparison(args.paths))
+        print(comparison_table(*read_variants(args.paths)))
         return 0
     complete = train_variants(args)
-    print(write_comparison([args.output_dir]))
+    print(comparison_table(*read_variants([args.output_dir])))
     return int(not complete)
 
 
@@ -125,8 +125,8 @@ def check_comparison(config: Config, args) -> dict[str, list[str]]:
         same = SAME - ({"dataset"} if data.eval_dataset else set())
         if changed := [n for n in sorted(same) if flags_of(other)[n] != flags_of(config)[n]]:
             raise ValueError(
-                f"--variant {name}: it would change {changed[0]}, which is the same for all runs; leave that "
-                f"out, or name it in {settings} if the profile changes it")
+                f"--variant {name}: it would change {' '.join(changed)}, the same for all runs; leave it out or "
+                f"name in {settings} what the profile changes")
     wrong = {
         "--variant: name each differently": len(variants) < len(args.variant),
         f"--seeds={args.seeds[0]}: at least two, each once, from 0 to {TWIN_SEEDS - 1}":
@@ -206,22 +206,12 @@ def run_program(command: list[str], folder: Path) -> bool:
 # ---- the table ---------------------------------------------------------------------------------------------
 
 
-def write_comparison(paths: list[Path]) -> str:
-    """Return the table of the runs in some folders, and draw comparison.png in the folder that holds them.
-
-    raises  ValueError, one line, if runs are missing or were evaluated on other problems
-    """
-    variants, measure = read_variants(paths)
-    text = "\n".join(comparison_table(variants, measure))
-    folder = paths[0] if len(paths) == 1 else Path(".")
-    draw_comparison(variants, measure, folder / "comparison.png")
-    return f"{text}\n\npicture: {folder / 'comparison.png'}"
-
-
 def read_variants(paths: list[Path]) -> tuple[dict[str, dict[str, np.ndarray]], str]:
     """Return {variant: {run: values (P,)}}, the one that has a twin first, and what the values are.
 
     A run's variant is the folder that it is in, and its name there pairs it with runs of other variants.
+
+    raises  ValueError, one line, if runs are missing or were evaluated on other problems
     """
     found = [file for path in map(Path.resolve, paths) for file in (
         [path / "evaluation.json"] if (path / "config.json").exists()
@@ -313,8 +303,8 @@ def seeds_needed(by_seed: np.ndarray) -> str:
     return f"more than {MOST_SEEDS}"
 
 
-def comparison_table(variants: dict[str, dict], measure: str) -> list[str]:
-    """Return the lines of the table: each variant, and its difference from the first one."""
+def comparison_table(variants: dict[str, dict], measure: str) -> str:
+    """Return the table, of each variant and its difference from the first one, and notes on it."""
     first = next(iter(variants))
     base, twin = variants[first], first + TWIN
     by_chance = differences(variants.get(twin, base), base)           # zeros without a twin
@@ -338,30 +328,12 @@ def comparison_table(variants: dict[str, dict], measure: str) -> list[str]:
     ]
     if len(by_chance) and compare(by_chance, 0.0)["verdict"] in ("better", "worse"):
         notes.append("The twin differs: these intervals are too short here. Take more seeds.")
-    return lines + notes
+    return "\n".join(lines + notes)
 
 
 def interval_text(interval: tuple[float, float], form: str) -> str:
     """Return "[low, high]", or "[?]" if it is unknown."""
     return "[?]" if math.isnan(interval[0]) else f"[{interval[0]:{form}}, {interval[1]:{form}}]"
-
-
-def draw_comparison(variants: dict[str, dict], measure: str, path: Path) -> None:
-    """Draw each variant: a dot for each run, their mean and its interval."""
-    from matplotlib.figure import Figure                  # slow to import
-
-    figure = Figure(figsize=(7, 1 + 0.5 * len(variants)), layout="constrained")
-    axes = figure.subplots()
-    for row, runs in enumerate(variants.values()):
-        means = np.array([np.nanmean(values) for values in runs.values()])
-        low, high = t_interval(means)
-        axes.plot(means, [row + 0.15] * len(means), "o", color="tab:grey", alpha=0.6)
-        axes.plot([low, high], [row, row], color="tab:blue")
-        axes.plot(means.mean(), row, "D", color="tab:blue")
-    axes.set_yticks(range(len(variants)), list(variants))
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{measure}; dots: runs; line: mean over seeds, 95 %")
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

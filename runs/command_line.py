@@ -47,7 +47,6 @@ HEADINGS = {                    # of --help and docs/configuration.md: first fla
     "learning_rate": "Optimiser", "max_tokens_per_forward": "Memory and processes",
     "eval_steps": "Measured and written",
 }
-TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
 # ---- shared by the programs --------------------------------------------------------------------------------
@@ -106,11 +105,11 @@ def described_flags(**defaults) -> Iterator[tuple[str, str, str, str, str]]:
         yield heading, f.name, kind, text, f.metadata["help"]
 
 
-def parse_bool(text: str) -> bool:
-    """Return the value of a word such as true or no."""
-    if text.lower() not in TRUE + FALSE:
-        raise argparse.ArgumentTypeError(f"invalid bool value: {text!r} (choose from true, false)")
-    return text.lower() in TRUE
+def true_or_false(text: str) -> bool:
+    """Return the value of a word. argparse has the name of this function in its error."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS, **defaults) -> None:
@@ -123,7 +122,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
         for _, name, kind, default, help in (row for row in rows if row[1] in names):
             type_of_value, choices = FLAGS[name].type, get_args(FLAGS[name].type)
             if type_of_value is bool:
-                options = {"type": parse_bool, "nargs": "?", "const": True}
+                options = {"type": true_or_false, "nargs": "?", "const": True}
                 group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
             elif get_origin(type_of_value) is list:
                 options = {"type": choices[0], "nargs": "+"}

@@ -10,7 +10,7 @@ import pytest
 from conftest import exhaustive
 
 from analysis import comparison
-from analysis.comparison import compare, differences, main, read_variants, seeds_needed, write_comparison
+from analysis.comparison import compare, comparison_table, differences, main, read_variants, seeds_needed
 from analysis.evaluation import t_interval
 from sources.settings import read_settings
 
@@ -68,6 +68,10 @@ def write_run(folder, right, points=None, prompts=("p", "q")):
     return folder
 
 
+def table_of(paths):
+    return comparison_table(*read_variants(paths))
+
+
 def test_runs_are_paired_by_their_names_and_the_variant_with_a_twin_comes_first(tmp_path):
     for name, shares in ("zero", [[True, False], [True, True]]), ("zero-twin", [[True, True]] * 2), ("alone", [[False, False]] * 2):
         for seed in range(3) if name != "alone" else (2, 7):
@@ -77,11 +81,10 @@ def test_runs_are_paired_by_their_names_and_the_variant_with_a_twin_comes_first(
     assert list(variants) == ["zero", "zero-twin", "alone"] and measure == "accuracy of 2 held-out problems"
     assert variants["zero"]["seed-1"].tolist() == [0.5, 1.0]
     assert differences(variants["alone"], variants["zero"]).tolist() == [[-0.5, -1.0]], "seed 2 alone is of both"
-    text = write_comparison([tmp_path])
+    text = table_of([tmp_path])
     rows = [line.split() for line in text.splitlines()]
     assert rows[1][:3] == ["zero", "3", "0.750"] and rows[2][:2] == ["zero-twin", "3"] and rows[3][:3] == ["alone", "2", "0.000"]
     assert "+0.250" in rows[2] and text.splitlines()[2].endswith("by chance") and "-0.750" in rows[3]
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     named = read_variants([tmp_path / "zero/seed-0", tmp_path / "alone/seed-2"])[0]
     assert {name: list(runs) for name, runs in named.items()} == {"alone": ["seed-2"], "zero": ["seed-0"]}
 
@@ -89,7 +92,7 @@ def test_runs_are_paired_by_their_names_and_the_variant_with_a_twin_comes_first(
 def test_a_variant_without_a_common_seed_has_a_row_and_a_twin_of_another_variant_is_no_measure(tmp_path):
     for name, seed in ("a", 0), ("a", 1), ("a-twin", 0), ("a-twin", 1), ("a-b", 2), ("a-b-twin", 2):
         write_run(tmp_path / name / f"seed-{seed}", [[name != "a-b-twin"]] * 2)
-    rows = [line.split() for line in write_comparison([tmp_path]).splitlines()]
+    rows = [line.split() for line in table_of([tmp_path]).splitlines()]
     assert rows[2][:3] == ["a-b", "1", "1.000"] and rows[4][0] == "a-twin" and rows[4][-2:] == ["by", "chance"]
 
 
@@ -113,23 +116,23 @@ def test_points_are_compared_where_correctness_is_no_reward(tmp_path):
 
 def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="no run in it is complete and evaluated"):
-        write_comparison([tmp_path])
+        table_of([tmp_path])
     one = write_run(tmp_path / "a/seed-0", [[True]] * 2)
     other = write_run(tmp_path / "b/seed-0", [[True]] * 2, prompts=("p", "r"))
     with pytest.raises(ValueError, match=r"b/seed-0: evaluated on other problems than .*a/seed-0"):
-        write_comparison([tmp_path])
+        table_of([tmp_path])
     evaluation = json.loads((one / "evaluation.json").read_text())
     (other / "evaluation.json").write_text(json.dumps(evaluation | {"samples": 2}))
     with pytest.raises(ValueError, match=r"b/seed-0: evaluated on other problems"):
-        write_comparison([tmp_path])
+        table_of([tmp_path])
     write_run(tmp_path / "c" / "unscored", None, [[None], []])
     with pytest.raises(ValueError, match=r"c/unscored: no problem of its evaluation has points"):
         read_variants([tmp_path / "c/unscored"])
     with pytest.raises(ValueError, match=r"a/seed-0: another run has its name and variant"):
-        write_comparison([one, one])
+        table_of([one, one])
     (other / "evaluation.json").unlink()
     with pytest.raises(ValueError, match=r"b/seed-0: it is not evaluated; python infer.py --model_path .*b/seed-0/final"):
-        write_comparison([one, other])
+        table_of([one, other])
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -221,8 +224,8 @@ def test_nothing_else_runs_if_the_cold_start_fails(folder, programs):
 
 @pytest.mark.parametrize("words, message", [
     (("--variant", "a b", ""), "--variant 'a b': name it by letters, digits and hyphens"), (("--variant", "a-twin", ""), "--variant 'a-twin': name it"),
-    (("--variant", "a", "--seed=1"), "--variant a: it would change seed, which is the same for all runs"),
-    (("--variant", "a", "--model-path x"), "--variant a: it would change model_path"),
+    (("--variant", "a", "--seed=1"), "--variant a: it would change seed, the same for all runs"),
+    (("--variant", "a", "--lora-rank 4"), "--variant a: it would change lora_rank"),
     (("--variant", "a", "--dataset countdown"), "--variant a: it would change dataset"),
     (("--variant", "a", "--batch_size 32"), "--variant a: it would change cold_start_learning_rate"),
     (("--variant", "a", '"'), "--variant a: No closing quotation"), (("--variant", "a", "--los gspo"), "--variant a: --los: unknown"),

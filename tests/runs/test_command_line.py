@@ -78,10 +78,10 @@ def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_singl
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():
-    training = parse_config(["--use-grpo", "--batch-size", "7", "--gradient_checkpointing", "yes", "--check", "FALSE"]).training
+    training = parse_config(["--use-grpo", "--batch-size", "7", "--gradient_checkpointing", "true", "--check", "FALSE"]).training
     assert training.use_grpo and training.batch_size == 7 and training.gradient_checkpointing and not training.check
     assert not parse_config(["--no-use-kl-penalty"]).grpo.use_kl_penalty
-    with pytest.raises(ValueError, match="--use_grpo: invalid bool value: 'maybe'"):
+    with pytest.raises(ValueError, match="--use_grpo: invalid true_or_false value: 'maybe'"):
         parse_config(["--use_grpo", "maybe"])
 
 

@@ -213,19 +213,12 @@ def test_a_value_with_an_equals_sign_is_not_answered_as_a_name():
     with pytest.raises(ValueError) as error:
         parse_config(["--use_grpo", "--mesh_shape", "fsdp=2"])
     assert str(error.value).count("unknown flag") == 1
-    with pytest.raises(ValueError, match=r"2\+2=\?: belongs to no flag"):
-        parse_arguments(["--chat", "2+2=?"])
 
 
 def test_a_name_with_several_meanings_gets_all_of_them_and_an_unknown_one_the_nearest_flag():
     iterations = explain_unknown(["num_iterations"], FLAGS)
     assert "--ppo_epochs for TRL's" in iterations and "--max_steps" in iterations and "times ppo_epochs" in iterations
     assert explain_unknown(["--learning_rat"], FLAGS) == "--learning_rat: unknown flag; did you mean --learning_rate?"
-    assert explain_unknown(["--xyzzy"], FLAGS) == "--xyzzy: unknown flag; see --help"
-
-
-def test_a_name_that_is_only_somewhat_like_one_of_another_system_is_not_answered_as_that():
-    assert explain_unknown(["--num_generation"], FLAGS).startswith("--num_generation: unknown flag; here --num_completions_per_prompt")
     assert explain_unknown(["--dataset_configuration_x"], FLAGS) == "--dataset_configuration_x: unknown flag; see --help"
 
 
