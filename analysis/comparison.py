@@ -125,8 +125,8 @@ def check_comparison(config: Config, args) -> dict[str, list[str]]:
         same = SAME - ({"dataset"} if data.eval_dataset else set())
         if changed := [n for n in sorted(same) if flags_of(other)[n] != flags_of(config)[n]]:
             raise ValueError(
-                f"--variant {name}: it would change {' '.join(changed)}, the same for all runs; leave it out or "
-                f"name in {settings} what the profile changes")
+                f"--variant {name}: it would change {' '.join(changed)}, the same for all; leave it out, "
+                f"or name it in {settings}, if the profile changes it")
     wrong = {
         "--variant: name each differently": len(variants) < len(args.variant),
         f"--seeds={args.seeds[0]}: at least two, each once, from 0 to {TWIN_SEEDS - 1}":

@@ -224,7 +224,7 @@ def test_nothing_else_runs_if_the_cold_start_fails(folder, programs):
 
 @pytest.mark.parametrize("words, message", [
     (("--variant", "a b", ""), "--variant 'a b': name it by letters, digits and hyphens"), (("--variant", "a-twin", ""), "--variant 'a-twin': name it"),
-    (("--variant", "a", "--seed=1"), "--variant a: it would change seed, the same for all runs"),
+    (("--variant", "a", "--seed=1"), "--variant a: it would change seed, the same for all"),
     (("--variant", "a", "--lora-rank 4"), "--variant a: it would change lora_rank"),
     (("--variant", "a", "--dataset countdown"), "--variant a: it would change dataset"),
     (("--variant", "a", "--batch_size 32"), "--variant a: it would change cold_start_learning_rate"),
