@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
-START_FLAGS = "resume", "check", "explain", "estimate", "memory_gb", "replay"          # not in config.json
+START_FLAGS = "resume", "check"  # not in config.json
 LARGEST = 2**32 - 1             # of any number of a flag: a seed, seconds that a timer can wait
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
@@ -452,14 +452,6 @@ class TrainingConfig(Section):
     output_dir: str = flag("", "run folder; empty: outputs/<time>")
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
     check: bool = flag(False, "run the start-up check, print all of it, and stop")
-    explain: bool = flag(False, "take one step on one group, print every number, and stop")
-    estimate: bool = flag(
-        False, "print the memory of the run, from its model's configuration alone, and flags with which it "
-        "fits, and stop")
-    memory_gb: float = flag(
-        0.0, "estimate: memory of an accelerator in 10^9 bytes; 0: that of this device", at_least=0)
-    replay: str = flag(
-        "", "rollouts.jsonl of a run: compute losses on it, with the run's settings and any flags, and stop")
     seed: int = flag(
         0, "seed of weights, data order, sampling and global random numbers", at_least=0, at_most=2**32 - 1)
     num_epochs: float = flag(
@@ -530,8 +522,6 @@ class Config(Section):
         training, config = self.training, self.grpo
         config.reject_incompatible()
         updates = self.updates_per_rollout
-        training.reject((
-            "explain", training.explain and not training.use_grpo, "it is a step of GRPO; add --use_grpo"))
         config.reject(
             ("generation_temperature", training.use_grpo and config.generation_temperature == 0,
              "all completions of a prompt would be equal and nothing could be learned; try 0.8"),

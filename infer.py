@@ -6,20 +6,19 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
     python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers out.jsonl --samples 4
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --against_model outputs/sft/final
     python infer.py --report outputs/demo --against outputs/other
-    python infer.py --compare outputs/compare
 """
 
 import sys
 from pathlib import Path
 
-from runs.command_line import check_flags, exit_on_mistake, section_of  # first, see runs/__init__.py
+from runs.command_line import exit_on_mistake, section_of  # first, see runs/__init__.py
 from analysis.infer_flags import parse_arguments, sampling_config
 
 if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
-    check_flags("infer.py", parse_arguments)
+    with exit_on_mistake("infer.py"):
+        parse_arguments(sys.argv[1:])
 
 from analysis.chat import ChatModel, answer_questions, chat, merge_adapter, run_evaluation
-from analysis.comparison import write_comparison
 from analysis.report import write_report
 from config import ModelConfig
 from engine.devices import keep_freed_memory
@@ -33,15 +32,12 @@ def main(argv: list[str]) -> None:
     if args.report:
         print(write_report(Path(args.report), Path(args.against) if args.against else None))
         return
-    if args.compare:
-        print(write_comparison([Path(path) for path in args.compare]))
-        return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
     source = section_of(args, ModelConfig)
     if args.merge_into:
         merge_adapter(source, args.merge_into)
         return
-    if not args.model_path and not (args.chat and args.questions):
+    if not args.model_path:
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
     keep_freed_memory()
     if args.evaluate:

@@ -18,11 +18,11 @@ Units: points; nats for log-probabilities (logp) and KL. A group of equal reward
 import math
 import sys
 
-from runs.command_line import check_flags, parse_config  # first, see runs/__init__.py
-from runs.comparison import parse_or_compare
+from runs.command_line import exit_on_mistake, parse_config  # first, see runs/__init__.py
 
 if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
-    CONFIG = check_flags("train.py", parse_or_compare)
+    with exit_on_mistake("train.py"):
+        CONFIG = parse_config(sys.argv[1:])
 
 import torch
 
@@ -105,17 +105,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
     require(len(groups.rollout.completions) == P * G, f"{len(groups.rollout.completions)=} {P=} {G=}")
 
-    # 2. Compare each completion with the others of its group. Equal rewards: zeros.
-    advantages = compute_group_advantages(                                       # (P, G)
-        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
-    off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
-    if config.baseline in CENTERED_BASELINES:
-        require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
-
-    # 3. Compute once what all updates share, in B rows p*G + g: old and reference logp, values, weights.
-    experience = compute_experience(
-        groups, advantages, config, run.engine, run.ranks, reference=run.reference,
-        value_head=run.value_head)
+    # 2. and 3. Compare each completion with the others of its group: the next function.
+    experience = compute_experience_of_groups(run, groups)
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
     updates = []
@@ -128,6 +119,23 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
             break
 
     return summarize_groups(groups, experience) | summarize_updates(updates), experience
+
+
+def compute_experience_of_groups(run: Run, groups: Groups) -> Experience:
+    """Return what all updates on a rollout share: B rows p*G + g. analysis/explain.py calls it too."""
+    config, progress = run.config.grpo, run.progress
+
+    # 2. Compare each completion with the others of its group. Equal rewards: zeros.
+    advantages = compute_group_advantages(                                       # (P, G)
+        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
+    off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
+    if config.baseline in CENTERED_BASELINES:
+        require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
+
+    # 3. Add old and reference logp, values, weights.
+    return compute_experience(
+        groups, advantages, config, run.engine, run.ranks, reference=run.reference,
+        value_head=run.value_head)
 
 
 @halved_when_out_of_memory("max_tokens_per_forward")
@@ -282,18 +290,10 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
 
 
 def main(argv: list[str], config: Config | None = None) -> None:
-    """Parse the flags, unless config is given; then replay, estimate, explain, check or train."""
-    from analysis.explain import explain  # here: only for --explain and --replay
-    from analysis.replay import replay
-
+    """Parse the flags, unless config is given; then check or train."""
     with exit_on_errors(mistakes=(ValueError, OSError)):
-        config = config or parse_config(argv)
-        if config.training.replay:
-            return replay(config, accumulate_gradients)
-        run = set_up(config)
-        if config.training.explain:
-            explain(run, supervised_training_step, sample_groups, accumulate_gradients, optimizer_step)
-    if not (config.training.check or config.training.explain):
+        run = set_up(config or parse_config(argv))
+    if not run.config.training.check:
         with exit_on_errors():
             learn(run)
     shutdown()

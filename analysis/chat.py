@@ -10,8 +10,9 @@ Left out on purpose: serving, and a cache kept between the user's turns: each fo
 """
 
 import json
+import re
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +22,7 @@ from transformers import TextStreamer
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.infer_flags import sampling_config
 from config import DataConfig, GRPOConfig, ModelConfig
-from data import as_text, encode, encode_prompt
+from data import as_text, encode_prompt
 from engine import make_engine
 from engine.adapters import adapted_weights, has_adapter, merged_copy
 from engine.devices import best_device
@@ -29,22 +30,30 @@ from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
-from environments.conversations import sample_with_environment, start_conversations
+from environments.conversations import sample_with_environment
 from environments.instances import closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
-from engine.policy import check_context_length, load_policy, load_tokenizer, move, save_policy
+from engine.policy import check_context_length, load_policy, move, save_policy
 from environments.messages import encode_demonstration, with_known_role
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
-from runs.command_line import UNSAFE, printable, section_of
+from runs.command_line import section_of
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from runs.training_data import with_instruction
 from sample import Rollout, occurrences, stop_token_ids
 from sources import load_examples
 
+CONTROL = re.compile(             # characters that a terminal acts on, but for newline and tab
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 TAG_LABELS = {                  # printed instead of a tag
     "<reasoning>": "reasoning: ", "</reasoning>": "\n", "<think>": "reasoning: ", "</think>": "\n",
     "<answer>": "answer: ", "</answer>": "",
 }
+
+
+def escape(text: str) -> str:
+    """Replace control characters by escapes such as \\x1b: a model's text must not control the terminal."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class AnswerStreamer(TextStreamer):
@@ -53,7 +62,7 @@ class AnswerStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         for tag, label in TAG_LABELS.items():
             text = text.replace(tag, label)
-        print(printable(text), end="\n" if stream_end else "", flush=True)
+        print(escape(text), end="\n" if stream_end else "", flush=True)
 
 
 @dataclass
@@ -108,7 +117,7 @@ class ChatModel:
         if streamer:
             streamer.end()
         else:
-            print(printable(as_text(rollout.completions[0])))
+            print(escape(as_text(rollout.completions[0])))
         if not rollout.finished[0]:
             print(f"(truncated at --generation_max_length={self.config.generation_max_length})")
         return rollout.completions[0]
@@ -131,27 +140,6 @@ def chat(chat_model: ChatModel, instruction: str) -> None:
             chat_model.seed += 1
     except (EOFError, KeyboardInterrupt):
         print()
-
-
-@closing_environments()
-def play(args, source: ModelConfig) -> None:
-    """Let the user write the model's turns. Print what the model would read, and the points."""
-    tokenizer, environment = load_tokenizer(source), load_environment(args.environment)
-    tokenizer.tools = tools_of(environment)
-    examples, stop = load_dataset(args, args.questions, 1), tokenizer.eos_token_id
-    refuse_missing_columns(args.environment, environment, examples)
-    config = replace(sampling_config(args), generation_max_length=10**9)         # turns are the limit
-    (talk,) = start_conversations(tokenizer, environment, examples, config, [stop], seed=args.seed)
-    ids, read = [], encode_prompt(tokenizer, talk.prompt)
-    with suppress(EOFError, KeyboardInterrupt):
-        while read:
-            print(printable(tokenizer.decode(read)))
-            ids += [*encode(tokenizer, input("> ")), stop]
-            read = talk.end_turn(ids)
-            print(f"({talk.turn_points[len(ids) - 1]:+.2f} points)")
-            ids += read
-    total = sum(talk.turn_points.values()) + talk.final_points()
-    print(f"{total:+.2f} points in {talk.num_turns} turns")
 
 
 def encode_conversation(
@@ -189,16 +177,12 @@ def write_answers(
         answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
         for row, (completion, finished) in enumerate(answers):
             record = batch[row // num_completions] | {"completion": completion, "finished": finished}
-            line = json.dumps(record, ensure_ascii=file.encoding.lower() != "utf-8", default=str)
-            file.write(UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
+            file.write(json.dumps(record, ensure_ascii=file is sys.stdout, default=str) + "\n")
         file.flush()
 
 
 def answer_questions(args, source: ModelConfig) -> None:
     """Write the answers to the prompts of --questions into the file --answers, or print them."""
-    if args.chat:
-        play(args, source)
-        return
     examples = load_dataset(args, args.questions, args.limit or None)
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
     with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:

@@ -1,15 +1,18 @@
 """
 One step of GRPO on one group, number by number, for a lecture.
 
-    python train.py --use_grpo --explain                           the demonstration, after a short cold start
-    python train.py --use_grpo --explain --model_path RUN/final    any model, data and variant
-    python train.py --output_dir RUN --resume --explain            the next step of a run, from its checkpoint
+    python -m analysis.explain --use_grpo                           the demonstration, after a cold start
+    python -m analysis.explain --use_grpo --model_path RUN/final    any model, data and variant
+    python -m analysis.explain --output_dir RUN --resume            the next step of a run, from a checkpoint
 
-Every number comes from the functions that train. Unlike a real step, it has a batch of one prompt and one
-update on the whole group. Nothing is written to disk, and the updated weights are not kept.
+The flags are those of train.py, and every number comes from its functions. Unlike a real step, it has a batch
+of one prompt and one update on the whole group. Nothing is written to disk, and the updated weights are not
+kept.
 """
 
-from collections.abc import Callable
+import sys
+
+from runs.command_line import exit_on_mistake, parse_config  # first, see runs/__init__.py
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -17,28 +20,38 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
+import train
 from config import GRPOConfig
 from data import as_text
+from engine.devices import num_processes
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import compute_group_advantages, kl_penalty, token_loss
 from runs.console import RunConsole, points_text
 from runs.groups import select
 from runs.folder import or_none, points_of_turns
 from runs.run import Run
+from runs.setup import set_up
 
 COLD_STEPS = 100                # at most this many supervised steps: then the demonstration has right answers
 BATCHES = 20                    # number of batches that are searched for a group that is not tied
 TOKENS_SHOWN = 6                # number of tokens shown of a completion: the least likely ones
 
 
-def explain(
-    run: Run, supervised_training_step: Callable, sample_groups: Callable, accumulate_gradients: Callable,
-    optimizer_step: Callable,
-) -> None:
-    """Print one step, number by number. The four functions are those of train.py."""
+def main(argv: list[str]) -> None:
+    """Set up a run with flags of train.py, and explain its next step of GRPO."""
+    config = parse_config([*argv, "--check"])             # which writes nothing
+    if not config.training.use_grpo:
+        raise ValueError("a step of GRPO is explained; add --use_grpo")
+    if num_processes() > 1:
+        raise ValueError("a step is explained in one process; start it without torchrun")
+    explain(set_up(config))
+
+
+def explain(run: Run) -> None:
+    """Print one step, number by number."""
     config, console, progress = run.config.grpo, run.console, run.progress
-    train_until_grpo(run, supervised_training_step)
-    groups = find_group(run, sample_groups)
+    train_until_grpo(run)
+    groups = find_group(run)
     if groups is None:
         console.print(
             f"all groups of {BATCHES} batches are tied: equal rewards, advantages of 0, nothing to learn. "
@@ -47,7 +60,7 @@ def explain(
         )
         return
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    experience = run.experience_of(groups)
+    experience = train.compute_experience_of_groups(run, groups)
     show_completions(console, config, groups, experience, progress.mean_reward)
     old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp             # (G, T)
     best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()
@@ -55,11 +68,11 @@ def explain(
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
     show_tokens(console, config, run.tokenizer, experience, old, picked, title)
 
-    losses = accumulate_gradients(run, experience, rows, config)
+    losses = train.accumulate_gradients(run, experience, rows, config)
     denominators = experience.denominators(rows, config.generation_max_length)
-    show_loss(console, config, losses, denominators, progress.kl_coef)
+    show_loss(console, config, losses, denominators)
     rate, max_norm = run.scheduler.get_last_lr()[0], run.config.training.max_grad_norm
-    norm = optimizer_step(run, losses["total_loss"])["grad_norm"]
+    norm = train.optimizer_step(run, losses["total_loss"])["grad_norm"]
     console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
         f"{type(run.optimizer).__name__}, learning rate {rate:.3g}")
@@ -72,10 +85,10 @@ def explain(
     show_change(console, experience, old, new)
 
 
-def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
+def train_until_grpo(run: Run) -> None:
     """Begin the GRPO phase, after at most COLD_STEPS steps of a supervised phase before it."""
     if run.progress.phase == len(run.phases):
-        raise ValueError("--explain: this run is finished; explain its policy with --model_path RUN/final")
+        raise ValueError("this run is finished; explain its policy with --model_path RUN/final")
     phase = run.phase
     run.begin_phase(phase)
     if phase.name == "grpo":
@@ -83,7 +96,7 @@ def train_until_grpo(run: Run, supervised_training_step: Callable) -> None:
     steps = min(phase.steps, COLD_STEPS)
     run.console.print(f"first {steps} supervised steps of {phase.name}, for some right answers")
     while run.progress.phase_step < steps:
-        supervised_training_step(run, next(run.batches))
+        train.supervised_training_step(run, next(run.batches))
     run.end_phase()
     run.begin_phase(run.phase)
 
@@ -94,10 +107,10 @@ def mean_advantages(experience: Experience) -> Tensor:
     return (experience.advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def find_group(run: Run, sample_groups: Callable) -> Groups | None:
+def find_group(run: Run) -> Groups | None:
     """Return a group of the first batch, of BATCHES, in which not all are tied: where rewards differ most."""
     for number in range(1, BATCHES + 1):
-        groups = sample_groups(run, next(run.batches))
+        groups = train.sample_groups(run, next(run.batches))
         if run.config.grpo.reward_functions == ["none"] or not groups.tied.all():
             mean = groups.rewards.nanmean(dim=1, keepdim=True)
             spread = (groups.rewards - mean).abs().nan_to_num().amax(dim=1)    # (P,)
@@ -199,14 +212,10 @@ def show_tokens(
     ])
 
 
-def show_loss(
-    console: RunConsole, config: GRPOConfig, losses: dict, denominators: dict, kl_coef: float
-) -> None:
+def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominators: dict) -> None:
     """Print the terms of the loss with their weights, and the denominators."""
-    aggregation = config.loss_aggregation or config.loss_entry.aggregation
-    weights = {
-        "policy_loss": 1.0, "kl": kl_coef, "entropy": -config.entropy_coef, "value_loss": config.value_coef,
-    }
+    aggregation = config.loss_entry.aggregation
+    weights = {"policy_loss": 1.0, "kl": config.kl_coef, "entropy": -config.entropy_coef, "value_loss": 0.1}
     weights = {name: weight for name, weight in weights.items() if name in losses and weight}
     lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items()]
     lines.append(["total_loss", f"{losses['total_loss']:+.6f}", ""])
@@ -236,3 +245,8 @@ def show_change(console: RunConsole, experience: Experience, old: Tensor, new: T
         count = int(((after - before)[selected].sign() == sign).sum())
         completions = f"{count} of {int(selected.sum())} completions with {name} advantage"
         console.print(f"   {completions} became {became}")
+
+
+if __name__ == "__main__":
+    with exit_on_mistake("analysis.explain"):
+        main(sys.argv[1:])

@@ -6,13 +6,18 @@ import argparse
 from pathlib import Path
 
 from config import DataConfig, GRPOConfig, ModelConfig, TrainingConfig
-from runs.command_line import OneLineParser, add_flags_of_config, section_of
+from runs.command_line import OneLineParser, add_flags, section_of
 
 EXAMPLES = """
   python infer.py --model_path RUN/final --question "47+85=?"
   python infer.py --model_path RUN/final --evaluate arithmetic --limit 256
   python infer.py --report RUN --against OTHER_RUN"""
-MODES = "question", "chat", "questions", "evaluate", "merge_into", "report", "compare"
+FLAGS_OF_CONFIG = [
+    "model_path", "prompt_column", "answer_column", "instruction", "reward_functions", "reward_weights",
+    "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
+    "generation_top_p", "generation_top_k", "generation_batch_size", "seed", "precision",
+    "attn_implementation", "trust_remote_code", "device", "chat_template", "chat_template_kwargs",
+]
 NEEDS = {                       # flag -> flags of which it needs one
     "answers": ["questions"], "json": ["evaluate"], "against_model": ["evaluate"], "against": ["report"],
     "reward_functions": ["evaluate"], "reward_weights": ["reward_functions"],
@@ -23,21 +28,20 @@ NEEDS = {                       # flag -> flags of which it needs one
 def build_parser() -> OneLineParser:
     """Return the parser with every flag."""
     parser = OneLineParser(
-        prog="infer.py", allow_abbrev=False, usage=EXAMPLES,
+        prog="infer.py", usage=EXAMPLES,
         description="Sample from a model, evaluate it, or write the report of a run.",
     )
-    add = parser.add_argument
-    add("--question", help="print the model's answer to this prompt")
-    add("--chat", action="store_true",
-        help="hold a conversation with the model; with --questions and --environment, take its place")
-    add("--questions", metavar="DATASET", help="answer the prompts of a file, hub id or built-in task")
+    modes, add = parser.add_mutually_exclusive_group(required=True).add_argument, parser.add_argument
+    modes("--question", help="print the model's answer to this prompt")
+    modes("--chat", action="store_true", help="hold a conversation with the model")
+    modes("--questions", metavar="DATASET", help="answer the prompts of a file, hub id or built-in task")
+    modes("--evaluate", metavar="DATASET",
+          help="print accuracy and points on the problems of a file, hub id or built-in task")
+    modes("--merge_into", metavar="FOLDER",
+          help="add the LoRA adapter to the weights and write them to FOLDER")
+    modes("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--answers", metavar="FILE", help="write the answers to --questions there; without it, print them")
-    add("--evaluate", metavar="DATASET",
-        help="print accuracy and points on the problems of a file, hub id or built-in task")
-    add("--merge_into", metavar="FOLDER", help="add the LoRA adapter to the weights and write them to FOLDER")
-    add("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--against", metavar="RUN", default="", help="another run, shown beside the first one in the report")
-    add("--compare", metavar="RUN", nargs="+", help="print how runs differ: a folder of train.py --compare")
     add("--samples", type=int, default=1,
         help="completions per problem [%(default)s]; with several, --evaluate prints pass@k too")
     add("--against_model", metavar="MODEL", default="", help="evaluate it too, and print the difference")
@@ -45,13 +49,9 @@ def build_parser() -> OneLineParser:
     add("--split", default="test", help="train, test, or another split of a hub data set [%(default)s]")
     add("--limit", type=int, default=0,
         help="use the first n problems; 0: 256 for --evaluate, all for --questions [%(default)s]")
-    add_flags_of_config(
-        parser, model_path="", prompt_column="", answer_column="", instruction="", reward_functions=[],
-        reward_weights=[], reward_errors="raise", environment="", max_turns=1, generation_temperature=1.0,
-        generation_top_p=1.0, generation_top_k=0, generation_batch_size=64, seed=0,
-        generation_max_length=GRPOConfig.generation_max_length, precision="auto", attn_implementation="auto",
-        trust_remote_code=False, device="auto", chat_template="auto", chat_template_kwargs="",
-    )
+    add_flags(
+        parser, FLAGS_OF_CONFIG, reward_functions=[], generation_temperature=1.0, generation_top_p=1.0,
+        generation_top_k=0, generation_batch_size=64)
     return parser
 
 
@@ -73,10 +73,6 @@ def sampling_config(args: argparse.Namespace) -> GRPOConfig:
 
 def reject_incompatible(args: argparse.Namespace, parser: OneLineParser) -> None:
     """Raise ValueError, one line, for what the user has to change."""
-    modes = [mode for mode in MODES if getattr(args, mode) not in (None, False)]
-    plays = modes == ["chat", "questions"] and args.environment
-    if (len(modes) != 1 and not plays) or not getattr(args, modes[-1]):
-        raise ValueError(f"give one of {', '.join(f'--{mode}' for mode in MODES)}; see --help")
     for name, least in ("samples", 1), ("limit", 0):
         if getattr(args, name) < least:
             raise ValueError(f"--{name}={getattr(args, name)}: must be at least {least}")

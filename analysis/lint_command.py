@@ -9,27 +9,24 @@ given), then one line per flag. The exit code is 1 if there are flags, 0 if not.
 """
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from config import FLAGS, Config, DataConfig
-from runs.command_line import OneLineParser, add_flags_of_config, exit_on_mistake, section_of
-from sources.foreign_names import without_removed
-from sources.run_owner import refuse_foreign_code
-from sources.settings import read_settings
+from runs.command_line import OneLineParser, add_flags, exit_on_mistake, section_of
+from sources.settings import read_settings, refuse_foreign_code
 
 
 def build_parser() -> OneLineParser:
     """Return the parser of the flags."""
-    parser = OneLineParser(prog="rewards.py", description="Lint reward functions.", allow_abbrev=False)
+    parser = OneLineParser(prog="rewards.py", description="Lint reward functions.")
     add = parser.add_argument
     add("--lint", action="store_true", required=True, help="score correct, wrong and cheating completions")
     add("--rollouts", metavar="FILE", default="", help="rollouts.jsonl of a run: change its completions")
     add("--limit", type=int, default=8,
         help="use the first n examples [%(default)s]; n groups of --rollouts [256 completions]")
-    add_flags_of_config(
-        parser, reward_functions=[], reward_weights=[], dataset="arithmetic", prompt_column="",
-        answer_column="", completion_column="",
-    )
+    columns = [f.name for f in dataclasses.fields(DataConfig) if f.name.endswith("_column")]
+    add_flags(parser, ["reward_functions", "reward_weights", "dataset", *columns], reward_functions=[])
     return parser
 
 
@@ -70,9 +67,9 @@ def lint_run(path: Path, given: dict) -> tuple[list[str], list[str]]:
     """Lint the completions of a run with its settings, and flags that are given in their place."""
     if not path.is_file():
         raise ValueError(f"--rollouts={path}: no such file; name the rollouts.jsonl of a run")
-    settings = without_removed(read_settings(path.parent / "config.json"))
+    settings = read_settings(path.parent / "config.json")
     flags = {name: value for name, value in given.items() if name in FLAGS}
-    refuse_foreign_code(path.parent, settings, flags)
+    refuse_foreign_code(path.parent / "config.json", settings, flags)
     reset = {"reward_weights": []} if "reward_functions" in flags else {}
     config = Config.of(**settings | reset | flags | {"eval_limit": 0})           # nothing is held out
     config.grpo.validate_functions()

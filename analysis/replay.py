@@ -1,8 +1,8 @@
 """
 Losses of saved rollouts, computed again without sampling and without an update.
 
-    python train.py --replay RUN/rollouts.jsonl                              with the settings of its run
-    python train.py --replay RUN/rollouts.jsonl --loss_type gspo             with some of them changed
+    python -m analysis.replay RUN/rollouts.jsonl                       with the settings of its run
+    python -m analysis.replay RUN/rollouts.jsonl --loss_type gspo      with some changed: flags of train.py
 
 Prints a table on stderr, as trained | now; a file or pipe as stdout gets JSON with the keys of metrics.jsonl.
 Rollouts and weights are the same each time, so the effect of a flag is isolated: loss, baseline, clip. The
@@ -14,22 +14,22 @@ replaced groups are not saved. A rollout is one update here, at any --minibatch_
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from runs.command_line import exit_on_mistake, parse_config  # first, see runs/__init__.py
+
 import torch
 
+import train
 from config import Config, GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, num_processes
 from engine.policy import load_policy, move
 from engine.ranks import make_ranks
 from engine.sharding import clip_gradient
-from experience import (
-    Experience, Groups, demonstrations_as_experience, shape_rewards,
-)
+from experience import Experience, Groups, demonstrations_as_experience, shape_rewards
 from model import ValueHead
 from reward_functions.loading import load_reward_function
 from rewards import name_of, weighted_sum
@@ -42,32 +42,32 @@ from sample import Rollout, left_pad, pad_rows
 SHOWN = "total_loss", "grad_norm", "policy_kl"            # in the table
 
 
-def replay(config: Config, accumulate_gradients: Callable) -> None:
-    """Print the metrics of every step in config.training.replay. accumulate_gradients: that of train.py.
+def main(argv: list[str]) -> None:
+    """Print the metrics of every step in a file of rollouts.
 
     raises  ValueError in one line, if the file, the weights or something that the settings need is missing
     """
-    path, grpo = Path(config.training.replay), config.grpo
+    path = Path(argv[0] if argv else "")
     steps = read_steps(path)
     first = next(steps, None)
     if not first or "completion_ids" not in first[0]:
-        raise ValueError(
-            f"--replay={path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
-    given = config.model.model_path
-    weights = Path(given) if given else latest_checkpoint(path.parent, warn_once)
+        raise ValueError(f"{path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
+    config = parse_config(["--resume", "--check", "--output_dir", str(path.parent), *argv[1:]])
+    grpo, weights = config.grpo, latest_checkpoint(path.parent, warn_once)
+    if "model_path" in config.given_flags:
+        weights = Path(config.model.model_path)
     if weights is None:
-        raise ValueError(f"--replay={path}: no checkpoint beside it; name the weights with --model_path")
+        raise ValueError(f"{path}: no checkpoint beside it; name the weights with --model_path")
     run = load_run(config, weights)
     lines = read_jsonl(path.parent / "metrics.jsonl")
     logged = {line["step"]: line for line in lines if line["phase"] != "eval"}
     how = "of the value head" if grpo.use_value_head else f"{grpo.baseline}, {grpo.scale}"
-    variant = f"{grpo.loss_type} {grpo.loss_aggregation}".strip() + f", advantages {how}"
-    title = f"as trained | now ({variant}), with the weights of {weights}"
+    title = f"as trained | now ({grpo.loss_type}, advantages {how}), with the weights of {weights}"
     table = [title, " step" + "".join(f"{n:>24}" for n in SHOWN)]
     for records in chain([first], steps):
         step, phase = records[0]["step"], records[0]["phase"]
         replay_step = replay_grpo_step if phase == "grpo" else replay_supervised_step
-        metrics = {name: or_none(n) for name, n in replay_step(run, records, accumulate_gradients).items()}
+        metrics = {name: or_none(n) for name, n in replay_step(run, records).items()}
         if not sys.stdout.isatty():
             print(json.dumps({"step": step, "phase": phase} | metrics))
         columns = [[row.get(name) for row in (logged.get(step, {}), metrics)] for name in SHOWN]
@@ -81,7 +81,7 @@ def replay(config: Config, accumulate_gradients: Callable) -> None:
 def load_run(config: Config, weights: Path) -> Run:
     """Return a run with saved weights; those of a checkpoint with its progress, reference, value head."""
     if num_processes() > 1:
-        raise ValueError("--replay: runs in one process; start it without torchrun")
+        raise ValueError("rollouts are replayed in one process; start it without torchrun")
     policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
     state = read_state(weights) if (weights / "state.pt").exists() else {}
     device, grpo = best_device(config.model.device), config.grpo
@@ -94,23 +94,21 @@ def load_run(config: Config, weights: Path) -> Run:
         config, RunFolder(config, ranks), device, tokenizer, [], None, [], [], [], ranks, engine,
         Progress(**state.get("progress", {})),
     )
-    if not state:
-        run.progress.kl_coef = grpo.kl_coef
     if config.training.use_grpo and grpo.kl_coef:
         run.reference = load_teacher(config, policy) if grpo.reference_path else load_reference(
             policy, config, weights, state)
         if run.reference is None:
             raise ValueError(
-                f"--replay: {weights} has no reference beside it for the KL term; add --use_kl_penalty false")
+                f"{weights} has no reference beside it for the KL term; add --use_kl_penalty false")
     if config.training.use_grpo and grpo.use_value_head:
         if not state.get("value_head"):
-            raise ValueError(f"--replay: {weights} has no value head; add --use_value_head false")
+            raise ValueError(f"{weights} has no value head; add --use_value_head false")
         run.value_head = ValueHead(run.model.config.get_text_config().hidden_size).to(device)
         run.value_head.load_state_dict(state["value_head"])
     return run
 
 
-def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callable) -> dict:
+def replay_grpo_step(run: Run, records: list[dict]) -> dict:
     """Return metrics of a GRPO step from its records."""
     config = run.config.grpo
     run = replace(run, progress=replace(run.progress))    # every step begins with that of the weights
@@ -123,9 +121,9 @@ def replay_grpo_step(run: Run, records: list[dict], accumulate_gradients: Callab
     scores = weighted_sum(per_function, config.weights).masked_fill(failed, torch.nan)
     groups = Groups([], rollout, scores, per_function, shape_rewards(config, rollout, scores, per_function))
     run.progress.add_rewards(groups.rewards)
-    experience = run.experience_of(groups)
+    experience = train.compute_experience_of_groups(run, groups)
     metrics = experience.metrics | {"mean_reward": float(scores.nanmean())}
-    return gradient_metrics(run, experience, config, accumulate_gradients) | metrics
+    return gradient_metrics(run, experience, config) | metrics
 
 
 def saved_name(name: str, saved: dict) -> str:
@@ -137,22 +135,20 @@ def saved_name(name: str, saved: dict) -> str:
     return found
 
 
-def replay_supervised_step(run: Run, records: list[dict], accumulate_gradients: Callable) -> dict:
+def replay_supervised_step(run: Run, records: list[dict]) -> dict:
     """Return metrics of a supervised step from its records."""
     rollout, _ = rollout_of(records, run.tokenizer.pad_token_id)
     experience = demonstrations_as_experience([], rollout)
-    metrics = gradient_metrics(run, experience, run.config.grpo.supervised, accumulate_gradients)
+    metrics = gradient_metrics(run, experience, run.config.grpo.supervised)
     return {name: metrics[name] for name in ("policy_loss", "total_loss", "entropy", "grad_norm")}
 
 
-def gradient_metrics(
-    run: Run, experience: Experience, config: GRPOConfig, accumulate_gradients: Callable
-) -> dict:
+def gradient_metrics(run: Run, experience: Experience, config: GRPOConfig) -> dict:
     """Return metrics of one update on all completions, with the norm of its gradient."""
     modules = [module for module in (run.model, run.value_head) if module is not None]
     for module in modules:
         module.zero_grad()
-    losses = accumulate_gradients(run, experience, torch.arange(len(experience.mask)), config)
+    losses = train.accumulate_gradients(run, experience, torch.arange(len(experience.mask)), config)
     parameters = [parameter for module in modules for parameter in module.parameters()]
     return losses | {"grad_norm": clip_gradient(parameters, math.inf)}
 
@@ -179,3 +175,8 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
     scored = column("rewards") if "rewards" in records[0] else [{}]
     points = {name: torch.tensor(nan_for_none([row[name] for row in scored])) for name in scored[0]}
     return rollout, {name: values.double().view(num_prompts, -1) for name, values in points.items()}
+
+
+if __name__ == "__main__":
+    with exit_on_mistake("analysis.replay"):
+        main(sys.argv[1:])

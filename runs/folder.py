@@ -2,7 +2,7 @@
 The run folder: the files that a run writes, under a lock.
 
     config.json          every setting
-    owner.json, lock     path and user of the run; a file that is locked while a process writes
+    lock                 a file that is locked while a process writes
     metrics.jsonl        one object per optimiser step or evaluation; docs/metrics.md defines each number
     rollouts.jsonl       every few steps: prompts, completions, rewards by function, advantages, token ids
     skipped.jsonl        the same of steps that were not finite, if any
@@ -35,7 +35,6 @@ from engine.devices import all_gather_object, is_main
 from engine.errors import RunError
 from logprobs import completion_lengths
 from runs.console import RunConsole
-from sources.run_owner import OWNER, owner_of
 
 COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # of the table that a service shows
 # How a line of a file begins. Steps are found by it, because parsing gigabytes takes minutes.
@@ -56,7 +55,7 @@ class RunFolder:
         if not training.resume:
             self.refuse_other_run(ValueError)
         existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
-        read_only = training.check or training.explain or bool(training.replay)
+        read_only = training.check
         if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         if training.report_to in ("wandb", "trackio") and not importlib.util.find_spec(training.report_to):
@@ -102,7 +101,6 @@ class RunFolder:
         if not self.writes:
             return
         self.write_config(self.config)
-        replace_text(self.path / OWNER, json.dumps(owner_of(self.path)))
         for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
             cut_after(self.path / name, last_step)
         for name in "metrics.jsonl", "rollouts.jsonl":

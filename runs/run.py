@@ -27,8 +27,7 @@ from engine.plain import Engine
 from engine.policy import frozen_copy, move, save_policy
 from engine.ranks import ManyRanks, OneRank
 from engine.sharding import forward_pass, replicated_sums
-from experience import Experience, Groups, compute_experience, log_probs_of_rollout
-from grpo import compute_group_advantages
+from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from runs.checkpoint import (
     load_optimizer_state, optimizer_state, random_states, read_state, reference_state, set_random_states,
@@ -112,18 +111,6 @@ class Run:
     def minibatch_seed(self) -> int:
         """Return the seed of the order of minibatches in this step."""
         return (self.config.training.seed << 32) + self.progress.step
-
-    def experience_of(self, groups: Groups) -> Experience:
-        """Compute group advantages and what else updates need, as grpo_training_step does."""
-        config = self.config.grpo
-        advantages = compute_group_advantages(
-            groups.rewards, baseline=config.baseline, scale=config.scale,
-            global_mean=self.progress.mean_reward,
-        )
-        return compute_experience(
-            groups, advantages, config, self.engine, self.ranks, reference=self.reference,
-            value_head=self.value_head,
-        )
 
     def require_first_ratios_of_1(self, experience: Experience, losses: dict, updates: list[dict]) -> None:
         """Raise RunError if the policy is not the one that sampled, unless earlier updates have moved it.

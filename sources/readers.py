@@ -5,7 +5,6 @@ Data may be larger than memory: of a .jsonl file only the offsets of its lines a
 are memory-mapped by `datasets`. A .json file is held in memory.
 """
 
-import importlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from engine.errors import first_line
 from sources.tasks import PROBLEMS
 
 READERS = {".jsonl": "", ".json": "", ".csv": "csv", ".parquet": "parquet"}  # builder in `datasets`; "": here
+OTHER_SPLITS = "other splits: --train_split, --eval_dataset and --eval_split, or --eval_limit 0"
 CSV_AS_TEXT = dict(encoding="utf-8-sig", na_filter=False, converters=dict.fromkeys(range(10_000), str))
 
 
@@ -56,29 +56,9 @@ def read_file(path: Path) -> Sequence[dict]:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {reason}") from None
     if any(name.startswith("__index_level_") for name in rows.column_names):
         raise ValueError(f"{path}: rows have more cells than the header; put cells with a comma in quotes")
-    return with_numbers(rows) if options else rows
-
-
-def with_numbers(rows) -> Sequence[dict]:
-    """Return rows of text with None for empty cells, and numbers in columns whose other cells all are one."""
-    numeric = set(rows.column_names)
-    for batch in rows.iter(batch_size=1000):
-        numeric = {name for name in numeric if None not in map(parse_number, filter(None, batch[name]))}
-    parse = {name: parse_number if name in numeric else str for name in rows.column_names}
-
-    def parse_row(row: dict) -> dict:
-        return {name: parse[name](cell) if cell else None for name, cell in row.items()}
-
-    return View(rows, range(len(rows)), parse_row)
-
-
-def parse_number(text: str) -> int | float | None:
-    """Return the number that Python writes like this text, else None: 72 and 0.5, but not 007 or 2.50."""
-    try:
-        number = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return number if type(number) in (int, float) and str(number) == text else None
+    if path.suffix == ".csv":                             # text as it stands: not 7 for 007, nor NaN for NA
+        return View(rows, range(len(rows)), lambda row: {name: cell or None for name, cell in row.items()})
+    return rows
 
 
 def read_json_lines(path: Path) -> Sequence[dict]:
@@ -133,56 +113,42 @@ def read_hub(source: str, split: str) -> Sequence[dict]:
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:
-        reason = f"and the hub answers: {first_line(error)}{split_hint(split)}"
+        reason = f"and the hub answers: {first_line(error)}; {OTHER_SPLITS}"
         raise ValueError(f"{source}: {kinds}, {reason}") from None
 
 
 def read_tfds(name: str, split: str) -> Sequence[dict]:
     """Return a split of a data set of TensorFlow Datasets, prepared in its folder on first use."""
-    packages = "tensorflow_datasets array_record importlib_resources"
-    tfds = import_optional("tensorflow_datasets", f"tfds:{name}", packages)
+    def as_json_value(value):                             # of numpy, or bytes
+        return value.tolist() if hasattr(value, "tolist") else value.decode("utf-8", errors="replace")
+
     try:
+        import tensorflow_datasets as tfds
         # The package registers its data sets in groups and stops silently at a group whose requirements are
         # not installed, so the group of text data sets is imported explicitly.
-        importlib.import_module("tensorflow_datasets.text")
+        import tensorflow_datasets.text
+
         rows = tfds.data_source(name, split=split)
     except Exception as error:
-        reason = f"{first_line(error)}{split_hint(split)}"
-        raise ValueError(f"tfds:{name}: TensorFlow Datasets answers: {reason}") from None
+        raise ValueError(
+            f"tfds:{name}: TensorFlow Datasets answers: {first_line(error)}; it needs pip install "
+            f"tensorflow_datasets array_record importlib_resources; {OTHER_SPLITS}"
+        ) from None
     return View(rows, range(len(rows)), lambda row: json.loads(json.dumps(row, default=as_json_value)))
-
-
-def as_json_value(value):
-    """Convert a value that JSON has no type for: numpy to numbers and lists, bytes to text."""
-    return value.tolist() if hasattr(value, "tolist") else value.decode("utf-8", errors="replace")
 
 
 def download_from_kaggle(name: str) -> Path:
     """Return the path of a file of a Kaggle data set in kagglehub's cache; name is owner/name/file.csv."""
-    owner, _, rest = name.partition("/")
-    dataset, _, file = rest.partition("/")
-    if not file or Path(file).suffix not in READERS:
+    owner, dataset, file = [*name.split("/", 2), "", ""][:3]
+    if Path(file).suffix not in READERS:
         endings = ", ".join(READERS)
         raise ValueError(f"kaggle:{name}: write kaggle:owner/name/file, with a file ending in {endings}")
-    kagglehub = import_optional("kagglehub", f"kaggle:{name}", "kagglehub")
     try:
+        import kagglehub
+
         return Path(kagglehub.dataset_download(f"{owner}/{dataset}", path=file))
     except Exception as error:
         raise ValueError(
-            f"kaggle:{name}: Kaggle answers: {first_line(error)}; private data sets need credentials, in "
-            "~/.kaggle/kaggle.json or as KAGGLE_USERNAME and KAGGLE_KEY"
+            f"kaggle:{name}: Kaggle answers: {first_line(error)}; it needs pip install kagglehub, and for "
+            "private data sets ~/.kaggle/kaggle.json or KAGGLE_USERNAME and KAGGLE_KEY"
         ) from None
-
-
-def import_optional(package: str, source: str, to_install: str):
-    """Import a package that only some sources need. Raise ValueError with the command that installs it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ValueError(f"{source}: {error}; pip install {to_install}") from None
-
-
-def split_hint(split: str) -> str:
-    """Return what to do if there is no such split."""
-    flags = {"train": "--train_split", "test": "--eval_dataset, --eval_split, or --eval_limit 0"}
-    return f"; should it have no {split} split: {flags[split]}" if split in flags else ""

@@ -3,13 +3,12 @@ Settings by name: from JSON files, from the run that is resumed, and from profil
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import config
 from data import parse_json
-from sources.foreign_names import without_removed
-from sources.run_owner import refuse_foreign_code
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -24,23 +23,38 @@ def read_settings(path: Path) -> dict[str, Any]:
     for name, value in settings.items():
         is_section = isinstance(value, dict) and name not in ("chat_template_kwargs", "loss_options")
         flat |= value if is_section else {name: value}
-    return flat
+    return {name: value for name, value in flat.items() if CONSTANT.get(name) != value}
+
+
+def refuse_foreign_code(file: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise ValueError if the settings in a file of another user run code that is not given again.
+
+    Without this, to resume a run in a shared folder would run any file that its config.json names.
+    """
+    if file.stat().st_uid == os.getuid():
+        return
+    again = []
+    for name in "reward_functions", "environment", "trust_remote_code":
+        words = saved.get(name) if isinstance(saved.get(name), list) else [saved.get(name, "")]
+        paths = [word for word in map(str, words) if ":" in word and not word.startswith("python:")]
+        if name not in given and (paths or words == [True]):
+            again.append(f"--{name} {' '.join(map(str, words))}")
+    if again:
+        raise ValueError(
+            f"{file}: is of another user, and names code; if you trust it, give again {' '.join(again)}")
 
 
 def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return flags with what they imply: the settings of a run that is resumed or replayed, or a profile."""
+    """Return flags with what they imply: the settings of a run that is resumed, or a profile."""
     run = Path(flags["output_dir"]) if flags.get("resume") and flags.get("output_dir") else None
     if run and not (run / "config.json").exists():
         raise ValueError(f"--output_dir={run}: there is no run in it to resume")
-    without: tuple[str, ...] = ()
-    if flags.get("replay"):                               # weights and folder are not those of its run
-        run, without = run or Path(flags["replay"]).parent, ("model_path", "output_dir")
-    if run and (run / "config.json").exists():
-        saved = without_removed(read_settings(run / "config.json"))
-        refuse_foreign_code(run, saved, flags)
+    if run:
+        saved = read_settings(run / "config.json")
+        refuse_foreign_code(run / "config.json", saved, flags)
         if any(flags.get(name, saved.get(name)) != saved.get(name) for name in ("engine", "loss_type")):
-            without += ("importance_cap",)                # its default depends on both
-        return {name: value for name, value in saved.items() if name not in without} | flags
+            saved.pop("importance_cap", None)             # its default depends on both
+        return saved | flags
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"
@@ -65,6 +79,7 @@ def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any
     return values
 
 
+CONSTANT = {"advantage_epsilon": 1e-8, "value_clip": 0.2}      # settings of other systems that hold here
 BUILT_IN_MODEL = "demo", "guess_letter", "demo_supervised"                       # profiles
 # Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
 # demo_supervised without use_grpo. The last three are ordered from small to large learning rates.

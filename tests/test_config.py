@@ -204,7 +204,6 @@ def test_a_field_that_is_passed_with_its_default_value_wins_over_the_profile():
     (TrainingConfig, {"output_dir": None}, "--output_dir=None: must be str, not NoneType"),
     (TrainingConfig, {"profile": ["demo"]}, "--profile=['demo']: must be str, not list"),
     (TrainingConfig, {"output_dir": 5, "resume": True}, "--output_dir=5: must be str, not int"),
-    (TrainingConfig, {"replay": True}, "--replay=True: must be str, not bool"),
     (ModelConfig, {"precision": "fp16"}, "choose one of auto, float32, bfloat16, float16"),
 ])
 def test_a_value_of_a_wrong_type_or_an_unknown_choice_is_rejected(section, bad, message, tmp_path):
@@ -244,7 +243,7 @@ def test_settings_of_a_run_are_read_as_data_whatever_they_begin_with(name, value
     saved = Config.of(use_grpo=True, **{name: value})
     (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
     assert parse_config([str(tmp_path / "config.json")]) == saved
-    given = ["--output_dir", str(tmp_path), "--resume"], ["--replay", str(tmp_path / "rollouts.jsonl")], [str(tmp_path / "config.json")]
+    given = ["--output_dir", str(tmp_path), "--resume"], [str(tmp_path / "config.json")]
     for flags in given:
         sections = parse_config(flags).as_dict().values()
         assert [section[name] for section in sections if name in section] == [value], flags
@@ -285,19 +284,3 @@ def test_vllm_is_refused_in_one_line_where_it_is_not_installed(tmp_path):
     with pytest.raises(ValueError, match=r"--engine=vllm: vllm is not installed.*requirements-vllm\.txt"):
         set_up(parse_config(["--use_grpo", "--engine", "vllm", "--output_dir", str(tmp_path / "run")]))
     assert not (tmp_path / "run").exists()
-
-
-def test_saved_settings_of_earlier_versions_count_where_their_values_still_hold(tmp_path):
-    """As in a settings file, in config.json of a run that is resumed, and in Python."""
-    before = {"grpo": {"engine": "built_in", "advantage_epsilon": 1e-8, "ppo_epochs": 2}, "training": {"use_grpo": True, "shared_prompt": "auto"}}
-    never = {**before, "training": {"use_grpo": True, "shared_prompt": "never"}}
-    other = {**before, "grpo": {"advantage_epsilon": 1e-4}}
-    for saved, engine in (before, "auto"), (never, "plain"), (other, None):
-        (tmp_path / "config.json").write_text(json.dumps(saved))
-        for argv in [str(tmp_path / "config.json")], ["--resume", "--output_dir", str(tmp_path)]:
-            if engine:
-                config = parse_config(argv)
-                assert (config.grpo.engine, config.grpo.ppo_epochs, config.training.use_grpo) == (engine, 2, True)
-            else:
-                with pytest.raises(ValueError, match=r"--advantage_epsilon=0\.0001: is no flag any more; here it is always 1e-8"):
-                    parse_config(argv)

@@ -23,7 +23,6 @@ from runs.command_line import parse_config
 from grpo import LOSSES
 from engine.policy import load_policy
 from runs.folder import read_jsonl
-from sources.foreign_names import REMOVED
 from formula_language import formulas
 from project_files import modules_of_the_program
 
@@ -49,7 +48,7 @@ def test_every_train_command_is_accepted(page):
     text = page.read_text().replace("\\\n", " ")
     for command in re.findall(r"^ {4}(?:[A-Z_]+=\d+ )?(?:python|torchrun .*?) train\.py (.*)$", text, flags=re.MULTILINE):
         words = shlex.split(command, comments=True)
-        if "--resume" not in words and "--compare" not in words:      # they ask for a run folder, a file of settings
+        if "--resume" not in words:                       # it asks for a run folder
             parse_config(words)
 
 
@@ -72,7 +71,6 @@ def test_every_flag_exists(page):
     names |= {"requirement", "tb"}                                               # of pip and pytest
     names |= {"train", "keep", "only"}                                           # of docs/figures.py and docs/left_out.py
     names |= {"no_use_kl_penalty", "help_all"}
-    names |= set(REMOVED) if page.name == "CHANGELOG.md" else set()
     text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)     # what other systems type
     for flag in re.findall(r"--([a-z_0-9]+)", text):
         assert flag in names or flag == "help", flag

@@ -21,6 +21,7 @@ LAYERS = [                      # modules and packages, the lowest layer first
     ("sources", "reward_functions", "environments"),
     ("runs", "analysis"),
     ("train", "infer"),
+    ("analysis.explain", "analysis.replay"),              # commands that call the functions of train.py
 ]
 EXCEPTION = "rewards", "analysis.lint_command"            # `python rewards.py --lint` calls the linter
 FILES_OF_A_PROJECT = {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
@@ -124,7 +125,7 @@ def test_the_step_calls_the_five_functions_in_their_order_and_asserts_shape_and_
     source = (ROOT / "train.py").read_text()
     assert list(dict.fromkeys(name for name in calls_of(source, "grpo_training_step") if name in STEP)) == STEP
     tree = ast.parse(source)
-    step = next(node for node in tree.body if getattr(node, "name", "") == "grpo_training_step")
-    calls = [node for node in ast.walk(step) if isinstance(node, ast.Call)]
+    step = [node for node in tree.body if getattr(node, "name", "") in ("grpo_training_step", "compute_experience_of_groups")]
+    calls = [node for function in step for node in ast.walk(function) if isinstance(node, ast.Call)]
     asserted = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "require"]
     assert any("rewards.shape == (P, G)" in test for test in asserted) and any("off_center" in test for test in asserted)

@@ -6,14 +6,13 @@ import pytest
 from conftest import QUICK
 
 import train
-from analysis.replay import saved_name
+from analysis.replay import main, saved_name
 from rewards import name_of
 from reward_functions.loading import load_reward_function
 from runs.folder import read_jsonl
 
 @pytest.mark.parametrize("code,saved", [
     ("def points(completions, **columns): return [0.0]\n", "points"),
-    ("from functools import partial\ndef f(completions, scale, **columns): return [scale]\npoints = partial(f, scale=1.0)\n", "partial"),
     ("from reward_functions.heuristics import rule_list\npoints = rule_list('politeness', {'please': 1.0})\n", "politeness"),
     ("class Length:\n    def __call__(self, completions, **columns): return [0.0]\npoints = Length()\n", "Length"),
     ("def f(completions, **columns): return [0.0]\npoints = f\n", "f"),
@@ -34,9 +33,9 @@ SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm",
 
 
 def replay(capsys, *flags):
-    """Return the lines that --replay prints."""
+    """Return the lines that the command prints."""
     capsys.readouterr()
-    train.main(["--replay", *map(str, flags)])
+    main([*map(str, flags)])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -90,29 +89,25 @@ def test_a_flag_changes_the_variant_and_nothing_else(finished, capsys):
 
 
 @pytest.mark.parametrize("flags,message", [
-    (["nowhere.jsonl"], "--replay=nowhere.jsonl: no rollouts in it"),
-    (["{run}/metrics.jsonl"], "no rollouts in it"),
-    (["{run}/config.json"], "no rollouts in it"),
-    (["{run}"], "no rollouts in it"),
+    ([], "no rollouts in it"), (["nowhere.jsonl"], "nowhere.jsonl: no rollouts in it"), (["{run}/metrics.jsonl"], "no rollouts in it"),
     (["{run}/moved/rollouts.jsonl"], "name the weights with --model_path"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final"], "no reference beside it"),
     (["{run}/rollouts.jsonl", "--model_path", "{run}/final", "--use_kl_penalty", "false"], "has no value head"),
     (["{run}/rollouts.jsonl", "--reward_functions", "correctness", "--reward_weights", "1"],
      "correctness: not among those saved"),
 ])
-def test_what_cannot_be_replayed_is_one_line_of_error(finished, capsys, flags, message):
+def test_what_cannot_be_replayed_is_one_line_of_error(finished, flags, message):
     (finished / "moved").mkdir(exist_ok=True)
-    (finished / "moved/rollouts.jsonl").write_bytes((finished / "rollouts.jsonl").read_bytes())
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--replay", *(flag.replace("{run}", str(finished)) for flag in flags)])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error.splitlines()[-1]
+    for name in "rollouts.jsonl", "config.json":
+        (finished / "moved" / name).write_bytes((finished / name).read_bytes())
+    with pytest.raises(ValueError, match=message):
+        main([flag.replace("{run}", str(finished)) for flag in flags])
 
 
 def test_the_table_has_the_numbers_as_trained_beside_those_of_now_and_names_the_weights(finished, capsys):
     logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] != "eval"}
     capsys.readouterr()
-    train.main(["--replay", str(finished / "rollouts.jsonl"), "--loss_type", "dr_grpo"])
+    main([str(finished / "rollouts.jsonl"), "--loss_type", "dr_grpo"])
     printed = capsys.readouterr()
     now = {line["step"]: line for line in map(json.loads, printed.out.splitlines())}
     table = [line for line in printed.err.splitlines() if "warning" not in line.lower()]

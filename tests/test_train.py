@@ -12,6 +12,7 @@ import torch
 
 from experience import Experience
 import train
+from analysis import replay
 from conftest import comparable, exhaustive, length_reward, run_folder, start_run
 from runs.folder import read_jsonl
 
@@ -93,7 +94,7 @@ def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monk
     first, second = read_jsonl(folder / "metrics.jsonl")
     assert (first["skipped"], second["skipped"]) == (0, 1)
     capsys.readouterr()
-    train.main(["--replay", str(folder / "skipped.jsonl")])
+    replay.main([str(folder / "skipped.jsonl")])
     (replayed,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert replayed["phase"] == "supervised" and replayed["policy_loss"] == pytest.approx(second["loss"], rel=1e-5)
     assert replayed["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-5)

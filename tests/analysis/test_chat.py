@@ -52,21 +52,30 @@ def test_a_question_is_answered_in_pieces_with_reasoning_set_apart(folder, token
     assert pieces[0] == "<reasoning>1 " and pieces[1][0] == "a" and pieces[-1].endswith("</reasoning><answer>2</answer>")
 
 
-def test_a_single_answer_does_not_wait_for_the_check_of_packing(folder, capsys, monkeypatch):
+def test_a_single_answer_does_not_wait_for_the_check_of_packing_and_is_marked_if_truncated(folder, capsys, monkeypatch):
     monkeypatch.setattr(chat, "choose_engine", lambda *_: pytest.fail("seconds"))
-    infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
-    assert capsys.readouterr().out
-
-
-def test_a_truncated_answer_is_marked(folder, capsys):
     infer.main(["--model_path", folder, "--question", "1+1=?", "--generation_max_length", "5"])
     assert "(truncated at --generation_max_length=5)" in capsys.readouterr().out
 
 
+def chat_of(folder, monkeypatch, typed, flags=(), template=None, positions=4096):
+    """Hold a chat with those inputs; return the prompts of its answers."""
+    load = chat.load_policy
+
+    def changed(source, **options):
+        model, tokenizer = load(source, **options)
+        tokenizer.chat_template, model.config.max_position_embeddings = template, positions
+        return model, tokenizer
+
+    monkeypatch.setattr(chat, "load_policy", changed)
+    lines = iter([*typed, ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    infer.main(["--model_path", folder, "--chat", *flags])
+
+
 def test_a_chat_keeps_its_history_and_ends_at_an_empty_line(folder, tokenizer, capsys, monkeypatch):
-    calls, typed = scripted(monkeypatch, tokenizer, "two", "four"), iter(["1+1?", "2+2?", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    infer.main(["--model_path", folder, "--chat", "--instruction", "Be brief."])
+    calls = scripted(monkeypatch, tokenizer, "two", "four")
+    chat_of(folder, monkeypatch, ["1+1?", "2+2?"], ["--instruction", "Be brief."])
     printed = capsys.readouterr()
     assert printed.out == "two\nfour\n" and printed.err == "An empty line ends the conversation.\n"
     first = "Be brief.\n1+1?"                             # as --question would send it, and as training did
@@ -85,38 +94,6 @@ def test_a_model_that_only_answers_is_stored_in_the_precision_it_computes_in(fol
         dtypes.append(model.model.layers[0].mlp.up_proj.weight.dtype)
         assert not any(parameter.requires_grad for parameter in model.parameters())
     assert dtypes == [torch.float32, torch.bfloat16]                     # auto: on a CPU
-
-
-def test_with_a_chat_template_a_chat_is_messages(folder, tokenizer, capsys, monkeypatch):
-    calls, typed = scripted(monkeypatch, tokenizer, "two", "four"), iter(["1+1?", "2+2?", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    load = chat.load_policy
-
-    def with_template(source, **options):
-        model, tokenizer = load(source, **options)
-        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-        return model, tokenizer
-
-    monkeypatch.setattr(chat, "load_policy", with_template)
-    infer.main(["--model_path", folder, "--chat"])
-    first = {"role": "user", "content": "1+1?"}
-    then = [first, {"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]
-    assert [prompts for prompts, _ in calls] == [[[first]], [then]]
-
-
-def chat_of(folder, monkeypatch, typed, flags=(), template=None, positions=4096):
-    """Hold a chat with those inputs; return the prompts of its answers."""
-    load = chat.load_policy
-
-    def changed(source, **options):
-        model, tokenizer = load(source, **options)
-        tokenizer.chat_template, model.config.max_position_embeddings = template, positions
-        return model, tokenizer
-
-    monkeypatch.setattr(chat, "load_policy", changed)
-    lines = iter([*typed, ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    infer.main(["--model_path", folder, "--chat", *flags])
 
 
 def test_a_message_that_is_too_long_is_left_out(folder, tokenizer, capsys, monkeypatch):
@@ -160,9 +137,7 @@ def test_a_chat_ends_quietly_at_ctrl_d_and_ctrl_c(folder, capsys, monkeypatch, p
 def test_a_chat_with_tools_shows_their_results(folder, tokenizer, capsys, monkeypatch):
     reply = encode_reply(tokenizer, "2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
     scripted(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
-    typed = iter(["2+2?", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    infer.main(["--model_path", folder, "--chat", "--environment", "calculator", "--max_turns", "3"])
+    chat_of(folder, monkeypatch, ["2+2?"], ["--environment", "calculator", "--max_turns", "3"])
     assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
 
 

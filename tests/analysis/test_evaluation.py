@@ -13,8 +13,7 @@ import infer
 from config import Config, ModelConfig
 from data import load_examples
 from analysis.evaluation import (
-    estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, powers_of_two, summarise,
-    share_interval, values_by_problem,
+    estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, share_interval, summarise, values_by_problem,
 )
 from engine import make_engine
 from engine.ranks import OneRank
@@ -35,16 +34,6 @@ def test_pass_at_k_is_right_on_average_and_the_obvious_estimate_is_not():
     truth = 1 - (1 - p) ** k
     assert sum(chance * pass_at_k(n, c, k) for c, chance in enumerate(chances)) == pytest.approx(truth, abs=1e-12)
     assert sum(chance * (1 - (1 - c / n) ** k) for c, chance in enumerate(chances)) < truth - 0.02
-
-
-@pytest.mark.parametrize("successes,n,low,high", [(0, 10, 0.0, 0.3085), (3, 10, 0.0667, 0.6525), (10, 10, 0.6915, 1.0)])
-def test_intervals_of_the_literature(successes, n, low, high):
-    assert share_interval(successes, n) == pytest.approx((low, high), abs=1e-4)
-
-
-@pytest.mark.parametrize("n,ks", [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
-def test_k_doubles_up_to_n(n, ks):
-    assert powers_of_two(n) == ks
 
 
 @pytest.mark.parametrize("answers,vote", [
@@ -72,51 +61,9 @@ def test_the_summary_by_hand():
 TIMES = 500                     # 95 % of them is found to within 2 % by two standard deviations
 
 
-def measured(generator, size, n, difficulty=None):
-    """Problems of which some are easy and some hard, each with n completions; the mean chance of success is 0.3."""
-    chances = generator.beta(0.6, 1.4, size) if difficulty is None else difficulty
-    return [{"right": row, "majority": 0.0} for row in (generator.random((size, n)) < chances[:, None]).tolist()]
-
-
-LEVELS, SHARES = [0.05, 0.3, 0.5, 0.7, 0.95], [0.3, 0.2, 0.2, 0.2, 0.1]        # problems by their chance of success
-
-
-def votes_on(n):
-    """What the majority of n completions says when 0, 1, ... n of them are right and the others agree on another answer."""
-    return [majority_vote(["<answer>7</answer>"] * c + ["<answer>8</answer>"] * (n - c), "7") for c in range(n + 1)]
-
-
-def true_value(name, n, chance):
-    """What a problem of that chance scores on average, from the ways that n completions can turn out."""
-    if name.startswith("pass@"):
-        return 1 - (1 - chance) ** int(name.removeprefix("pass@"))
-    scores = votes_on(n) if name.startswith("majority@") else [c / n for c in range(n + 1)]
-    return sum(math.comb(n, c) * chance**c * (1 - chance) ** (n - c) * score for c, score in enumerate(scores))
-
-
-def voted(problems, votes):
-    return [problem | {"majority": votes[sum(problem["right"])]} for problem in problems]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size,n,name", [
-    (100, 1, "accuracy"), (60, 16, "accuracy"), (60, 4, "pass@2"), (60, 4, "pass@4"), (60, 8, "pass@4"), (60, 4, "majority@4"),
-    (60, 5, "majority@5"),
-])
-def test_every_estimate_is_held_in_95_of_100_measurements_and_every_difference_in_as_many_or_more(size, n, name):
-    generator, votes, gain = np.random.default_rng(0), votes_on(n), 0.05
-    truth = sum(share * true_value(name, n, chance) for share, chance in zip(SHARES, LEVELS, strict=True))
-    better = sum(share * true_value(name, n, chance + gain) for share, chance in zip(SHARES, LEVELS, strict=True))
-    held, held_difference = 0, 0
-    for _ in range(TIMES):
-        chances = generator.choice(LEVELS, size, p=SHARES)
-        left, right = (
-            values_by_problem(voted(measured(generator, size, n, d), votes))[name] for d in (chances + gain, chances))
-        found, difference = estimate_mean(right), estimate_difference(left, right)
-        held += found["low"] <= truth <= found["high"]
-        held_difference += difference["low"] <= better - truth <= difference["high"]
-    assert held / TIMES >= 0.93, held / TIMES
-    assert held_difference / TIMES >= 0.92, held_difference / TIMES
+def measured(generator, n, chances):
+    """Problems with these chances of success, each with n completions."""
+    return [{"right": row, "majority": 0.0} for row in (generator.random((len(chances), n)) < chances[:, None]).tolist()]
 
 
 def test_an_interval_ends_where_results_as_far_or_farther_have_a_chance_of_2_5_in_100():
@@ -146,7 +93,7 @@ def test_completions_of_one_problem_are_no_more_problems():
     """An interval over all completions would be far too short: it takes them for independent."""
     generator, held = np.random.default_rng(0), 0
     for _ in range(TIMES):
-        right = np.array([problem["right"] for problem in measured(generator, 60, 16)])
+        right = np.array([problem["right"] for problem in measured(generator, 16, generator.beta(0.6, 1.4, 60))])
         low, high = share_interval(right.sum(), right.size)
         held += low <= 0.3 <= high
     assert held / TIMES < 0.7
@@ -190,7 +137,7 @@ def test_the_coverage_is_the_measured_one(name, kind, chances, size, n, share):
     generator, gain = np.random.default_rng(0), 0.05 * (kind == "difference")
 
     def values(difficulty):
-        return values_by_problem(measured(generator, len(difficulty), n, difficulty))[name]
+        return values_by_problem(measured(generator, n, difficulty))[name]
 
     many = CHANCES[chances](generator, 1_000_000)
     k = int(name.removeprefix("pass@")) if "@" in name else 1
@@ -322,26 +269,20 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
     ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
     ("--question q --against_model m", "--against_model: needs --evaluate"),
-    ("--question q --json out.json", "--json: needs --evaluate"),
-    ("--evaluate arithmetic --json {tmp}/no/out.json", "in a folder that exists"),
     ("--evaluate arithmetic --against run", "--against: needs --report"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name --reward_functions that need none, or the column with --answer"),
-    ("--evaluate countdown", "no example has an answer; name --reward_functions"),
     ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", r"correctness: needs the column answer.*a line of data.*\{"),
     ("--evaluate arithmetic --reward_functions safety", r"safety: needs the column forbidden, which arithmetic.*a line of data.*\{"),
     ("--evaluate arithmetic --reward_functions corectness", "corectness: unknown; use path"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
     ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
     ("--evaluate arithmetic --reward_weights 2", "--reward_weights: needs --reward_functions"),
-    ("--evaluate arithmetic --reward_functions environment", "needs points of an environment: add --environment"),
-    ("--evaluate arithmetic --reward_functions {tmp}/broken.py:f", "importing .*broken.py failed: NameError"),
     ("--question q --reward_functions correctness", "--reward_functions: needs --evaluate"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
     (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')
     for name in "mine.py", "other.py":
         (tmp_path / name).write_text("def f(completions, **columns): ...\n")
-    (tmp_path / "broken.py").write_text("nothing\n")
     monkeypatch.setattr(chat, "load_policy", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=message) as error:
         infer.main(flags.replace("{tmp}", str(tmp_path)).split())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from test_chat_template import PUBLISHED
 
 import infer
 import train
+from analysis import explain, replay
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
@@ -344,6 +346,17 @@ def test_a_run_of_conversations_writes_them_down(finished):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_step_of_conversations_is_explained(finished, capsys):
+    explain.main(["--use_grpo", "--profile", "guess_letter", "--model_path", str(finished / "final"),
+                "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
+                "--report_to", "none"])
+    printed = capsys.readouterr().out
+    assert re.search(r"\n   0: points of turns [+-]\d\.\d\d", printed)
+    assert "assistant: " in printed and "7. log-probability of each completion" in printed and " nan" not in printed
+
+
+@pytest.mark.slow
 def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
     file = tmp_path / "result.json"
     ask = ["--evaluate", "guess_letter", "--limit", "24", "--json", str(file)]
@@ -366,7 +379,7 @@ def test_a_step_replayed_has_its_numbers(finished, capsys):
     last = max(logged)
     capsys.readouterr()
     weights = finished / f"checkpoints/step-{last - 1:08d}"
-    train.main(["--replay", str(finished / "rollouts.jsonl"), "--model_path", str(weights)])
+    replay.main([str(finished / "rollouts.jsonl"), "--model_path", str(weights)])
     (line,) = [line for line in map(json.loads, capsys.readouterr().out.splitlines()) if line["step"] == last]
     for name in "policy_loss", "total_loss", "value_loss", "entropy", "grad_norm", "mean_reward":
         assert line[name] == pytest.approx(logged[last][name], rel=1e-5, abs=1e-6), name

@@ -1,6 +1,5 @@
 """Environments with a state: TRL's contract, threads, time limits, and what bad ones cost."""
 
-import inspect
 import itertools
 import json
 import math
@@ -19,7 +18,6 @@ from test_rewards import call_and_score
 
 import environments.instances
 import environments.tools
-import infer
 from data import encode_prompt
 from engine import make_engine
 from engine.errors import RunError
@@ -332,18 +330,3 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
         start_conversations(tokenizer, cls, [{"prompt": [5, 6, 7]}], settings, [1])
 
 
-def test_a_user_plays_as_the_model_would(monkeypatch, capsys, tmp_path):
-    (tmp_path / "mine.py").write_text(inspect.getsource(Parrot).replace("class", "import sqlite3\nclass", 1))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "word": "w"}\n')
-    command = ["--chat", "--questions", f"{tmp_path}/rows.jsonl", "--environment", f"{tmp_path}/mine.py:Parrot", "--max_turns", "5"]
-    for turns, printed in {
-        ("echo(hello)", "done"): ["<bos>p", "(+0.50 points)", "", "hello", "", "(+0.00 points)", "+0.50 points in 2 turns"],
-        ("echo(hello)",): ["<bos>p", "(+0.50 points)", "", "hello", "", "+0.50 points in 1 turns"],              # Ctrl-D
-    }.items():
-        rest = iter(turns)
-        monkeypatch.setattr("builtins.input", lambda _, rest=rest: next(rest, None) or throw(EOFError()))
-        infer.main(command)
-        assert capsys.readouterr().out.splitlines() == printed
-    for wrong in command[:3], ["--chat", "--question", "p"]:
-        with pytest.raises(ValueError, match="give one of --question, --chat"):
-            infer.main(wrong)

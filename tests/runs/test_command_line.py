@@ -1,10 +1,8 @@
 """Command lines: which source wins, mistakes in one line with exit code 2 before a model is loaded, and fast answers."""
 
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +14,12 @@ from analysis.infer_flags import parse_arguments
 from config import FLAGS, GRPOConfig
 from runs import setup
 from engine.errors import RunError
-from runs.command_line import COMMON, exit_on_mistake, parse_config, printable
+from runs.command_line import COMMON, exit_on_mistake, parse_config
 from sources.settings import PROFILES
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = {"train.py": ["--learning-rat", "1"], "infer.py": ["--evaluat", "x"], "rewards.py": ["--lint", "--datset", "x"]}         # with a mistyped flag
+PROGRAMS = {                    # with a mistyped flag
+    "train.py": ["--learning-rat", "1"], "infer.py": ["--chat", "--envronment", "x"], "rewards.py": ["--lint", "--datset", "x"]}
 SLOW = ["torch", "transformers", "peft", "datasets"]      # None in sys.modules: importing them raises an error
 
 
@@ -38,47 +37,35 @@ def test_help_and_a_mistyped_flag_are_answered_without_importing_torch_or_transf
     assert answer.stderr.startswith(f"{program}: error: ") and len(answer.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("program", [["train.py", "--use_grpo"], ["infer.py", "--question", "q"], ["rewards.py", "--lint"]])
-def test_ctrl_c_while_libraries_are_imported_is_one_line(program, tmp_path):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
-    done = subprocess.run([sys.executable, ROOT / program[0], *program[1:]], cwd=tmp_path, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert done.returncode in (130, -signal.SIGINT) and done.stderr == "\nstopped\n"
-
-
 @pytest.mark.parametrize("program", ["train.py", "infer.py"])
-def test_the_help_begins_with_three_examples_that_parse_and_fit_80_columns(program):
+def test_the_help_begins_with_three_examples_that_parse(program):
     parse = {"train.py": parse_config, "infer.py": parse_arguments}[program]
-    environment = os.environ | {"COLUMNS": "80"}
-    shown = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, env=environment).stdout
-    head = shown.splitlines()[:8]
-    examples = [line.strip().partition("   ")[0] for line in head if f"python {program}" in line]
-    assert len(examples) == 3 and max(map(len, shown.splitlines()[:12])) <= 80
+    shown = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+    examples = [line.strip().partition("   ")[0] for line in shown.splitlines()[:8] if f"python {program}" in line]
+    assert len(examples) == 3
     for example in examples:
         words = shlex.split(example)[2:]
-        if "--resume" in words:                           # needs a run
-            continue
-        parse(words)
+        if "--resume" not in words:                       # which needs a run
+            parse(words)
 
 
 @pytest.mark.parametrize("flag,names", [("--help", COMMON), ("--help_all", set(FLAGS))])
-def test_help_shows_the_25_flags_that_most_runs_need_and_help_all_every_one(flag, names, capsys):
+def test_help_shows_the_flags_that_most_runs_need_and_help_all_every_one(flag, names, capsys):
     with pytest.raises(SystemExit):
         parse_config([flag])
     printed = capsys.readouterr().out
-    assert len(COMMON) == 25 and set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all"}
-    assert "\nOptimiser:\n  --learning_rate float         peak learning rate [5e-06]\n" in printed, "heading, kind, help, default"
+    assert set(re.findall(r"^  --(\w+)", printed, re.MULTILINE)) == names | {"help_all"}
+    assert re.search(r"\nOptimiser:\n  --learning_rate float +peak learning rate \[5e-06\]\n", printed), "heading, kind, help, default"
 
 
 def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_single_one(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "0", "1":
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as stop, exit_on_mistake("train.py"):
             parse_config(["--seed", "x"])
         assert stop.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("RANK")
     with pytest.raises(SystemExit), exit_on_mistake("train.py"):
         parse_config(["--seed", "x"])
     assert "--seed" in capsys.readouterr().err
@@ -86,63 +73,35 @@ def test_one_line_is_printed_for_all_processes_of_torchrun_and_always_by_a_singl
         with pytest.raises(SystemExit), exit_on_mistake("infer.py"):
             raise error
         assert capsys.readouterr().err == f"infer.py: error: {error}\n"
-
-
-PRINT = """
-import sys
-from runs.command_line import exit_on_mistake
-with exit_on_mistake("train.py"):
-    for _ in range(20000):
-        print("\u00e9 completion", flush=True)
-        print("a warning", file=sys.stderr)
-print("done", file=open(sys.argv[1], "w"))
-"""
-
-
-def test_a_console_that_nobody_reads_ends_nothing(tmp_path):
-    program = f"{sys.executable} -c '{PRINT}' {tmp_path}/end"
-    for unbuffered, command in (                          # an error at the end, or while it prints
-        ("", f"{program} 2>&1 | head -1"), ("1", f"{program} 2>&1 | head -1"), ("", f"{program} 2>{tmp_path}/errors | head -1"),
-    ):
-        seen = subprocess.run(
-            command, shell=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
-        assert seen.stdout == "é completion\n" and seen.stderr == ""
-        assert (tmp_path / "end").read_text() == "done\n" and not (tmp_path / "end").unlink()
-    assert set((tmp_path / "errors").read_text().splitlines()) == {"a warning"}
-    subprocess.run(f"{program} >&-", shell=True, cwd=ROOT, stderr=subprocess.DEVNULL, check=True)
-
-
-def test_what_a_console_cannot_encode_is_shown_as_its_code(tmp_path):
-    seen = subprocess.run(
-        [sys.executable, "-c", PRINT, str(tmp_path / "end")], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert seen.stdout.startswith("\\xe9 completion\n") and seen.returncode == 0
-
-
-@pytest.mark.parametrize("text,shown", [
-    ("a\tb\n", "a\tb\n"),
-    ("\x1b[2J", r"\x1b[2J"), ("\r\0", r"\r\x00"), ("\x9b\x7f", r"\x9b\x7f"), ("\u202e\u2066\u200f", r"\u202e\u2066\u200f"),
-    ("é 🙂\u200d\u3000\xa0 עברית", "é 🙂\u200d\u3000\xa0 עברית"),
-])
-def test_what_a_terminal_acts_on_is_printed_as_an_escape(text, shown, capsys):
-    assert printable(text) == shown
-    with pytest.raises(SystemExit), exit_on_mistake("train.py"):
-        raise ValueError(text)
-    assert capsys.readouterr().err == f"train.py: error: {shown}\n"
+    with pytest.raises(SystemExit, match="130"), exit_on_mistake("infer.py"):
+        raise KeyboardInterrupt
 
 
 def test_flags_may_be_written_with_hyphens_and_booleans_as_words():
-    training = parse_config(["--use-grpo", "--batch-size", "7", "--gradient_checkpointing", "yes", "--check", "FALSE"]).training
+    training = parse_config(["--use-grpo", "--batch-size", "7", "--gradient_checkpointing", "true", "--check", "FALSE"]).training
     assert training.use_grpo and training.batch_size == 7 and training.gradient_checkpointing and not training.check
     assert not parse_config(["--no-use-kl-penalty"]).grpo.use_kl_penalty
-    with pytest.raises(ValueError, match="--use_grpo: invalid bool value: 'maybe'"):
+    with pytest.raises(ValueError, match="--use_grpo: invalid true_or_false value: 'maybe'"):
         parse_config(["--use_grpo", "maybe"])
 
 
 @pytest.mark.parametrize("flags,message", [
     ("--max_turns 3", "no environment continues the conversation"), ("--reward_weights 1", "1 weights for 3 reward functions"),
+    ("--use_kl_penalty --kl_estimator k1", "--kl_estimator=k1: in a loss its gradient is 0"),
+    ("--use_kl_penalty --kl_in reward --kl_estimator k3", "--kl_estimator=k3: in a reward only k1"),
+    ("--use_kl_penalty --kl_estimator exact --reference_offload", "--reference_offload: .*ratio_k3"),
+    ("--advantage_scale mean --reward_combination gdpo", "--advantage_scale=mean: is for points from 0 up"),
+    ("--advantage_scale mean --overlong penalise", "--advantage_scale=mean: .*--overlong penalise"),
+    ("--importance_cap 0.5", "--importance_cap=0.5: .*choose from 1 up"),
+    ("--loss_type cispo --loss_options dual_clip=3", "--loss_options=dual_clip=3: cispo takes off_policy_limit from 0 to inf"),
+    ("--loss_options dual_clip=0.9", "--loss_options=dual_clip=0.9: dapo takes dual_clip from 1 to inf"),
+    ("--loss_options dual_clip", "--loss_options=dual_clip: dapo takes dual_clip from 1"),
+    ("--use_value_head --baseline group_median", "--baseline=group_median: .*takes the value"),
+    ("--use_value_head --dynamic_sampling 2", "--dynamic_sampling=2: .*equal rewards too"),
+    ("--reward_timeout 1e-9", "--reward_timeout=1e-09: at least 0.001 seconds"),
+    ("--reward_weights 1 inf 0", "--reward_weights=inf: must be a number of at most"),
 ])
-def test_what_does_not_fit_the_reward_functions_is_rejected_by_the_parser_before_slow_imports(flags, message):
+def test_flags_that_do_not_fit_together_are_rejected_by_the_parser_before_slow_imports(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_config(["--use_grpo", *flags.split()])
 
@@ -163,43 +122,16 @@ def data_file(folder, name, text):
 
 
 MISTAKES = {
-    "stray word": (["--seed", "1", "2"], "2: belongs to no flag; see --help"),
+    "stray word": (["--seed", "1", "2"], "2: unknown flag; see --help"),
+    "removed": (["--explain"], "--explain: unknown flag; here `python -m analysis.explain`"),
     "not a number": (["--seed", "x"], "--seed.*'x'"),
     "learning rate": (["--learning_rate", "1e6"], "--learning_rate=1000000.0: must be at least 0 and at most 0.1"),
     "greedy": (["--generation_temperature", "0"], "--generation_temperature=0.0: all completions of a prompt would be equal"),
-    "k1 in the loss": (["--use_kl_penalty", "--kl_estimator", "k1"], "--kl_estimator=k1: in a loss its gradient is 0"),
-    "exact offloaded": (
-        ["--use_kl_penalty", "--kl_estimator", "exact", "--reference_offload"], "--reference_offload: .*ratio_k3"),
-    "k3 in the reward": (
-        ["--use_kl_penalty", "--kl_in", "reward", "--kl_estimator", "k3"], "--kl_estimator=k3: in a reward only k1"),
     "two updates": (["--loss_type", "reinforce", "--minibatch_size", "64"], "--loss_type=reinforce: .*of 4 updates"),
-    "mean of gdpo": (["--advantage_scale", "mean", "--reward_combination", "gdpo"], "--advantage_scale=mean: is for points from 0 up"),
-    "mean with a penalty": (["--advantage_scale", "mean", "--overlong", "penalise"], "--advantage_scale=mean: .*--overlong penalise"),
-    "low cap": (["--importance_cap", "0.5"], "--importance_cap=0.5: .*choose from 1 up"),
-    "idle value head": (["--use_value_head", "--value_coef", "0"], "--value_coef=0.0: .*would never learn"),
-    "another loss's option": (
-        ["--loss_type", "cispo", "--loss_options", "dual_clip=3"], "--loss_options=dual_clip=3: cispo takes off_policy_limit from 0 to inf"),
-    "dual clip too low": (["--loss_options", "dual_clip=0.9"], "--loss_options=dual_clip=0.9: dapo takes dual_clip from 1 to inf, off_policy_"),
-    "no number": (["--loss_options", "dual_clip"], "--loss_options=dual_clip: dapo takes dual_clip from 1"),
-    "dual clip as a flag": (["--dual_clip", "3"], "--dual_clip: unknown flag; here --loss_options dual_clip=3"),
-    "reinforce twice": (["--loss_type", "reinforce", "--ppo_epochs", "2"], "--loss_type=reinforce: has no ratio: of 2"),
-    "target without KL": (["--use_kl_penalty", "false", "--kl_target", "0.1"], "--kl_target=0.1: .*--use_kl_penalty true"),
-    "two baselines": (["--use_value_head", "--baseline", "group_median"], "--baseline=group_median: .*takes the value"),
-    "value head and ties": (["--use_value_head", "--dynamic_sampling", "2"], "--dynamic_sampling=2: .*equal rewards too"),
-    "no flag any more": (["--overlong_buffer", "5"], "--overlong_buffer: unknown flag; here it is always a fifth of"),
     "weights": (["--reward_weights", "1", "2"], "--reward_weights.*2 weights for 3 reward functions"),
     "unimportable reward": (["--reward_functions", "{tmp}/broken.py:f"], "broken.py.*SyntaxError"),
     "missing column": (["--reward_functions", "{tmp}/needs.py:f"], "needs the column tests"),
-    "demonstration wanted": (["--reward_functions", "{tmp}/needs.py:g"], "needs the column completion"),
-    "half a pair": (["--dataset", "{tmp}/pair.jsonl"], r"pair.jsonl: line 2 is not JSON: 'utf-8' codec can't encode character '\\ud800'"),
     "half a pair in .json": (["--dataset", "{tmp}/pair.json"], "pair.json: not JSON: 'utf-8' codec can't encode"),
-    "deep JSON": (["--dataset", "{tmp}/deep.json"], "deep.json: not JSON: it is nested too deeply"),
-    "no UTF-8": (["--instruction", "caf\udce9"], r"'caf\\udce9': is not UTF-8"),
-    "large seed": (["--seed", str(2**63)], "--seed=9223372036854775808: must be at least 0 and at most 4294967295"),
-    "weights without end": (["--reward_weights", "1", "inf", "0"], "--reward_weights=inf: must be a number of at most"),
-    "no time": (["--reward_timeout", "1e-9"], "--reward_timeout=1e-09: at least 0.001 seconds, or 0 for no limit"),
-    "steps": (["--max_steps", str(10**30)], "--max_steps=1.*: must be a number of at most"),
-    "folder that is a loop": (["--output_dir", "{tmp}/loop/run"], "--output_dir=.*loop is not a writable folder"),
     "folder with a long name": (["--output_dir", "{tmp}/" + "x" * 300], "--output_dir=.*: File name too long"),
     "reward that exits at import": (["--reward_functions", "{tmp}/exits.py:f"], "importing .*exits.py failed: RuntimeError: SystemExit: 0"),
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
@@ -209,7 +141,7 @@ MISTAKES = {
     "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
     "resume what": (["--resume"], "--resume: needs --output_dir"),
     "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is not a writable folder"),
-    "settings behind flags": (["--seed", "1", "settings.json"], "settings.json: .*comes before all flags"),
+    "settings behind flags": (["--seed", "1", "settings.json"], "settings.json: unknown flag; see --help"),
     "negative": (["--max_steps", "-1"], "--max_steps=-1: must be at least 0"),
     "settings file": (["{tmp}/no.json"], "no.json: not a readable JSON file"),
 }
@@ -218,12 +150,9 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_nothing(mistake, tmp_path, capsys, monkeypatch):
     data_file(tmp_path, "broken.py", "def f(:\n")
-    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns): ...\ndef g(completion, **columns): ...\n")
+    data_file(tmp_path, "needs.py", "def f(completions, tests, **columns): ...\n")
     data_file(tmp_path, "empty.jsonl", "")
-    data_file(tmp_path, "pair.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud800"}\n')                    # a pair, and a half
     data_file(tmp_path, "pair.json", '[{"prompt": "\\uD800"}]')
-    data_file(tmp_path, "deep.json", "[" * 100_000)
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     data_file(tmp_path, "exits.py", "import sys\nsys.exit(0)\ndef f(completions): ...\n")
     data_file(tmp_path, "bare.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     for name in "used/config.json", "no_weights/config.json":
@@ -245,13 +174,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
     assert printed.err.startswith("train.py: error: ")
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "__pycache__" not in str(path)}
     assert after == before
-
-
-def test_a_replay_takes_the_settings_of_its_run_but_not_its_weights(tmp_path):
-    run = parse_config(["--use_grpo", "--loss_type", "gspo", "--seed", "7", "--model_path", "some/model"])
-    (tmp_path / "config.json").write_text(json.dumps(run.as_dict()))
-    config = parse_config(["--replay", str(tmp_path / "rollouts.jsonl"), "--seed", "8"])
-    assert (config.grpo.loss_type, config.training.seed, config.model.model_path) == ("gspo", 8, "")
 
 
 @pytest.mark.parametrize("weight", ["-5e-05", "-1E3", "-.5", "-2", "-1e-3"])

@@ -17,6 +17,7 @@ from conftest import QUICK, length_reward, run_folder
 from forked import Program
 
 import train
+from analysis import replay
 from engine.ranks import OneRank
 from runs.checkpoint import find_damage, latest_checkpoint
 from runs.exit import StopOnSignal, exit_on_run_errors
@@ -129,6 +130,6 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
     skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
     assert {record["step"] for record in skipped} == {2, 4, 5, 6} and len(skipped) == 4 * 16
     monkeypatch.setattr(train, "accumulate_gradients", real)
-    train.main(["--replay", str(tmp_path / "out/skipped.jsonl")])
+    replay.main([str(tmp_path / "out/skipped.jsonl")])
     replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in replayed] == [2, 4, 5, 6] and all(line["grad_norm"] > 0 for line in replayed)

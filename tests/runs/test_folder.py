@@ -30,7 +30,7 @@ from runs.metrics import summarize_groups
 def test_the_run_folder_holds_what_it_promises(finished):
     names = {path.name for path in finished.iterdir()}
     assert names == {
-        "config.json", "lock", "owner.json", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
+        "config.json", "lock", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
     }
     newest, _ = sorted((finished / "checkpoints").iterdir(), reverse=True)
     config = json.loads((finished / "config.json").read_text())

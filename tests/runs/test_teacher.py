@@ -8,6 +8,7 @@ import torch
 from conftest import logits_alone
 
 import train
+from analysis import explain, replay
 from config import Config, ModelConfig
 from engine.adapters import merged_copy
 from engine.policy import load_policy, save_policy
@@ -43,7 +44,7 @@ def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path,
     run.begin_phase(run.phase)
     groups = train.sample_groups(run, run.batches.take(4))
     assert groups.tied.all() and (groups.rewards == 0).all()
-    experience = run.experience_of(groups)
+    experience = train.compute_experience_of_groups(run, groups)
     losses = train.accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
     found = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
     run.model.zero_grad()
@@ -109,9 +110,16 @@ def test_the_weights_of_an_adapter_and_of_its_base_tell_teachers_apart(tmp_path,
 def test_a_step_with_a_teacher_is_replayed_with_it(tmp_path, teacher, capsys):
     train.train(run_of(tmp_path, teacher, max_steps=1))
     capsys.readouterr()
-    train.main(["--replay", str(tmp_path / "run/rollouts.jsonl"), "--model_path", str(tmp_path / "run/checkpoints/step-00000001")])
+    replay.main([str(tmp_path / "run/rollouts.jsonl"), "--model_path", str(tmp_path / "run/checkpoints/step-00000001")])
     replayed = json.loads(capsys.readouterr().out.splitlines()[0])
     assert replayed["kl"] > 0 and replayed["policy_loss"] == 0
+
+
+def test_a_step_with_a_teacher_alone_is_explained_although_all_groups_are_tied(tmp_path, teacher, capsys):
+    flags = "--use_grpo --cold_start_steps 0 --batch_size 2 --eval_limit 0 --generation_max_length 8 --report_to none"
+    explain.main([*flags.split(), "--reference_path", str(teacher), *"--reward_functions none --use_kl_penalty true --kl_estimator exact".split()])
+    printed = capsys.readouterr().out
+    assert "gradient norm" in printed and "all groups" not in printed
 
 
 def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same(tmp_path, teacher):

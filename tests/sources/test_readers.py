@@ -17,7 +17,7 @@ from runs.command_line import parse_config
 from runs.setup import load_data
 from sources.readers import View
 
-ROWS = [{"prompt": "a", "answer": "1", "level": 2}, {"prompt": "b", "answer": "2", "level": 3}]
+ROWS = [{"prompt": "a", "answer": "1", "level": "02"}, {"prompt": "b", "answer": "2", "level": "NA"}]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
@@ -48,28 +48,14 @@ def test_a_byte_order_mark_is_left_out(suffix, tmp_path):
     assert load_examples(str(path)) == [row]
 
 
-def test_cells_of_a_csv_file_lose_no_character(tmp_path):
+def test_cells_of_a_csv_file_are_their_text_and_empty_ones_are_none(tmp_path):
     path = tmp_path / "data.csv"
-    path.write_text(
-        "prompt,answer,code,country,price,level,score,mixed,empty,big,flag\n"
-        "1,NA,007,NA,2.50,3,1e-05,1,,12345678901234567890,True\n"
-        "two,None,12,DE,3,-4,0.1,2.5,,1,\n"
-        "\"three\n, 3\",nan,1,null,4,,-2.0,,,2,False\n", encoding="utf-8"
-    )
-    columns = {name: [example[name] for example in load_examples(str(path))] for name in load_examples(str(path))[0]}
-    assert columns == {
-        "prompt": ["1", "two", "three\n, 3"], "answer": ["NA", "None", "nan"], "code": ["007", "12", "1"],
-        "country": ["NA", "DE", "null"], "price": ["2.50", "3", "4"], "level": [3, -4, None], "score": [1e-05, 0.1, -2.0],
-        "mixed": [1, 2.5, None], "empty": [None] * 3, "big": [12345678901234567890, 1, 2], "flag": ["True", None, "False"],
+    path.write_text('prompt,answer,code,level,empty\n1,NA,007,3,\ntwo,None,12,-4,\n"three\n, 3",nan,2.50,,\n', encoding="utf-8")
+    examples = load_examples(str(path))
+    assert {name: [example[name] for example in examples] for name in examples[0]} == {
+        "prompt": ["1", "two", "three\n, 3"], "answer": ["NA", "None", "nan"], "code": ["007", "12", "2.50"],
+        "level": ["3", "-4", None], "empty": [None] * 3,
     }
-    assert [type(value) for value in columns["mixed"][:2]] == [int, float]
-
-
-def test_a_csv_file_of_other_types_beyond_the_first_thousand_rows(tmp_path):
-    rows = [str(n) for n in range(2500)]
-    (tmp_path / "data.csv").write_text("prompt,a,b\n" + "".join(f"p,{n},{n}\n" for n in rows) + "p,0x,5\n")
-    examples = load_examples(str(tmp_path / "data.csv"))
-    assert [examples[7]["a"], examples[7]["b"], examples[2500]["a"], examples[2500]["b"]] == ["7", 7, "0x", 5]
 
 
 def test_rows_of_a_jsonl_file_can_be_asked_for_in_any_order(tmp_path):
@@ -111,15 +97,9 @@ def test_a_jsonl_file_is_not_held_in_memory(tmp_path):
         ("none.jsonl", None, "no such file"),
         ("empty.jsonl", "", "no examples in it"),
         ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
-        ("latin.jsonl", '{"prompt": "caf\udce9"}\n', "line 1 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
-        ("list.jsonl", '{"prompt": "a"}\n[1]\n', "line 2 is not an object"),
         ("columns.jsonl", '{"text": "a", "label": 1}\n', "columns text, label; it needs one of prompt"),
-        ("number.jsonl", '{"prompt": 5}\n', "must be text or chat messages"),
         ("blank.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "example 2: the prompt is empty"),
-        ("no_chat.jsonl", '{"prompt": []}\n', "the prompt is empty"),
         ("chat.jsonl", '{"prompt": [{"text": "a"}]}\n', "chat messages must look like"),
-        ("mute.jsonl", '{"prompt": [{"role": "user"}]}\n', "chat messages must look like"),
-        ("strings.jsonl", '{"prompt": ["a"]}\n', "chat messages must look like"),
         ("null.jsonl", '{"prompt": null}\n', "columns prompt; it needs one of prompt, question"),
         ("two.jsonl", '{"prompt": "a", "completion": [{"content": "b"}, {"content": "c"}]}\n', "must be text, an assistant"),
         ("completion.jsonl", '{"prompt": "a", "completion": 5}\n', "completion must be text"),
@@ -129,7 +109,6 @@ def test_a_jsonl_file_is_not_held_in_memory(tmp_path):
         ("bad.parquet", "not parquet", "cannot be read as parquet"),
         ("columns.csv", "a,b\n1,2\n", "columns a, b"),
         ("cells.csv", "prompt,answer\na,1,2\nb,3,4\n", "rows have more cells than the header; put cells with a comma in quotes"),
-        ("first.csv", "question,answer\nIf 3, how many?,3\n2+2?,4\n", "rows have more cells than the header"),
         ("header.csv", "prompt,answer\n", "cannot be read as csv: .*no data"),
         ("latin.csv", "prompt,answer\nh\udce9,1\n", "cannot be read as csv: 'utf-8' codec"),
     ],
@@ -168,7 +147,7 @@ def test_a_folder_that_datasets_understands_is_read_by_split(tmp_path, monkeypat
     assert load_examples(str(tmp_path), "train") == [{"question": "a", "prompt": "a", "answer": "1"}]
     assert load_examples(str(tmp_path), "test") == [{"question": "b", "prompt": "b", "answer": "1"}]
     (tmp_path / "test.csv").unlink()
-    with pytest.raises(ValueError, match=r'Unknown split "test".*; should it have no test split: .*--eval_split') as error:
+    with pytest.raises(ValueError, match=r'Unknown split "test".*; other splits: .*--eval_split') as error:
         load_examples(str(tmp_path), "test")
     assert "\n" not in str(error.value)
 
@@ -212,7 +191,7 @@ def test_tensorflow_datasets_gives_the_same_examples_as_a_file(tmp_path, monkeyp
     assert examples == load_examples(write_lines(tmp_path / "rows.jsonl", gsm8k_rows()))
     assert type(examples[0]["level"]) is int and examples[1]["answer"] == "1999" and examples[0]["notes"] == {"by": ["é"]}
     assert len(load_examples("tfds:gsm8k", "test")) == 1 and load_examples("tfds:gsm8k", limit=1) == examples[:1]
-    with pytest.raises(ValueError, match=r"^tfds:gsm8k: TensorFlow Datasets answers: Unknown split 'dev'$"):
+    with pytest.raises(ValueError, match=r"^tfds:gsm8k: TensorFlow Datasets answers: Unknown split 'dev'; "):
         load_examples("tfds:gsm8k", "dev")
 
 
@@ -228,31 +207,17 @@ def test_kaggle_gives_the_file_that_its_client_fetched(tmp_path, monkeypatch):
             load_examples(bad)
 
 
-@pytest.mark.parametrize("source,package,words", [
-    ("tfds:gsm8k", "tensorflow_datasets", ["pip install tensorflow_datasets array_record importlib_resources"]),
-    ("kaggle:a/b/c.csv", "kagglehub", ["pip install kagglehub"]),
-])
-def test_a_client_that_is_not_installed_is_one_line_with_what_to_install(source, package, words, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)       # what makes an import fail
-    with pytest.raises(ValueError) as error:
-        load_examples(source)
-    assert str(error.value).startswith(source) and all(word in str(error.value) for word in [*words, package])
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("source,package,function,words", [
-    ("tfds:gsm9k", "tensorflow_datasets", "data_source", ["TensorFlow Datasets answers: no such"]),
-    ("kaggle:a/b/c.csv", "kagglehub", "dataset_download", ["Kaggle answers: no such", "kaggle.json", "KAGGLE_USERNAME"]),
+    ("tfds:gsm8k", "tensorflow_datasets", "data_source", ["pip install tensorflow_datasets array_record importlib_resources"]),
+    ("kaggle:a/b/c.csv", "kagglehub", "dataset_download", ["pip install kagglehub", "kaggle.json", "KAGGLE_USERNAME"]),
 ])
-@pytest.mark.parametrize("error", [RuntimeError("no such thing\nand a stack of lines"), ConnectionError()])
-def test_what_a_client_cannot_reach_is_one_line(source, package, function, words, error, monkeypatch):
+def test_what_a_client_cannot_reach_and_a_missing_client_are_one_line(source, package, function, words, monkeypatch):
     def fail(*names, **how):
-        raise error
+        raise RuntimeError("no such thing\nand a stack of lines")
 
-    monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{function: fail}))
-    monkeypatch.setitem(sys.modules, f"{package}.text", SimpleNamespace())
-    with pytest.raises(ValueError) as raised:
-        load_examples(source)
-    said = str(raised.value)
-    assert said.startswith(f"{source}: ") and "\n" not in said
-    assert all(word.replace("no such", "no such" if str(error) else "ConnectionError") in said for word in words)
+    for client, reason in (None, "import"), (SimpleNamespace(**{function: fail}), "no such thing"):      # None: its import fails
+        monkeypatch.setitem(sys.modules, package, client)
+        monkeypatch.setitem(sys.modules, f"{package}.text", SimpleNamespace())
+        with pytest.raises(ValueError, match=rf"^{source}: \w+.* answers: {reason}") as raised:
+            load_examples(source)
+        assert "\n" not in str(raised.value) and all(word in str(raised.value) for word in words)

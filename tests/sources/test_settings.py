@@ -6,7 +6,7 @@ import pytest
 
 from config import Config
 
-from runs.flag_notes import flag_notes
+from runs.command_line import parse_config
 from sources.settings import PROFILES, fill_in, profile_values, read_settings
 
 
@@ -41,11 +41,6 @@ def test_a_batch_size_that_is_none_changes_no_profile_and_is_rejected_later(size
         Config.of(use_grpo=True, batch_size=size)
 
 
-def test_adapted_values_are_no_flags_without_effect():
-    notes = flag_notes(Config.of(use_grpo=True, batch_size=2, cold_start_steps=0))
-    assert not any("cold_start" in note for note in notes), notes
-
-
 def test_a_file_may_have_sections_or_not_and_must_be_an_object(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text('{"training": {"seed": 1}, "max_steps": 2}')
@@ -72,3 +67,34 @@ def test_a_run_that_is_resumed_gives_its_settings_and_flags_override_them(tmp_pa
         assert resumed.grpo == Config.of(**settings).grpo and resumed.grpo.importance_cap == 0
     with pytest.raises(ValueError, match="there is no run in it to resume"):
         fill_in({"resume": True, "output_dir": str(tmp_path / "none")})
+
+
+def test_constants_of_other_systems_are_accepted_with_their_value(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text('{"grpo": {"advantage_epsilon": 1e-8}, "value_clip": 0.2, "seed": 1}')
+    assert read_settings(file) == {"seed": 1}
+    file.write_text('{"advantage_epsilon": 1e-6}')
+    with pytest.raises(ValueError, match="advantage_epsilon: unknown flag; here always 1e-8"):
+        parse_config([str(file)])
+
+
+CODE = dict(reward_functions=["correctness", "r.py:r"], reward_weights=[1.0, 1.0], environment="e.py:e", max_turns=2, trust_remote_code=True)
+AGAIN = dict(reward_functions=["s.py:s"], reward_weights=[1.0], environment="", max_turns=1, trust_remote_code=False)
+
+
+def test_code_that_a_run_of_another_user_names_is_named_again(tmp_path, monkeypatch):
+    file, resume = tmp_path / "config.json", dict(resume=True, output_dir=str(tmp_path))
+    file.write_text(json.dumps({"use_grpo": True, **CODE}))
+    assert Config.of(**resume).model.trust_remote_code
+    (tmp_path / "settings.json").write_text(file.read_text())
+    monkeypatch.setattr("os.getuid", lambda: file.stat().st_uid + 1)
+    for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code True"), (
+            {name: value for name, value in AGAIN.items() if name != "environment"}, "--environment e.py:e"):
+        with pytest.raises(ValueError, match=f"of another user, and names code; if you trust it, give again {missing}$"):
+            Config.of(**resume, **given)
+    with pytest.raises(ValueError, match=r"give again --reward_functions correctness r\.py:r"):
+        parse_config([str(file), "--seed", "1"])          # its settings for a new run
+    assert Config.of(**resume, **AGAIN).grpo.reward_functions == ["s.py:s"]
+    parse_config([str(tmp_path / "settings.json")])       # a file of settings that the user names
+    file.write_text(json.dumps(dict(reward_functions=["correctness", "python:f"], reward_weights=[1.0, 1.0])))
+    Config.of(**resume)
