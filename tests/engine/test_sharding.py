@@ -49,7 +49,7 @@ def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mes
 
 @pytest.mark.exhaustive
 def test_a_process_never_holds_the_whole_model(tmp_path):
-    printed = start_ranks(2, str(ROOT / "bench/loading.py"), "--load", str(write_model(tmp_path)))
+    printed = start_ranks(2, str(ROOT / "tests/engine/loading_memory.py"), "load", str(write_model(tmp_path)))
     for line in re.findall(r"process \d: (.*)", printed):
         found = json.loads(line)
         assert found["shards"] == pytest.approx(found["parameters"] * 4 / 2, abs=0.02)
@@ -60,8 +60,7 @@ def test_a_process_never_holds_the_whole_model(tmp_path):
 def write_model(folder):
     """A model of 0.74 GB, in float32, so that reading copies nothing."""
     done = subprocess.run(
-        [sys.executable, "-c", f"import loading; loading.write_model({str(folder)!r}, 'bfloat16', 6)"], cwd=ROOT / "bench",
-        capture_output=True, text=True)
+        [sys.executable, ROOT / "tests/engine/loading_memory.py", "write", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 
