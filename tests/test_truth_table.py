@@ -18,13 +18,6 @@ def close(actual, expected, tolerance=1e-9):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("G", [2, 4, 16, 64])
-def test_probabilities_sum_to_1_and_have_the_mean_of_a_binomial_distribution(G):
-    chance = table.probability_of_groups(P, G)
-    close(chance.sum(dim=1), torch.ones(len(P)))
-    close((chance * torch.arange(G + 1)).sum(dim=1), G * P)
-
-
 @pytest.mark.parametrize("G", [2, 4, 16])
 def test_leave_one_out_in_points_is_right_on_average_and_the_group_mean_is_short_by_one_part_in_G(G):
     close(table.exact(G, "leave_one_out", "none")["mean"], TRUE)
@@ -46,14 +39,12 @@ def test_dividing_by_the_mean_is_maximum_likelihood_to_order_G_minus_1(G):
     expected = TRUE * sum((1 - P) ** n for n in range(G - 1))
     close(table.exact(G, "group_mean", "mean")["mean"], expected, 1e-7)
     close(table.exact(G, "leave_one_out", "mean")["mean"], expected * G / (G - 1), 1e-7)
-    assert table.objective_of(expected, G) == ("success rate, off by 0%" if G == 2 else "logarithm to order G - 1, off by 0%")
 
 
 def test_the_standard_deviation_makes_it_the_arcsine_when_groups_are_large():
     ratio = table.exact(256, "group_mean", "group")["mean"] / TRUE.sqrt()
     middle = (P >= 0.1) & (P <= 0.9)
     close(ratio[middle], torch.ones(int(middle.sum())), 0.03)
-    assert table.objective_of(TRUE.sqrt(), 4) == "arcsine of its root, off by 0%"
 
 
 @pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if name not in ("reinforce", "cispo")])
@@ -70,19 +61,13 @@ def test_old_rollouts_are_corrected_where_nothing_is_clipped(loss_type):
     assert not torch.allclose(table.exact(8, "leave_one_out", "none", "reinforce", 8)["mean"], TRUE, rtol=0.01) and (old < P).all()
 
 
-def test_equal_lengths_make_all_averages_the_same_up_to_a_factor():
-    means = [table.exact(4, "group_mean", "group", loss_type="dapo", aggregation=name)["mean"] for name in ("token_mean", "sequence_mean", "constant")]
-    for mean in means[1:]:
-        close(mean, means[0])
-
-
 @pytest.mark.parametrize("baseline,scale,loss_type,age", [
     ("group_mean", "group", "dapo", 0), ("group_median", "mean", "gspo", 1), ("leave_one_out", "none", "icepop", 8), ("global_mean", "group", "sapo", 8),
 ])
 def test_a_hundred_thousand_sampled_groups_agree_within_their_error(baseline, scale, loss_type, age):
     result, N, G = table.exact(4, baseline, scale, loss_type, age), 100_000, 4
     generator = torch.Generator().manual_seed(1)
-    for n in 2, 7, 13:
+    for n in 2, 7, 13:                                    # of P
         before = torch.sigmoid(torch.logit(P[n]) - age * table.STEP)
         right = (torch.rand(N, G, generator=generator, dtype=torch.float64) < before).double()
         advantages = compute_group_advantages(right, baseline=baseline, scale=scale, global_mean=float(P.mean()))
@@ -90,19 +75,6 @@ def test_a_hundred_thousand_sampled_groups_agree_within_their_error(baseline, sc
         assert abs(groups.mean() - result["mean"][n]) < 4 * groups.std() / N**0.5, (n, groups.mean(), result["mean"][n])
         assert groups.var() == pytest.approx(float(result["variance"][n]), rel=0.05)
         assert (groups == 0).double().mean() == pytest.approx(float(result["no_signal"][n]), abs=0.01)
-
-
-def test_sampled_batches_agree_with_the_exact_sums_where_nothing_is_coupled():
-    result, exact = table.sampled(4, 3000), table.exact(4, "group_mean", "group")
-    assert ((result["mean"] - exact["mean"]).abs() < 5 * result["error"]).all()
-
-
-def test_completions_of_unequal_length_bias_the_mean_over_completions_alone():
-    """By enumeration of G = 2: one right (length 2) and one wrong (4), A = +-0.5 in points."""
-    right, p = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.tensor([0.3], dtype=torch.float64)
-    expected = {"constant": 0.5 * (0.7 + 0.3) / 2, "sequence_mean": 0.5 * (0.7 / 2 + 0.3 / 4) / 2 * 4, "token_mean": 0.5 * (0.7 + 0.3) / 6 * 4}
-    for aggregation, by_hand in expected.items():
-        close(table.gradients(right, right - 0.5, p, 0, lengths=(2, 4), aggregation=aggregation), [by_hand])
 
 
 def test_the_page_has_its_figures():
@@ -122,7 +94,7 @@ def test_the_page_has_its_figures():
             assert re.findall(r"[\d.]+", cells) == [f"{figure:.2f}" for figure in figures], name
 
 
-def test_it_prints_its_tables_and_draws(tmp_path, capsys):
+def test_it_prints_a_row_for_each_loss_and_draws(tmp_path, capsys):
     table.show_losses(4)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert {row[0].strip("| ") for row in rows[1:]} == set(LOSSES) and all(row[1] == "1.00" for row in rows[1:])
