@@ -22,7 +22,7 @@ RUNS = {
     "demo": f"--use_grpo {QUICK} --max_steps 30",
     "LoRA, gspo": f"--use_grpo {SMALL} --lora_rank 4 --loss_type gspo --ppo_epochs 2",
     "value head": f"--use_grpo {SMALL} --use_value_head --ppo_epochs 2 --minibatch_size 16 --use_kl_penalty --reference_mode ema "
-                  "--ema_alpha 0.9 --kl_target 0.01",
+                  "--ema_alpha 0.9",
     "KL in reward": f"--use_grpo {SMALL} --use_kl_penalty --kl_in reward --importance_cap 2 --dynamic_sampling 2",
     "exact KL, gdpo": f"--use_grpo {SMALL} --use_kl_penalty --kl_estimator exact --reward_combination gdpo",
     "cispo, k2, queue": f"--use_grpo {SMALL} --loss_type cispo --ppo_epochs 2 --use_kl_penalty --kl_estimator k2 "

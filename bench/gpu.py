@@ -7,15 +7,14 @@ What this project does on a GPU, in one table: tests, tokens a second, shares of
 Prints the table in Markdown and writes it to --output. Every part is a process of its own with a time limit; what fails or takes
 too long has its reason in the table. Models are Qwen 3 with random weights, in bfloat16, on 8 prompts of 512 tokens x 8
 completions of 256. Rates of the card are those of a large product of bfloat16 matrices and of a large copy, measured here. The
-shares count the operations and bytes that cannot be avoided (alone.py), at two bytes a number. TRL takes part where bench/against_trl.py
-has built its environment, or where it can be imported.
+shares count the operations and bytes that cannot be avoided (growth.py), at two bytes a number. TRL takes part where
+bench/against_trl.py has built its environment, or where it can be imported.
 """
 
 import argparse
 import importlib.util
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -26,19 +25,16 @@ from pathlib import Path
 
 import torch
 import transformers
+from growth import machine_rates, operations_and_bytes
+from workloads import WORKLOADS
 
 BENCH = Path(__file__).parent
 ROOT = BENCH.parent
-sys.path.insert(0, str(ROOT))
-
-from alone import bytes_of_decoding, operations  # noqa: E402
-from workloads import WORKLOADS, workload_config, write_workload  # noqa: E402
-
 SECONDS = {                                               # limits of the parts: 1800 in all
     "tests": 540, "rates": 60, "write": 60, "0.6B": 150, "0.6B, TRL": 240, "1.7B": 210, "4B": 240, "4B, LoRA": 180,
 }
 FLAGS = {"4B, LoRA": ["--lora_rank", "16"]}
-HEADINGS = "model | step s | sampling tokens/s | of the memory rate | training tokens/s | of the matrix rate | peak GB | estimated GB"
+HEADINGS = "model | step s | sampling tokens/s | of the memory rate | training tokens/s | of the matrix rate | peak GB"
 
 
 def run_part(part: str, command: list, **env: str) -> tuple[str, str]:
@@ -46,7 +42,8 @@ def run_part(part: str, command: list, **env: str) -> tuple[str, str]:
     began = time.perf_counter()
     try:
         done = subprocess.run(
-            [str(word) for word in command], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=SECONDS[part])
+            [str(word) for word in command], cwd=ROOT, env=os.environ | env, capture_output=True, text=True,
+            timeout=SECONDS[part])
     except subprocess.TimeoutExpired:
         return "", f"took more than {SECONDS[part]} s"
     print(f"  {part}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
@@ -55,27 +52,10 @@ def run_part(part: str, command: list, **env: str) -> tuple[str, str]:
 
 
 def measure_rates(tiny: bool) -> dict:
-    """Operations a second in a product of bfloat16 matrices, bytes read and written a second in a copy."""
+    """Return the name of the device, and its rates in bfloat16 (growth.py)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size, length = (256, 2**22) if tiny else (8192, 2**30)
-    left, right = torch.randn(2, size, size, device=device).bfloat16()
-    source = torch.ones(length, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-
-    def seconds(function) -> float:
-        times = []
-        for _ in range(10):
-            began = time.perf_counter()
-            function()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    return {
-        "name": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "matrix": 2 * size**3 / seconds(lambda: left @ right), "memory": 4 * length / seconds(lambda: target.copy_(source)),
-    }
+    matrix, memory = machine_rates(torch.bfloat16, *((256, 2**22) if tiny else (8192, 2**30)), device)
+    return {"name": torch.cuda.get_device_name() if device == "cuda" else "CPU", "matrix": matrix, "memory": memory}
 
 
 def run_tests(tiny: bool) -> str:
@@ -91,18 +71,16 @@ def run_tests(tiny: bool) -> str:
 def table_row(part: str, name: str, printed: str, failure: str, rates: dict) -> str:
     """A row of the table, from the JSON that our_steps.py or trl_steps.py printed last."""
     if failure:
-        return f"| {part} | {failure} |" + " |" * 6
+        return f"| {part} | {failure} |" + " |" * 5
     w, result = WORKLOADS[name], json.loads(printed.strip().splitlines()[-1])
     step, sampling = (statistics.median(result[kind]) for kind in ("step", "sampling"))
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(workload_config(w))
     completions = w.prompts * w.group_size * w.new_tokens
-    needed = operations(model, w) * (2 / 3 if part in FLAGS else 1)              # LoRA: no gradient of the weights
-    estimate = re.search(r"memory: about ([\d.]+)", " ".join(printed.split()))
+    operations, read = operations_and_bytes(w, bytes_of_a_number=2)
+    operations *= 2 / 3 if part in FLAGS else 1           # LoRA: no gradient of the weights
     return (
-        f"| {part} | {step:.2f} | {completions / sampling:.0f} | {bytes_of_decoding(model, w, 2) / sampling / rates['memory']:.0%} | "
+        f"| {part} | {step:.2f} | {completions / sampling:.0f} | {read / sampling / rates['memory']:.0%} | "
         f"{(w.prompts * w.prompt_tokens + completions) / (step - sampling):.0f} | "
-        f"{needed / (step - sampling) / rates['matrix']:.0%} | {result['peak_gb']:.1f} | {estimate[1] if estimate else '-'} |"
+        f"{operations / (step - sampling) / rates['matrix']:.0%} | {result['peak_gb']:.1f} |"
     )
 
 
@@ -123,9 +101,9 @@ def main() -> None:
     rates = json.loads(printed)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     lines = [
-        f"{date.today()}, {rates['name']}, {rates['matrix'] / 1e12:.3g} TFLOP/s and {rates['memory'] / 1e9:.3g} GB/s measured, torch "
-        f"{torch.__version__}, transformers {transformers.__version__}, commit {commit or 'unknown'}",
-        "", run_tests(args.tiny), "", f"| {HEADINGS} |", "|---" * 8 + "|",
+        f"{date.today()}, {rates['name']}, {rates['matrix'] / 1e12:.3g} TFLOP/s and {rates['memory'] / 1e9:.3g} GB/s measured, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit or 'unknown'}",
+        "", run_tests(args.tiny), "", f"| {HEADINGS} |", "|---" * 7 + "|",
     ]
     parts = ["tiny", "tiny, LoRA", "tiny, TRL"] if args.tiny else [part for part in SECONDS if part[0].isdigit()]
     if args.tiny:
@@ -135,9 +113,10 @@ def main() -> None:
     for size in dict.fromkeys(part.partition(",")[0] for part in parts):
         name = f"qwen3-{size}"
         with tempfile.TemporaryDirectory() as folder:
-            _, unwritten = run_part("write", [sys.executable, __file__, "--write", name, folder])
+            _, unwritten = run_part("write", [sys.executable, BENCH / "workloads.py", name, folder])
             for part in [part for part in parts if part.partition(",")[0] == size]:
-                python, command = sys.executable, ["our_steps.py", name, folder, 0, "--precision", "bfloat16", *device, *FLAGS.get(part, [])]
+                flags = ["--precision", "bfloat16", *device, *FLAGS.get(part, [])]
+                python, command = sys.executable, ["our_steps.py", name, folder, 0, *flags]
                 if part.endswith("TRL"):
                     python, command = python_with_trl(), ["trl_steps.py", name, folder, 0, "--bfloat16"]
                 result = ("", unwritten or "TRL is not installed: bench/against_trl.py builds its environment")
@@ -153,7 +132,5 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rates"]:
         print(json.dumps(measure_rates(sys.argv[2] == "True")))
-    elif sys.argv[1:2] == ["--write"]:
-        write_workload(WORKLOADS[sys.argv[2]], Path(sys.argv[3]))
     else:
         main()

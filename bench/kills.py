@@ -3,8 +3,8 @@ A run that is killed again and again, against one that is left alone: the same m
 
     python bench/kills.py --kills 25          five kinds of run, about 40 minutes on two cores
 
-SIGKILL, to all processes of the run at once, comes at a random moment after the first new step, every third time as soon as a checkpoint begins to be written.
-Prints how many kills there were, how many of them left a half-written checkpoint behind, and what differed.
+SIGKILL, to all processes of the run at once, comes at a random moment after the first new step, every third time as soon as a
+checkpoint begins to be written. Prints how many kills there were, how many of them left a half-written checkpoint behind, and what differed.
 """
 
 import argparse
@@ -27,8 +27,7 @@ QUICK = (
 )
 KINDS = {
     "several epochs": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --ppo_epochs 2 --minibatch_size 8",
-    "EMA reference": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --reference_mode ema --ema_alpha 0.9 "
-                     "--kl_target 0.02",
+    "EMA reference": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --reference_mode ema --ema_alpha 0.9",
     "value head": "--use_grpo --cold_start_steps 3 --use_kl_penalty true --use_value_head true",
     "supervised": "--use_grpo false",
     "two processes": "--use_grpo --cold_start_steps 3 --use_kl_penalty true",

@@ -1,7 +1,8 @@
 """
 GRPO steps of this project on a workload, in the form of `python train.py`; the counterpart of trl_steps.py.
 
-    python bench/our_steps.py NAME FOLDER SEED [--gradient_checkpointing]          prints one line of JSON
+    python bench/workloads.py NAME FOLDER
+    python bench/our_steps.py NAME FOLDER SEED [flags of train.py, such as --engine plain]          prints one line of JSON
 """
 
 import json
@@ -18,7 +19,7 @@ from runs.command_line import parse_config
 from engine.devices import peak_memory_gb
 from runs.setup import set_up
 from train import learn
-from workloads import WORKLOADS, lengths_of
+from workloads import find_workload, lengths_of
 
 
 class SampledToLength(sampler.SamplingState):
@@ -29,9 +30,10 @@ class SampledToLength(sampler.SamplingState):
     def __init__(self, *args):
         super().__init__(*args)
         wanted = lengths_of(self.workload, SampledToLength.rollouts, self.seed)
-        # The start-up check samples fewer, on its own.
-        self.lengths = torch.tensor([*wanted, 0]) if self.dummy_row == len(wanted) else torch.full((self.dummy_row + 1,), 10**6)
-        SampledToLength.rollouts += self.dummy_row == len(wanted)
+        is_rollout = self.dummy_row == len(wanted)        # the start-up check samples fewer, on its own
+        lengths = [*wanted, 0] if is_rollout else [10**6] * (self.dummy_row + 1)
+        self.lengths = torch.tensor(lengths, device=self.count.device)
+        SampledToLength.rollouts += is_rollout
 
     def step(self, row_ids, logits):
         forced, stop, last = logits.clone(), int(self.stop_ids[0]), self.count[row_ids] + 1 >= self.lengths[row_ids]
@@ -45,15 +47,16 @@ class SampledToLength(sampler.SamplingState):
 
 
 def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:
-    workload = WORKLOADS[name]
+    workload = find_workload(name)
     shutil.rmtree(folder / "run", ignore_errors=True)
     if workload.mean_length:
+        assert "plain" not in flags, "lengths are prescribed to the shared engine alone"
         SampledToLength.workload, SampledToLength.seed = workload, seed
         sampler.SamplingState = SampledToLength
     run = set_up(parse_config([
         "--use_grpo", "--model_path", str(folder / "model"), "--dataset", str(folder / "prompts.jsonl"),
         "--output_dir", str(folder / "run"),
-        "--reward_functions", str(Path(__file__).parent / "workloads.py") + ":share_of_even",
+        "--reward_functions", f"{Path(__file__).parent}/workloads.py:share_of_even",
         "--use_kl_penalty", "false", "--batch_size", str(workload.prompts), "--num_completions_per_prompt",
         str(workload.group_size), "--generation_max_length", str(workload.new_tokens), "--generation_temperature", "1",
         "--generation_top_p", "1", "--generation_top_k", "0", "--max_prompt_length", "2048", "--eval_limit", "0",

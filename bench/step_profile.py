@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine import sampler
 from runs.command_line import parse_config
 from runs.setup import set_up
+from growth import machine_rates
 from train import grpo_training_step
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_", "aten::mv", "aten::linear"}
@@ -67,17 +68,6 @@ def measure(name: str, function) -> None:
         print(f"    {100 * value / wall:5.1f} %  {group}{rate}")
 
 
-def peak() -> float:
-    """Return gigaflops of products of (2048, 2048) float32 matrices, the best of five."""
-    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - began)
-    return 2 * 2048**3 / min(times) / 1e9
-
-
 def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = set_up(parse_config([*argv, "--output_dir", folder, "--report_to", "none"]))
@@ -86,7 +76,8 @@ def main(argv: list[str]) -> None:
         sampler.compute_logits = labelled(sampler.compute_logits, "head")
         run.folder.open(0)
         grpo_training_step(run, next(run.batches))
-        print(f"{torch.get_num_threads()} threads, {peak():.0f} gigaflops in products of 2048 x 2048")
+        rate = machine_rates(size=2048, length=2**20)[0]
+        print(f"{torch.get_num_threads()} threads, {rate / 1e9:.0f} gigaflops in products of 2048 x 2048")
         measure("a step", lambda: grpo_training_step(run, next(run.batches)))
         measure(f"an evaluation of {len(run.eval_set)} problems", run.log_evaluation)
 

@@ -58,7 +58,8 @@ def main(minutes: float, output: str, model_path: str, seed: int) -> None:
         output_dir=output, per_device_train_batch_size=settings["batch_size"] * settings["num_completions_per_prompt"],
         num_generations=settings["num_completions_per_prompt"], max_completion_length=settings["generation_max_length"],
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, max_steps=1000, learning_rate=settings["learning_rate"],
-        lr_scheduler_type="constant_with_warmup", warmup_steps=4, adam_beta2=0.95, gradient_checkpointing=False, bf16=False, use_cpu=not torch.cuda.is_available(),
+        lr_scheduler_type="constant_with_warmup", warmup_steps=4, adam_beta2=0.95,
+        gradient_checkpointing=False, bf16=False, use_cpu=not torch.cuda.is_available(),
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, seed=seed,
     )
     trainer = trl.GRPOTrainer(

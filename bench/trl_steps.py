@@ -17,7 +17,7 @@ import torch
 import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
-from workloads import WORKLOADS, lengths_of, share_of_even
+from workloads import find_workload, lengths_of, share_of_even
 
 
 class EndAt(LogitsProcessor):
@@ -48,7 +48,7 @@ class Clock(TrainerCallback):
 def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, teacher: str) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    workload, clock, sampling = WORKLOADS[name], Clock(), []
+    workload, clock, sampling = find_workload(name), Clock(), []
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     dataset = Dataset.from_list([json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()])

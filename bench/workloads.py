@@ -1,13 +1,21 @@
 """
-The workloads on which GRPO systems are compared, seven for CPUs, two with a teacher (teacher.py) and one of each QWEN3 for a
-GPU (gpu.py), as files that any of them can read: a model with random weights, a tokenizer, prompts. Needs torch and transformers alone, so that it runs in every environment.
+The workloads that are measured, as files: a model with random weights, a tokenizer, prompts.
+
+    python bench/workloads.py NAME FOLDER          writes one
+
+Seven are for CPUs, two have a teacher, and one of each QWEN3 is for a GPU (gpu.py). A NAME may change sizes of a workload:
+`long:prompt_tokens=128,vocab_size=32768`. Needs torch and transformers alone, so that it runs in every environment.
 
 What a completion says does not matter for time and memory; how long it is does. Where a workload gives lengths, every
 system has to end a completion at exactly its length, otherwise at the limit or a stop token, whichever is first.
 """
 
 import json
-from dataclasses import dataclass
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +81,19 @@ WORKLOADS = {
 }
 
 
+def find_workload(name: str) -> Workload:
+    """Return a workload, with the sizes that its name changes."""
+    name, _, changes = name.partition(":")
+    workload = WORKLOADS[name]
+    for change in filter(None, changes.split(",")):
+        field, _, value = change.partition("=")
+        if field == "vocab_size":
+            workload = replace(workload, model=workload.model | {field: int(value)})
+        else:
+            workload = replace(workload, **{field: int(value)})
+    return workload
+
+
 def lengths_of(workload: Workload, step: int, seed: int) -> list[int] | None:
     """How long each completion of a step has to be, or None where nothing is prescribed."""
     if not workload.mean_length:
@@ -112,3 +133,24 @@ def write_workload(workload: Workload, folder: Path, seed: int = 0) -> None:
         for _ in range(8 * workload.prompts):
             count = workload.prompt_tokens + (int(draws.integers(-2, 3)) if workload.prompt_tokens < 100 else 0)
             file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in draws.integers(3, size, count))}) + "\n")
+
+
+def run_steps(python, program: str, workload: str, folder: Path, seed: int, *flags) -> dict:
+    """Run our_steps.py or trl_steps.py on the CPU, in a process of its own.
+
+    returns  medians in seconds of the steps after the first: "step", "sampling", "training"; and "peak_gb"
+    """
+    command = [python, Path(__file__).with_name(program), workload, folder, seed, *flags]
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode:
+        raise SystemExit(f"{program} on {workload} failed:\n{done.stderr[-2000:]}")
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    step, sampling = (statistics.median(result[part]) for part in ("step", "sampling"))
+    return {"step": step, "sampling": sampling, "training": step - sampling, "peak_gb": result["peak_gb"]}
+
+
+if __name__ == "__main__":
+    write_workload(find_workload(sys.argv[1]), Path(sys.argv[2]))

@@ -5,12 +5,14 @@ Draw the figures of docs/walkthrough.md and docs/lecture.md, with the functions 
     python docs/figures.py --train           train, and draw the curve: outputs/figures/curve.svg, in a minute or two
     python docs/figures.py --train --keep    the same into docs/figures, which changes the published figure
 
-The run is the small task of bench/losses.py: sums of the digits 0 to 4, a supervised cold start, then GRPO.
+The run has the demonstration's task, smaller: sums of two numbers made of the digits 0 to 4, answered without reasoning, 497 to
+train on and 128 others. A supervised cold start, then GRPO.
 """
 
 import argparse
 import inspect
 import json
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +24,7 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/figures"
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
 import experience  # noqa: E402
@@ -35,9 +37,13 @@ from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
 from engine.prefix_attention import attends_to  # noqa: E402
 from engine.policy import load_policy  # noqa: E402
-from runs.folder import read_jsonl  # noqa: E402
 
 matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+TASK = (                        # flags of its GRPO phase
+    "--use_grpo --max_steps 100 --num_epochs 100 --batch_size 32 --num_completions_per_prompt 4 --learning_rate 4e-4 "
+    "--generation_max_length 8 --generation_temperature 1 --generation_top_p 1 --generation_top_k 0 "
+    "--reward_functions correctness --eval_limit 128 --save_steps 0 --report_to none"
+)
 BLUE, ORANGE, GREEN, RED, GREY = "tab:blue", "tab:orange", "tab:green", "tab:red", "0.6"
 
 
@@ -132,8 +138,7 @@ def draw_pack(rollout) -> None:
         labels = [f"{name}\n{position}" for name, position in zip(names, positions.tolist(), strict=True)]
         axes.set_xticks(range(len(names)), labels, fontsize=5)
         axes.set_yticks(range(len(names)), names, fontsize=6)
-        borders = [i for i in range(1, len(names)) if names[i] != names[i - 1]]
-        for border in borders:
+        for border in [i for i in range(1, len(names)) if names[i] != names[i - 1]]:
             axes.axhline(border - 0.5, color="0.7", linewidth=0.6)
             axes.axvline(border - 0.5, color="0.7", linewidth=0.6)
         axes.set(title="full attention" if window is None else f"window of {window} positions", xlabel="key, and its position",
@@ -148,9 +153,7 @@ def loss_and_slope(ratio: torch.Tensor, advantage: float, **kind) -> tuple[torch
     losses, ones = [], dict(num_tokens=1, num_sequences=1, max_tokens=1)
     for row in range(len(ratio)):
         at = slice(row, row + 1)
-        loss, _ = grpo.policy_loss(
-            logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], **ones, **kind
-        )
+        loss, _ = grpo.policy_loss(logp[at], torch.zeros(1, 1), torch.tensor([advantage]), mask[at], **ones, **kind)
         losses.append(loss)
     (slope,) = torch.autograd.grad(torch.stack(losses).sum(), logp)
     return torch.stack(losses).detach(), slope[:, 0]
@@ -213,31 +216,43 @@ def draw_kl() -> None:
     save(figure, "kl")
 
 
+def write_task(folder: Path) -> str:
+    """Write train.jsonl and test.jsonl, and return the flags that read them."""
+    examples = data.load_examples("arithmetic", "train") + data.load_examples("arithmetic", "test")
+    examples = sorted((e for e in examples if set(e["prompt"]) <= set("01234+=?")), key=lambda e: e["prompt"])
+    random.Random(0).shuffle(examples)
+    for example in examples:
+        example["completion"] = f"<answer>{example['answer']}</answer>"
+    for name, part in ("test", examples[:128]), ("train", examples[128:]):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(example) + "\n" for example in part))
+    return f"--dataset {folder}/train.jsonl --eval_dataset {folder}/test.jsonl"
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Read a file of JSON Lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def train_small(target: Path) -> None:
     """Train on the small task; write its numbers to curve.jsonl in the target folder."""
-    import losses
-
     names = "step", "phase", "eval_accuracy", "eval_accuracy_low", "eval_accuracy_high", "mean_reward", "tied_groups", "entropy"
     with tempfile.TemporaryDirectory() as folder:
-        losses.write_task(Path(folder))
-        data_flags = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/test.jsonl --eval_limit 128 --eval_steps 10"
-        task = f"{losses.GRPO} {data_flags} --save_steps 0 --report_to none --cold_start_steps 100"
-        train.main(f"{task} --cold_start_learning_rate 1e-3 --output_dir {folder}/run".split())
-        kept = [{n: line[n] for n in names if n in line} for line in read_jsonl(Path(folder) / "run/metrics.jsonl")]
+        cold_start = "--cold_start_steps 100 --cold_start_learning_rate 1e-3"
+        train.main(f"{TASK} {write_task(Path(folder))} {cold_start} --eval_steps 10 --output_dir {folder}/run".split())
+        kept = [{n: line[n] for n in names if n in line} for line in read_lines(Path(folder) / "run/metrics.jsonl")]
     target.mkdir(parents=True, exist_ok=True)
     (target / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def draw_curve(folder: Path = FOLDER) -> None:
     """Draw held-out accuracy, tied groups and entropy from curve.jsonl in the folder."""
-    lines = read_jsonl(folder / "curve.jsonl")
+    lines = read_lines(folder / "curve.jsonl")
     evals, steps = ([line for line in lines if (line["phase"] == "eval") == held_out] for held_out in (True, False))
     grpo_steps = [line for line in steps if line["phase"] == "grpo"]
     figure = Figure(figsize=(7, 2.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     at, low, middle, high = (
-        [line[name] for line in evals] for name in ("step", "eval_accuracy_low", "eval_accuracy", "eval_accuracy_high")
-    )
+        [line[name] for line in evals] for name in ("step", "eval_accuracy_low", "eval_accuracy", "eval_accuracy_high"))
     left.plot(at, middle, marker=".", color=BLUE)
     left.fill_between(at, low, high, color=BLUE, alpha=0.2)
     left.set(xlabel="optimiser step", ylabel="held-out accuracy, 95 %")

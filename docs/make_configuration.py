@@ -17,7 +17,7 @@ HEAD = """\
 # Every flag
 
 Written by `python docs/make_configuration.py` from [config.py](../config.py), a line for each flag; `python train.py --help_all`
-shows the same, `--help` the 25 flags that most runs need. A setting is taken from the last of these that has it: defaults,
+shows the same, `--help` the flags that most runs need. A setting is taken from the last of these that has it: defaults,
 profile, settings file, flags.
 
     python train.py --use_grpo --profile balanced --seed 1

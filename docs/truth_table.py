@@ -1,14 +1,12 @@
 """
-Which advantage, which average, which loss? The gradient that each choice has on average, beside the true one.
+Which advantage, which loss? The gradient that each choice has on average, beside the true one.
 
-    python docs/truth_table.py                tables, and docs/preferences.svg: half a minute
-    python docs/truth_table.py --all FILE     every advantage, average, loss, group size and age, as JSON Lines
+    python docs/truth_table.py                prints tables, and draws docs/preferences.svg
 
 The world: each prompt is answered rightly with its own probability p = sigmoid(theta), a decision in one token, so
 the true gradient of its success rate is p * (1 - p) and nothing else is to be learned. A group of G completions has k
 right ones with the probability of a binomial distribution: expectations are exact sums over k, with the functions of
-grpo.py as they stand. A rollout is n updates old if theta has moved by n * STEP since it was sampled. What couples
-groups, a standard deviation of the batch or a mean over tokens of unequal lengths, is sampled, with its error.
+grpo.py as they stand. A rollout is n updates old if theta has moved by n * STEP since it was sampled.
 
 Columns, over prompts with p from 0.01 to 0.99:
     weight       mean gradient / true gradient, at some p, 1 at p = 0.5: which prompts a choice prefers
@@ -18,9 +16,7 @@ Columns, over prompts with p from 0.01 to 0.99:
     no signal    share of groups whose gradient is 0
 """
 
-import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -37,15 +33,7 @@ P = torch.tensor([0.01, 0.02, 0.05, *(n / 10 for n in range(1, 10)), 0.95, 0.98,
 SHOWN = 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99
 STEP = 0.1                      # by which an update moves the logit of a prompt: p = 0.5 to 0.525
 AGES = 0, 1, 4, 8               # updates since a rollout was sampled
-SIZES = 2, 4, 8, 16             # G
-EQUAL, UNEQUAL = (4, 4), (2, 4) # tokens of right and of wrong completions
-BATCH = 8                       # groups of an optimiser step, where groups are coupled
-OBJECTIVES = {                  # their derivatives with respect to p
-    "success rate": lambda p, G: torch.ones_like(p),
-    "arcsine of its root": lambda p, G: (p * (1 - p)) ** -0.5,
-    "logarithm": lambda p, G: 1 / p,
-    "logarithm to order G - 1": lambda p, G: sum((1 - p) ** n for n in range(G - 1)),
-}
+LENGTH = 4                      # tokens of a completion: the decision is the first, of the others each is certain
 
 
 def groups_of(G: int) -> Tensor:
@@ -59,25 +47,24 @@ def probability_of_groups(p: Tensor, G: int) -> Tensor:
     return torch.distributions.Binomial(G, p[:, None]).log_prob(k).exp()
 
 
-def gradients(right: Tensor, advantages: Tensor, p: Tensor, age: int, lengths=EQUAL, **options) -> Tensor:
-    """Compute each group's gradient with respect to its prompt's theta, uphill, as if it were alone in the step.
+def gradients(right: Tensor, advantages: Tensor, p: Tensor, age: int, **options) -> Tensor:
+    """Compute each group's gradient with respect to its prompt's theta, uphill, as a mean over completions.
 
-    right, advantages  (N, G) of N groups;  p  (N,) success rates now;  lengths  tokens of right and wrong ones
-    returns            (N,), times the longest length: a token_mean over equal lengths is a mean over completions
+    right, advantages  (N, G) of N groups;  p  (N,) success rates now;  options  of policy_loss
+    returns            (N,)
     """
     p = p[:, None].expand_as(right)
     before = torch.sigmoid(torch.logit(p) - age * STEP)
     logp, old_logp = (torch.where(right > 0, q, 1 - q).log().view(-1, 1) for q in (p, before))
-    length = torch.where(right > 0, *lengths).view(-1, 1)
-    mask = torch.arange(max(lengths)) < length                                   # the decision is the first token
-    rest = torch.zeros(len(logp), max(lengths) - 1, dtype=torch.float64)         # of the others each is certain
+    rest = torch.zeros(len(logp), LENGTH - 1, dtype=torch.float64)
+    mask = torch.ones(len(logp), LENGTH, dtype=torch.bool)
     logp = logp.detach().requires_grad_()
-    counts = dict(num_tokens=int(mask.sum()), num_sequences=len(mask), max_tokens=max(lengths))
+    counts = dict(num_tokens=mask.numel(), num_sequences=len(mask), max_tokens=LENGTH)
     loss, _ = policy_loss(
         torch.cat([logp, rest], dim=1), torch.cat([old_logp, rest], dim=1), advantages.reshape(-1), mask, **options, **counts)
     (slope,) = torch.autograd.grad(loss, logp)
     score = torch.where(right > 0, 1 - p, -p)                                    # of log probability by theta
-    return -(slope.view_as(right) * score).sum(dim=1) * len(right) * max(lengths)
+    return -(slope.view_as(right) * score).sum(dim=1) * len(right) * LENGTH
 
 
 def exact(G: int, baseline: str, scale: str, loss_type: str = "dapo", age: int = 0, **options) -> dict[str, Tensor]:
@@ -93,20 +80,6 @@ def exact(G: int, baseline: str, scale: str, loss_type: str = "dapo", age: int =
     return {"mean": mean, "variance": variance, "no_signal": (chance * (by_group.abs() < 1e-12)).sum(dim=1)}
 
 
-def sampled(G: int, num_batches: int, scale: str = "group", seed: int = 0, **options) -> dict[str, Tensor]:
-    """Estimate the same where groups are coupled: batches of BATCH prompts, drawn from P, and the error of the mean."""
-    generator = torch.Generator().manual_seed(seed)
-    sums = torch.zeros(4, len(P), dtype=torch.float64)                           # groups, gradient, its square, zeros
-    for _ in range(num_batches):
-        index = torch.randint(len(P), (BATCH,), generator=generator)
-        right = (torch.rand(BATCH, G, generator=generator, dtype=torch.float64) < P[index, None]).double()
-        by_group = gradients(right, compute_group_advantages(right, scale=scale), P[index], 0, **options)
-        sums.index_add_(1, index, torch.stack([torch.ones(BATCH).double(), by_group, by_group**2, (by_group == 0).double()]))
-    count, mean = sums[0], sums[1] / sums[0]
-    variance = sums[2] / count - mean**2
-    return {"mean": mean, "variance": variance, "no_signal": sums[3] / count, "error": (variance / count).sqrt()}
-
-
 def summary(result: dict[str, Tensor]) -> dict[str, float]:
     """Return cosine, length and noise over all prompts, and the mean share of groups without a signal."""
     mean, true = result["mean"], P * (1 - P)
@@ -114,17 +87,6 @@ def summary(result: dict[str, Tensor]) -> dict[str, float]:
         "cosine": float(torch.cosine_similarity(mean, true, dim=0)), "length": float(mean.norm() / true.norm()),
         "noise": float(result["variance"].sum().sqrt() / mean.norm()), "no_signal": float(result["no_signal"].mean()),
     }
-
-
-def objective_of(mean: Tensor, G: int) -> str:
-    """Return the closest objective, and how far its gradient is off at any p, up to a factor."""
-    true = P * (1 - P)
-    off = {}
-    for name, slope in OBJECTIVES.items():
-        ratio = mean / (true * slope(P, G))
-        off[name] = float((ratio / ratio.mean() - 1).abs().max())
-    best = min(off, key=off.get)
-    return f"{best}, off by {off[best]:.0%}"
 
 
 def show(title: str, rows: list[dict]) -> None:
@@ -143,13 +105,11 @@ def weights(mean: Tensor) -> dict[str, float]:
 
 def show_advantages(G: int) -> None:
     """Print a row for each baseline and scale, on policy."""
-    exact_ones = itertools.product(table_keys("baselines"), [scale for scale in table_keys("scales") if scale != "batch"])
-    results = {f"{baseline}, {scale}": exact(G, baseline, scale) for baseline, scale in exact_ones}
-    results["group_mean, batch (sampled)"] = sampled(G, 4000, scale="batch")
+    scales = [scale for scale in table_keys("scales") if scale != "batch"]       # which couples groups
     rows = []
-    for name, result in results.items():
-        row = summary(result)
-        rows.append({"advantage": name, **weights(result["mean"]), **row, "objective": objective_of(result["mean"], G)})
+    for baseline, scale in itertools.product(table_keys("baselines"), scales):
+        result = exact(G, baseline, scale)
+        rows.append({"advantage": f"{baseline}, {scale}", **weights(result["mean"]), **summary(result)})
     show(f"Advantages, on policy, G = {G}: weight of prompts by p", rows)
 
 
@@ -165,15 +125,6 @@ def show_losses(G: int) -> None:
     show(f"Losses, G = {G}, an update moves a logit by {STEP:g}", rows)
 
 
-def show_averages(G: int) -> None:
-    """Print a row for each average over tokens, where wrong completions are twice as long as right ones."""
-    rows = []
-    for aggregation in table_keys("aggregations"):
-        result = sampled(G, 4000, scale="none", aggregation=aggregation, lengths=UNEQUAL)
-        rows.append({"average": aggregation, **weights(result["mean"]), **summary(result)})
-    show(f"Averages over tokens, right completions {UNEQUAL[0]} tokens, wrong ones {UNEQUAL[1]}, G = {G}, sampled", rows)
-
-
 def draw(path: Path) -> None:
     """Draw what each advantage prefers, and the share of groups without a signal."""
     import matplotlib
@@ -187,39 +138,15 @@ def draw(path: Path) -> None:
         left.plot(P, ratio / ratio[P == 0.5], label=label)
     left.set(yscale="log", xlabel="success rate p of a prompt", ylabel="weight, 1 at p = 0.5", title="--advantage_scale, G = 8")
     left.legend(frameon=False, fontsize=8)
-    for G in SIZES:
+    for G in 2, 4, 8, 16:
         right.plot(P, exact(G, "group_mean", "group")["no_signal"], label=f"G = {G}")
     right.set(xlabel="success rate p of a prompt", ylabel="share of groups", title="groups without a signal")
     right.legend(frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None})
 
 
-def write_all(path: Path) -> None:
-    """Write every combination that can be computed exactly, a line each."""
-    scales = [scale for scale in table_keys("scales") if scale != "batch"]
-    with path.open("w", encoding="utf-8") as file:
-        for baseline, scale, aggregation, loss_type, G, age in itertools.product(
-            table_keys("baselines"), scales, table_keys("aggregations"), LOSSES, SIZES, AGES,
-        ):
-            result = exact(G, baseline, scale, loss_type, age, aggregation=aggregation)
-            row = dict(baseline=baseline, scale=scale, aggregation=aggregation, loss=loss_type, G=G, age=age)
-            file.write(json.dumps(row | summary(result) | {"weights": weights(result["mean"])}) + "\n")
-
-
-def main() -> None:
-    """Print, draw or write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--all", type=Path, metavar="FILE", help="write every combination, as JSON Lines")
-    args = parser.parse_args()
-    if args.all:
-        write_all(args.all)
-        return
-    for G in 4, 16, 64:
-        show_advantages(G)
-    show_losses(8)
-    show_averages(8)
-    draw(ROOT / "docs/preferences.svg")
-
-
 if __name__ == "__main__":
-    main()
+    for size in 4, 16, 64:
+        show_advantages(size)
+    show_losses(8)
+    draw(ROOT / "docs/preferences.svg")

@@ -332,7 +332,6 @@ def test_the_loop_over_the_core_alone_trains_as_train_py_does_bit_for_bit(tmp_pa
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples/minimal.py", tmp_path / "examples")
-    assert len((tmp_path / "examples/minimal.py").read_text().splitlines()) <= 120
     run(tmp_path, "examples/minimal.py", *flags, "alone")
     run(ROOT, "train.py", "--use_grpo", "--engine", "plain", "--report_to", "none", *flags, str(tmp_path / "whole"))
     alone, whole = (

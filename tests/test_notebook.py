@@ -21,13 +21,6 @@ def test_the_notebook_is_kept_with_the_outputs_of_one_run_from_top_to_bottom(cel
     assert "what was learned" in texts[-1] and "ratios from 0.99999" in "".join(texts)
     assert sum("image/png" in out.get("data", {}) for cell in cells for out in cell["outputs"]) == 2
     assert "site-packages" not in "".join(texts) and "Error" not in "".join(texts), "of the machine, or failed"
-
-
-def test_its_first_cell_says_how_to_run_it_and_what_to_set(cells):
-    first = "".join(json.loads(NOTEBOOK.read_text())["cells"][0]["source"])
-    assert "source .venv/bin/activate" in first and "jupyter lab docs/notebook.ipynb" in first
-    assert "nbconvert" in first and "REPOSITORY" in first
-    assert "jupyter lab docs/notebook.ipynb" in (NOTEBOOK.parent / "walkthrough.md").read_text()
     assert "REPOSITORY = " in "".join(cells[0]["source"])
 
 

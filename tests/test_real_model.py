@@ -44,12 +44,12 @@ def runs(tmp_path):
     shutil.rmtree(tmp_path)                               # 3 GB
 
 
-def run(folder, output, *flags):
+def run(folder, output):
     """Train with the settings of the example, shortened, with a reward that no group ties at."""
     digits = folder.parent / "digits.py"
     digits.write_text("def digits(completions, **columns):\n    return [sum(map(str.isdigit, text)) for text in completions]\n")
-    words = ["examples/smollm2.json", "--model_path", str(folder), "--output_dir", str(output), "--reward_functions", f"{digits}:digits"]
-    train.main([*words, *SHORT, *flags])
+    paths = f"--model_path {folder} --output_dir {output} --reward_functions {digits}:digits"
+    train.main(["examples/smollm2.json", *paths.split(), *SHORT])
 
 
 @torch.no_grad()

@@ -1,20 +1,29 @@
 """
-How far hostile programs exceed the limits of the sandbox, one after the other, with every isolation method that works here.
+The sandbox, with every isolation method that works here: how many programs a second, and how far hostile ones exceed its limits.
 
-    python bench/sandbox_limits.py
+    python bench/sandbox.py                       a table of speeds
+    python bench/sandbox.py limits                a line for each method
 
-Each program of tests/reward_functions/hostile_programs.txt runs with 1 s and 64 MB, and so do programs that make the kernel
-store as much for them as it will. Needs root and a memory cgroup of version 1, which counts the kernel's memory as well.
+Speed: a short program, one after the other, then from as many threads as there are cores; and passes_tests with three asserts
+per program, which is four runs. Limits: each program of tests/reward_functions/hostile_programs.txt runs with 1 s and 64 MB,
+and so do programs that make the kernel store as much for them as it will; needs root and a memory cgroup of version 1, which
+counts the kernel's memory as well.
 """
 
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from reward_functions.programs import passes_tests
 from reward_functions.sandbox import METHODS, run_python
+
+COUNT, THREADS = 300, os.cpu_count()
+SHORT = "print(sum(range(100)))"
 
 HOSTILE = Path(__file__).parents[1] / "tests" / "reward_functions" / "hostile_programs.txt"
 SECONDS, MEMORY_MB = 1.0, 64
@@ -61,20 +70,46 @@ until_refused(lambda: [fcntl.lockf(file, fcntl.LOCK_EX, 1, place) for place in [
 }
 
 
-def main() -> None:
+def working_methods():
+    """Yield the isolation methods that work here; print why another does not."""
+    for method in METHODS:
+        try:
+            run_python("", method=method)
+            yield method
+        except RuntimeError as error:
+            print(f"{method}: {error}")
+
+
+def print_speed() -> None:
+    """Print programs a second."""
+    print(f"{THREADS} cores, {COUNT} programs\n| method | one after the other | from as many threads as cores |\n|---|---|---|")
+    for method in working_methods():
+        run = partial(run_python, SHORT, method=method)
+        started = time.perf_counter()
+        for _ in range(COUNT):
+            assert run().stdout == "4950\n"
+        alone = COUNT / (time.perf_counter() - started)
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(lambda run: run(), [run] * 2 * THREADS))            # servers start
+            started = time.perf_counter()
+            assert all(result.ok for result in threads.map(lambda run: run(), [run] * COUNT))
+            together = COUNT / (time.perf_counter() - started)
+        print(f"| {method} | {alone:.0f}/s | {together:.0f}/s |")
+    program, tests = "def square(x):\n    return x * x", [f"assert square({x}) == {x * x}" for x in range(3)]
+    started = time.perf_counter()
+    assert passes_tests([program] * 64, [tests] * 64) == [1.0] * 64
+    print(f"passes_tests: 64 programs with three asserts each in {time.perf_counter() - started:.2f} s")
+
+
+def print_limits() -> None:
     """Print a line per method, and the programs that exceed the limits most."""
     programs = dict(part.split("\n", 1) for part in HOSTILE.read_text().split("\n== ")[1:]) | GREEDY
     groups = Path("/proc/self/cgroup").read_text().splitlines()
     own = next(line.split(":")[2].strip() for line in groups if ":memory:" in line)
-    group = Path(f"/sys/fs/cgroup/memory{own}/sandbox_limits")
+    group = Path(f"/sys/fs/cgroup/memory{own}/bench_sandbox")
     group.mkdir(exist_ok=True)
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    for method in METHODS:
-        try:
-            run_python("", method=method)
-        except RuntimeError as error:
-            print(f"{method}: {error}")
-            continue
+    for method in working_methods():
         seconds, memory = {}, {}
         for name, program in programs.items():
             before = int((group / "memory.usage_in_bytes").read_text())
@@ -89,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print_limits() if sys.argv[1:] == ["limits"] else print_speed()
