@@ -319,8 +319,8 @@ def with_settings(base, architecture="gemma3", **grpo):
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
     engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.engine.max_tokens)
     run = replace(base, config=config, engine=engine, progress=replace(base.progress))
-    run.batches, run.progress.kl_coef = ShuffledBatches(base.train_set, 4, 0), run.config.grpo.kl_coef
-    if run.progress.kl_coef:                                       # a reference that differs, or its gradient would vanish
+    run.batches = ShuffledBatches(base.train_set, 4, 0)
+    if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
         run.reference = frozen_copy(run.model)
         with torch.no_grad():
             run.reference.get_output_embeddings().weight.mul_(1.5)
