@@ -33,13 +33,16 @@ def halved_when_out_of_memory(flag: str) -> Callable:
                 try:
                     return function(run, *args)
                 except Exception as error:
+                    if not is_out_of_memory(error) or num_processes() > 1:
+                        raise
                     value, half = halves(run, flag, *args)
-                    if not is_out_of_memory(error) or num_processes() > 1 or half == value:
+                    if half == value:
                         raise
                     traceback.clear_frames(error.__traceback__)                  # frees the pass's tensors
                     run.console.print(f"{first_line(error)}: --{flag} {value} -> {half}, and once more")
                 if flag == "max_tokens_per_forward":
-                    run.optimizer.zero_grad()
+                    for module in filter(None, (run.model, run.value_head)):
+                        module.zero_grad()
                 run.change_setting(flag, half)
 
         return call
