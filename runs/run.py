@@ -322,9 +322,9 @@ class Run:
         part = "grpo" if name == "generation_batch_size" else "training"
         section = replace(getattr(self.config, part), **{name: value})
         self.config = replace(self.config, **{part: section})
-        for engine in self.engine, getattr(self.engine, "trainer", self.engine):         # vllm has another one
+        for engine in self.engine, getattr(self.engine, "trainer", self.engine):         # that of vllm
             engine.max_tokens = self.config.training.max_tokens_per_forward
-        if self.folder.lock:                              # none in --explain and --replay, which write nothing
+        if self.folder.lock:                              # none where nothing is written, as in a replay
             self.folder.write_config(self.config)
 
     @halved_when_out_of_memory("generation_batch_size")
@@ -400,7 +400,8 @@ def cache_bytes(run: Run) -> int:
     Computed from those that one token has in each layer, whatever the architecture.
     """
     config, longest = run.config.grpo, run.longest_prompt
-    group_size, own = config.num_completions_per_prompt, config.generation_max_length - 1        # not the last
+    group_size = config.num_completions_per_prompt
+    own = config.generation_max_length - 1                # tokens of a completion; the last is not forwarded
     prompts = math.ceil(run.config.training.batch_size / run.ranks.size)
     if config.generation_batch_size:
         prompts = min(prompts, config.generation_batch_size // group_size)
