@@ -24,9 +24,7 @@ TERMS = {
     "loss alone": {},
     "with KL and entropy": dict(use_kl_penalty=True, kl_penalty_coef=0.3, entropy_coef=0.2),
     "with exact KL": dict(use_kl_penalty=True, kl_penalty_coef=0.3, kl_estimator="exact"),
-    "with a value head too": dict(
-        use_kl_penalty=True, kl_penalty_coef=0.3, entropy_coef=0.2, loss_aggregation="sequence_mean", use_value_head=True,
-        value_coef=1.0),
+    "with a value head too": dict(use_kl_penalty=True, kl_penalty_coef=0.3, entropy_coef=0.2, use_value_head=True),
     "with importance weights": dict(importance_cap=1.3),
 }
 
@@ -142,14 +140,15 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "reinforce"])
-def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, loss_type):
+def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, monkeypatch, loss_type):
     sampled = dict(generation_temperature=0.8, generation_top_p=0.9, generation_top_k=50)
     run = with_settings(base, loss_type=loss_type, **sampled)
     rollout = sample_groups(run, next(run.batches)).rollout
     experience = experience_of(run, rollout, torch.randn(4, 4))
     clipped, losses = gradient(run, experience)
     assert losses["ratio_deviation"] < 1e-5 and losses["clip_fraction"] == 0
-    plain = with_settings(base, loss_type="reinforce", loss_aggregation=LOSSES[loss_type].aggregation, **sampled)
+    monkeypatch.setitem(LOSSES, "reinforce", replace(LOSSES["reinforce"], aggregation=LOSSES[loss_type].aggregation))
+    plain = with_settings(base, loss_type="reinforce", **sampled)
     assert differ(clipped, gradient(plain, experience)[0]) < 1e-5
 
 
@@ -293,7 +292,7 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
         assert "kl" not in losses
         assert first.metrics["kl"] == pytest.approx(second.metrics["kl"], rel=1e-4)
     if "kl" in first.metrics and run.value_head is None:  # centred over the others of the group alone
-        run.progress.kl_coef = 0.0
+        run.config = replace(run.config, grpo=replace(run.config.grpo, kl_penalty_coef=0.0))
         penalty = (first.advantages - experience_of(run, rollout, points).advantages).view(4, 4)
         assert not penalty.masked_fill(~untrained.view(4, 4), 0.0).any() and penalty.abs().max() > 0.01
         torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
@@ -362,10 +361,9 @@ def test_a_rollout_of_which_nothing_can_be_trained_on_changes_nothing_and_stops_
 
 
 @pytest.mark.parametrize("estimator", ["ratio_k3", "k3", "k2", "exact"])
-@pytest.mark.parametrize("how", ["token_mean", "sequence_mean", "constant"])
-def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_coefficient(base, estimator, how):
-    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, kl_estimator=estimator, loss_aggregation=how)
-    run.progress.kl_coef = 0.7                                     # it may have adapted
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_its_coefficient(base, estimator, loss_type):
+    run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.7, kl_estimator=estimator, loss_type=loss_type)
     experience = off_policy(run)
     rollout, mask = experience.rollout, experience.mask
     with torch.no_grad():
@@ -375,8 +373,8 @@ def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_c
         ratio = (logp.logp - rollout.sampling_logp).exp()
     kl = {"ratio_k3": ratio * k3, "k3": k3, "k2": x**2 / 2, "exact": logp.kl}[estimator] * mask
     averaged = {
-        "token_mean": kl.sum() / mask.sum(), "sequence_mean": (kl.sum(1) / mask.sum(1)).mean(), "constant": kl.sum() / (16 * run.config.grpo.generation_max_length)
-    }[how]
+        "dapo": kl.sum() / mask.sum(), "grpo": (kl.sum(1) / mask.sum(1)).mean(), "dr_grpo": kl.sum() / (16 * run.config.grpo.generation_max_length)
+    }[loss_type]
     _, losses = gradient(run, experience)
     assert losses["kl"] == pytest.approx(float(kl.sum() / mask.sum()), rel=1e-3)
     assert losses["total_loss"] - losses["policy_loss"] == pytest.approx(0.7 * float(averaged), rel=1e-3)
@@ -385,7 +383,8 @@ def test_the_kl_term_is_the_estimate_averaged_as_the_loss_is_times_the_present_c
 @pytest.mark.slow
 def test_the_value_head_learns_what_completions_are_worth_in_the_same_pass(base, monkeypatch):
     monkeypatch.setattr(train, "value_loss", partial(value_loss, clip=10.0))
-    run = with_settings(base, use_value_head=True, value_coef=1.0)
+    monkeypatch.setattr(train, "VALUE_COEF", 1.0)
+    run = with_settings(base, use_value_head=True)
     run.value_head = ValueHead(32)
     run.optimizer = torch.optim.AdamW([*run.model.parameters(), *run.value_head.parameters()], lr=3e-3)
     run.scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer, factor=1.0)
