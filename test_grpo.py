@@ -88,13 +88,6 @@ def test_lists_are_rewards_too():
         compute_group_advantages([0.8, 0.5, 0.9, 0.6])
 
 
-def test_baselines_differ_in_the_result():
-    rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
-    results = [compute_group_advantages(rewards, baseline=baseline) for baseline in BASELINES]
-    for left, right in itertools.combinations(results, 2):
-        assert not torch.allclose(left, right)
-
-
 # ---- laws that hold for any rewards --------------------------------------------------------------------------------
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)         # the same examples on every machine

@@ -260,6 +260,14 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
 
 
+def assert_same(left, right):
+    """Logs, rollouts and weights of two runs are equal bit for bit."""
+    assert comparable(left) == comparable(right)
+    assert (left / "rollouts.jsonl").read_bytes() == (right / "rollouts.jsonl").read_bytes()
+    for (name, mine), (_, other) in zip(weights_of(left).items(), weights_of(right).items(), strict=True):
+        assert torch.equal(mine, other), name
+
+
 def with_noise(model):
     """Change the adapter, so that it does not add 0."""
     torch.manual_seed(1)

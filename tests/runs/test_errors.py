@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, QUICK, comparable, ctrl_c_after, length_reward, run_folder, start_run, weights_of
+from conftest import ARCHITECTURES, QUICK, assert_same, comparable, ctrl_c_after, length_reward, run_folder, start_run
 from forked import Program, Ranks
 
 import analysis.evaluation
@@ -72,14 +72,6 @@ def fail(patch, step, passes, error):
 
 def saved_setting(folder, section, name):
     return json.loads((folder / "config.json").read_text())[section][name]
-
-
-def assert_same(left, right):
-    """Logs, rollouts and weights are equal bit for bit."""
-    assert comparable(left) == comparable(right)
-    assert (left / "rollouts.jsonl").read_bytes() == (right / "rollouts.jsonl").read_bytes()
-    for (name, mine), (_, other) in zip(weights_of(left).items(), weights_of(right).items(), strict=True):
-        assert torch.equal(mine, other), name
 
 
 @pytest.mark.slow
@@ -148,7 +140,8 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     texts = [[r["completion_ids"] for r in read_jsonl(folder / "rollouts.jsonl")] for folder in (whole, failed)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 * 16
     for ours, theirs in zip(comparable(whole), comparable(failed), strict=True):         # rows of a pass round differently
-        assert ours.pop("phase") == theirs.pop("phase") and ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        numbers = [{name: x for name, x in line.items() if isinstance(x, int | float)} for line in (ours, theirs)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow
