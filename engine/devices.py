@@ -90,6 +90,12 @@ def print_last_line(line: str) -> None:
         store.wait(["last line printed"], timedelta(seconds=30))
 
 
+def other_rank_ended() -> bool:
+    """Return True if another process has printed its last line, so that a collective with it fails here."""
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    return store is not None and store.check(["last line printed"])
+
+
 # ---- one process or many -----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import wraps
 
-from engine.devices import num_processes, print_last_line, shutdown
+from engine.devices import num_processes, other_rank_ended, print_last_line, shutdown
 from engine.errors import RunError, first_line, is_out_of_memory
 from logprobs import completion_lengths
 
@@ -41,7 +41,8 @@ def halved_when_out_of_memory(flag: str) -> Callable:
                     traceback.clear_frames(error.__traceback__)                  # frees the pass's tensors
                     run.console.print(f"{first_line(error)}: --{flag} {value} -> {half}, and once more")
                 if flag == "max_tokens_per_forward":
-                    run.optimizer.zero_grad()
+                    for module in filter(None, (run.model, run.value_head)):
+                        module.zero_grad()
                 run.change_setting(flag, half)
 
         return call
@@ -108,6 +109,8 @@ def exit_on_errors(mistakes: tuple = ()):
         end_program("stopped at once; continue from the last checkpoint with --output_dir and --resume", 130)
     except Exception as error:
         if not is_out_of_memory(error):
+            if other_rank_ended():                        # it has said why; a collective with it failed here
+                shutdown(1)
             raise
         end_program(f"{first_line(error)}: lower --max_tokens_per_forward or --generation_batch_size, or "
                     "add --gradient_checkpointing", 1)

@@ -317,7 +317,10 @@ class Run:
             if on_all_ranks and self.progress.step == before.step:
                 self.batches.position, self.progress = position, before
                 set_random_states(states)
-                self.save_checkpoint(notify=True)
+                try:
+                    self.save_checkpoint(notify=True)
+                except RunError as problem:               # a full disk: the first error is the one to report
+                    self.console.print(str(problem))
             raise
 
     def change_setting(self, name: str, value: int) -> None:
@@ -325,8 +328,10 @@ class Run:
         part = "grpo" if name == "generation_batch_size" else "training"
         section = replace(getattr(self.config, part), **{name: value})
         self.config = replace(self.config, **{part: section})
-        self.engine.max_tokens = self.config.training.max_tokens_per_forward
-        self.folder.write_config(self.config)
+        for engine in self.engine, getattr(self.engine, "trainer", self.engine):         # that of vllm
+            engine.max_tokens = self.config.training.max_tokens_per_forward
+        if self.folder.lock:                              # none where nothing is written, as in a replay
+            self.folder.write_config(self.config)
 
     @halved_when_out_of_memory("generation_batch_size")
     def evaluate(self) -> dict:
@@ -399,20 +404,23 @@ def cache_bytes(run: Run) -> int:
     Computed from those that one token has in each layer, whatever the architecture.
     """
     config, longest = run.config.grpo, run.longest_prompt
-    prompts, limit = math.ceil(run.config.training.batch_size / run.ranks.size), config.generation_max_length
-    rows = prompts * config.num_completions_per_prompt
-    rows = min(rows, config.generation_batch_size or rows)
+    group_size = config.num_completions_per_prompt
+    own = config.generation_max_length - 1                # tokens of a completion; the last is not forwarded
+    prompts = math.ceil(run.config.training.batch_size / run.ranks.size)
+    if config.generation_batch_size:
+        prompts = min(prompts, config.generation_batch_size // group_size)
     token = torch.zeros(1, 1, dtype=torch.long, device=run.device)
     output = forward_pass(run.model, lambda: run.model(input_ids=token, use_cache=True))
     total = 0
     cache = output.get("cache") or output.get("past_key_values")                 # since and before 5.24
     for layer in getattr(cache, "layers", []):
         if isinstance(getattr(layer, "keys", None), Tensor):                     # not a recurrent state
-            window = getattr(layer, "sliding_window", None) or longest + limit
-            of_rows, of_prompts = rows * min(longest + limit, window), 0
+            window = getattr(layer, "sliding_window", None)
+            kept = window - 1 if window else longest + own                       # a token sees itself too
+            tokens = prompts * group_size * min(longest + own, kept)
             if run.engine.shares_prompts:
-                of_rows, of_prompts = rows * limit, prompts * min(longest, window)
-            total += (of_rows + of_prompts) * num_bytes([layer.keys, layer.values])
+                tokens = prompts * (min(longest, kept) + group_size * own)
+            total += tokens * num_bytes([layer.keys, layer.values])
     return total
 
 

@@ -260,6 +260,14 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
 
 
+def assert_same(left, right):
+    """Logs, rollouts and weights of two runs are equal bit for bit."""
+    assert comparable(left) == comparable(right)
+    assert (left / "rollouts.jsonl").read_bytes() == (right / "rollouts.jsonl").read_bytes()
+    for (name, mine), (_, other) in zip(weights_of(left).items(), weights_of(right).items(), strict=True):
+        assert torch.equal(mine, other), name
+
+
 def with_noise(model):
     """Change the adapter, so that it does not add 0."""
     torch.manual_seed(1)
@@ -319,8 +327,8 @@ def with_settings(base, architecture="gemma3", **grpo):
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
     engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.engine.max_tokens)
     run = replace(base, config=config, engine=engine, progress=replace(base.progress))
-    run.batches, run.progress.kl_coef = ShuffledBatches(base.train_set, 4, 0), run.config.grpo.kl_coef
-    if run.progress.kl_coef:                                       # a reference that differs, or its gradient would vanish
+    run.batches = ShuffledBatches(base.train_set, 4, 0)
+    if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
         run.reference = frozen_copy(run.model)
         with torch.no_grad():
             run.reference.get_output_embeddings().weight.mul_(1.5)

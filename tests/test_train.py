@@ -12,8 +12,7 @@ import torch
 
 from experience import Experience
 import train
-from analysis import replay
-from conftest import comparable, exhaustive, length_reward, run_folder, start_run
+from conftest import length_reward, run_folder, start_run
 from runs.folder import read_jsonl
 
 
@@ -29,9 +28,6 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
     assert all(m["policy_kl"] > 0 and m["ratio_deviation"] > 0 for m in steps) and steps[0]["clip_fraction"] > 0
     assert {r["step"] for r in read_jsonl(folder / "rollouts.jsonl")} == {4, 8}
     assert steps[-1]["learning_rate"] == pytest.approx(0, abs=1e-9), "the schedule counts the same steps"
-    stopped = run_folder(tmp_path / "stopped", *flags.split(), "--max_policy_kl", "1e-6")
-    updates = [m["updates"] for m in read_jsonl(stopped / "metrics.jsonl") if m["phase"] == "grpo"]
-    assert set(updates[:-1]) == {1} and sum(updates) == 10, "the policy leaves the rollout with its first update"
 
 
 @pytest.mark.slow
@@ -59,11 +55,11 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
         flags += ["--reward_functions", length_reward(tmp_path)]
     with pytest.raises(SystemExit) as stop:
         run_folder(tmp_path / "run", "--use_grpo", "--cold_start_steps", "0", "--max_steps", "20", "--eval_limit", "0", *flags)
-    error = capsys.readouterr().err
-    assert stop.value.code == 1 and "first ratios must be 1, but differ from it by" in error and "--resume" in error
+    printed = capsys.readouterr()
+    assert stop.value.code == 1 and "first ratios must be 1, but differ from it by" in printed.err
     assert len(rollouts) == 2, "the second rollout is the first that is wrong and has a gradient"
     steps = [line for line in read_jsonl(tmp_path / "run/metrics.jsonl") if line["phase"] == "grpo"]
-    assert len(steps) == 1 and ("Saved to" in error) == any((tmp_path / "run/checkpoints").glob("step-*"))
+    assert len(steps) == 1 and ("saved to" in printed.out) == any((tmp_path / "run/checkpoints").glob("step-*"))
 
 
 def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
@@ -80,13 +76,6 @@ def test_the_hard_assertions_hold_under_python_O(tmp_path, monkeypatch):
             optimized.grpo_training_step(run, next(run.batches))
 
 
-def test_an_update_that_is_not_made_leaves_nothing_behind(tmp_path):
-    flags = f"--use_grpo --cold_start_steps 0 --max_steps 3 --learning_rate 1e-3 --reward_functions {length_reward(tmp_path)}"
-    once = run_folder(tmp_path / "once", *flags.split())
-    stopped = run_folder(tmp_path / "stopped", *flags.split(), "--ppo_epochs", "3", "--max_policy_kl", "1e-9")
-    assert comparable(stopped) == comparable(once)
-
-
 def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monkeypatch, capsys):
     real = train.optimizer_step
     monkeypatch.setattr(train, "optimizer_step", lambda run, loss: real(run, float("nan") if run.progress.step == 1 else loss))
@@ -98,23 +87,6 @@ def test_a_supervised_step_that_is_not_finite_can_be_replayed_too(tmp_path, monk
     (replayed,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert replayed["phase"] == "supervised" and replayed["policy_loss"] == pytest.approx(second["loss"], rel=1e-5)
     assert replayed["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kl_in,estimator", [exhaustive("loss", "k2"), ("loss", "exact"), ("reward", "k1")])
-def test_the_kl_coefficient_adapts_towards_its_target(tmp_path, monkeypatch, kl_in, estimator):
-    monkeypatch.setattr("runs.run.KL_HORIZON", 16)
-    flags = (
-        "--use_grpo --cold_start_steps 0 --max_steps 6 --eval_limit 0 --learning_rate 3e-3 --use_kl_penalty "
-        f"--kl_penalty_coef 0.5 --kl_target 1e-3 --kl_in {kl_in} --kl_estimator {estimator} "
-        f"--reward_functions {length_reward(tmp_path)}"
-    )
-    lines = read_jsonl(run_folder(tmp_path / "out", *flags.split()) / "metrics.jsonl")
-    coefficient = 0.5
-    for m in lines:
-        coefficient *= 1 + max(-0.2, min(0.2, m["kl"] / 1e-3 - 1)) * 16 / 16
-        assert m["kl_coef"] == pytest.approx(coefficient, rel=1e-6)
-    assert lines[0]["kl_coef"] == pytest.approx(0.4, rel=1e-4) and lines[-1]["kl"] > 1e-3
 
 
 def test_supervised_mode_has_its_own_metrics(tmp_path):

@@ -2,12 +2,11 @@
 
 import pydoc
 import random
-from importlib.util import find_spec
 
 import numpy
 import pytest
 import torch
-from conftest import QUICK, comparable, ctrl_c_after, exhaustive, run_folder, weights_of
+from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, run_folder
 
 import train
 from reward_functions.loading import function_from_file
@@ -15,11 +14,8 @@ from runs import phases
 from runs.folder import read_jsonl
 
 
-# Whatever a run carries from step to step: reference, coefficient, running mean, value head, order of minibatches, advice.
-CARRIED = (
-    "--reference_mode ema --ema_alpha 0.5 --kl_target 0.01 --baseline global_mean --ppo_epochs 2 "
-    "--minibatch_size 8 --dynamic_sampling 1"
-)
+# Whatever a run carries from step to step: reference, running mean, value head, order of minibatches.
+CARRIED = "--reference_mode ema --ema_alpha 0.5 --baseline global_mean --ppo_epochs 2 --minibatch_size 8 --dynamic_sampling 1"
 
 
 @pytest.mark.slow
@@ -27,11 +23,11 @@ CARRIED = (
     (0, ""), exhaustive(2, ""), (5, "--use_value_head"), exhaustive(20, CARRIED + " --max_steps 16"), (8, CARRIED + " --max_steps 8"),
     (2, "--precision bfloat16 --cold_start_steps 0 --reference_mode ema --ema_alpha 0.5 --kl_estimator exact"),
     exhaustive(3, "--precision bfloat16 --cold_start_steps 0 --reference_mode periodic --reference_update_freq 2"),
-    pytest.param(5, "--adam_8bit", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")),
 ])
 def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, stop_after, more, capsys):
     (tmp_path / "drawn.py").write_text(                   # the evaluation before the first step draws too
-        "import random\nrandom.seed(1)\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
+        "import random, numpy, torch\nrandom.seed(1)\nnumpy.random.seed(1)\ntorch.manual_seed(1)\ndef drawn(completions, **columns):\n"
+        "    return [random.random() + numpy.random.rand() + float(torch.rand(())) for c in completions]\n")
     flags = "--use_grpo --use_kl_penalty --max_steps 4 --save_steps 0 --learning_rate 1e-3 --log_rollouts_every 1 "
     flags = f"{flags} --reward_functions {tmp_path}/drawn.py:drawn {more}".split()
     whole = run_folder(tmp_path / "whole", *flags)
@@ -44,9 +40,7 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, stop_after, more, 
     assert not (stopped / "final").exists() and len(comparable(stopped)) < len(comparable(whole))
     function_from_file.cache_clear()
     train.main(["--output_dir", str(stopped), "--resume"])
-    assert comparable(stopped) == comparable(whole)
-    for (name, left), (_, right) in zip(weights_of(whole).items(), weights_of(stopped).items(), strict=True):
-        assert torch.equal(left, right), name
+    assert_same(stopped, whole)
 
 
 @pytest.mark.slow
@@ -76,14 +70,14 @@ def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases
         with pytest.raises(SystemExit):
             train.main([*again, *changed.split()])
         assert f"--{name}=" in capsys.readouterr().err.splitlines()[-1]
-    train.main([*again, "--learning_rate", "1e-5", "--weight_decay", "0.25"])
-    assert "changed: learning_rate 0.001 -> 1e-05, weight_decay 0.0 -> 0.25" in " ".join(capsys.readouterr().out.split())
+    train.main([*again, "--learning_rate", "1e-5", "--max_grad_norm", "0.25"])
+    assert "changed: learning_rate 0.001 -> 1e-05, max_grad_norm 1.0 -> 0.25" in " ".join(capsys.readouterr().out.split())
     rates = [m["learning_rate"] for m in read_jsonl(folder / "metrics.jsonl") if m["phase"] == "grpo"]
     peaks = [1e-3, *[1e-5] * 4]
     factors = [phases.learning_rate_factor(step, steps=5, warmup=1, schedule="cosine") for step in range(1, 6)]
     assert rates == pytest.approx([peak * factor for peak, factor in zip(peaks, factors)], rel=1e-6)
     newest = max((folder / "checkpoints").glob("step-00000006*"))
-    assert torch.load(newest / "state.pt", weights_only=True)["settings"]["training"]["weight_decay"] == 0.25
+    assert torch.load(newest / "state.pt", weights_only=True)["settings"]["training"]["max_grad_norm"] == 0.25
 
 
 @pytest.mark.slow
@@ -97,31 +91,27 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     flags += ["--reward_functions", f"{file}:late"]
     with pytest.raises(SystemExit) as stop:
         train.main([*QUICK, *flags, "--output_dir", str(tmp_path / "a")])
-    error = capsys.readouterr().err
-    assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
-    assert "reward function late raised KeyError: 'late' (late.py, line 5)" in error
-    assert f"step-0000000{saved}" in error and "--resume" in error
+    printed = capsys.readouterr()
+    assert stop.value.code == 1 and len(printed.err.strip().splitlines()) == 1
+    assert "reward function late raised KeyError: 'late' (late.py, line 5)" in printed.err
+    assert f"step-0000000{saved}; continue with: python train.py --output_dir {tmp_path}/a --resume" in " ".join(printed.out.split())
     file.write_text(file.read_text().replace(f"calls == {call}", "False"))
     function_from_file.cache_clear()
     train.main(["--output_dir", str(tmp_path / "a"), "--resume"])
     function_from_file.cache_clear()
-    never = run_folder(tmp_path / "b", *flags)
-    assert comparable(tmp_path / "a") == comparable(never)
-    ours, theirs = weights_of(tmp_path / "a"), weights_of(never)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same(tmp_path / "a", run_folder(tmp_path / "b", *flags))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where,error,shown,saved,save_steps", [
+@pytest.mark.parametrize("where,error,saved,save_steps", [
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
-    ("train.clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-     "--max_tokens_per_forward 1024 --gradient_checkpointing --generation_batch_size 16", 2, 0),
-    exhaustive("train.clip_gradient", AssertionError("a bug"), "fix it and continue with python train.py --output_dir", 2, 0),
-    ("runs.console.RunConsole.print_step", OSError("no such console"), "Saved to", 3, 0),          # after the update
-    ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), "From the last checkpoint: continue with less", 2, 2),     # in it
+    ("train.clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
+    exhaustive("train.clip_gradient", AssertionError("a bug"), 2, 0),
+    ("runs.run.Run.log_step", OSError("no such console"), 3, 0),                 # after the update
+    ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), 2, 2),               # in it: the last checkpoint
 ])
 def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
-    tmp_path, monkeypatch, capsys, where, error, shown, saved, save_steps
+    tmp_path, monkeypatch, capsys, where, error, saved, save_steps
 ):
     file = tmp_path / "drawn.py"
     file.write_text("import random\ndef drawn(completions, **columns):\n    return [random.random() for c in completions]\n")
@@ -134,22 +124,23 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
     def fails_once(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
+            if saved == 3:
+                real(*args)
             raise error
         return real(*args, **kwargs)
 
     monkeypatch.setattr(where, fails_once)
     random.seed(0)
-    with pytest.raises((SystemExit, AssertionError, OSError, KeyError)) as stop:
+    with pytest.raises((SystemExit, AssertionError)):
         run_folder(tmp_path / "run", *flags)
-    assert shown in capsys.readouterr().err + "".join(getattr(stop.value, "__notes__", []))
+    printed = capsys.readouterr()
+    assert ("saved to" in printed.out) == (save_steps == 0)
+    assert isinstance(error, AssertionError) or (len(printed.err.splitlines()) == 1 and str(error)[:12] in printed.err)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step-0000000{saved}"]
     random.seed(1)
     train.main(["--output_dir", str(tmp_path / "run"), "--resume"])
-    assert comparable(tmp_path / "run") == comparable(never)
-    rollouts = [[record["completion"] for record in read_jsonl(folder / "rollouts.jsonl")] for folder in (tmp_path / "run", never)]
-    assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 4 * 32
-    ours, theirs = weights_of(tmp_path / "run"), weights_of(never)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same(tmp_path / "run", never)
+    assert len(read_jsonl(never / "rollouts.jsonl")) == 4 * 32
 
 
 @pytest.mark.slow

@@ -107,9 +107,9 @@ def test_supervised_training_may_be_evaluated_greedily(tmp_path):
 
 
 @pytest.mark.parametrize("began,flags,cap", [
-    ("auto", {"engine": "vllm"}, 2.0), ("plain", {}, 0.0), ("vllm", {"engine": "auto"}, 0.0),
-    ("vllm", {"engine": "vllm"}, 1.5), ("plain", {"engine": "vllm", "importance_cap": 0.0}, 0.0),
-    ("plain", {"engine": "vllm", "importance_cap": 3.0}, 3.0),
+    ("auto", {"engine": "vllm"}, 2.0), ("shared", {}, 0.0), ("vllm", {"engine": "auto"}, 0.0),
+    ("vllm", {"engine": "vllm"}, 1.5), ("shared", {"engine": "vllm", "importance_cap": 0.0}, 0.0),
+    ("shared", {"engine": "vllm", "importance_cap": 3.0}, 3.0),
 ])
 def test_a_resumed_run_with_another_engine_has_its_default_importance_cap(tmp_path, began, flags, cap):
     saved = Config.of(use_grpo=True, engine=began, **({"importance_cap": 1.5} if began == "vllm" else {}))

@@ -1,0 +1,322 @@
+"""What a run does when memory runs out; early ends: signals, exit codes, and the line that each prints."""
+
+import errno
+import json
+import os
+import pty
+import re
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, QUICK, assert_same, comparable, ctrl_c_after, length_reward, run_folder, start_run
+from forked import Program, Ranks
+
+import analysis.evaluation
+import engine.sampler
+import sample
+import train
+from engine.cache import PrefixCache
+from engine.errors import RunError
+from engine.policy import save_policy
+from engine.ranks import OneRank
+from runs.checkpoint import find_damage, latest_checkpoint
+from runs.errors import StopOnSignal, exit_on_errors
+from runs.folder import read_jsonl
+from runs.run import cache_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import kills
+
+FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+)
+
+
+# ---- memory that runs out ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """A run whose updates take two passes of 200 tokens, with a reference, and a moving average that would carry a fault on."""
+    return (
+        "--use_grpo --cold_start_steps 0 --max_steps 4 --eval_limit 0 --learning_rate 1e-3 --max_tokens_per_forward 200 --use_kl_penalty "
+        f"--reference_mode ema --ema_alpha 0.5 --log_rollouts_every 1 --reward_functions {length_reward(tmp_path)}").split()
+
+
+def fail(patch, step, passes, error):
+    """Let the backward passes of a step with these numbers, repeats included, find no memory."""
+    take_step, backward, at = train.grpo_training_step, torch.Tensor.backward, [0, 0]            # step, pass
+
+    def counted_step(run, examples):
+        at[:] = run.progress.step + 1, 0
+        return take_step(run, examples)
+
+    def failing_backward(loss, *args, **options):
+        at[1] += 1
+        if at[0] == step and at[1] in passes:
+            raise error
+        return backward(loss, *args, **options)
+
+    patch.setattr(train, "grpo_training_step", counted_step)
+    patch.setattr(torch.Tensor, "backward", failing_backward)
+    return at
+
+
+def saved_setting(folder, section, name):
+    return json.loads((folder / "config.json").read_text())[section][name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error,passes,tokens,more", [
+    (OUT_OF_MEMORY[0], {2}, 100, ["--use_value_head"]), (OUT_OF_MEMORY[1], {2, 4}, 50, []),
+])
+def test_an_update_that_finds_no_memory_is_that_of_smaller_passes_and_stays_so(tmp_path, monkeypatch, capsys, flags, error, passes, tokens, more):
+    """It fails behind the first pass's gradient. The other run was stopped before this step and resumed with smaller passes."""
+    with ctrl_c_after(1):
+        smaller = run_folder(tmp_path / "smaller", *flags, *more)
+    train.main(["--output_dir", str(smaller), "--resume", "--max_tokens_per_forward", str(tokens)])
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        fail(patch, 2, passes, error)
+        failed = run_folder(tmp_path / "failed", *flags, *more)
+    printed = re.findall(r"--max_tokens_per_forward (\d+) -> (\d+), and once more", " ".join(capsys.readouterr().out.split()))
+    assert printed == [("200", "100"), ("100", "50")][: len(passes)]
+    assert saved_setting(failed, "training", "max_tokens_per_forward") == tokens
+    assert_same(smaller, failed)
+    if more:
+        return
+    with monkeypatch.context() as patch, ctrl_c_after(3):
+        fail(patch, 2, passes, error)
+        stopped = run_folder(tmp_path / "stopped", *flags)
+    train.main(["--output_dir", str(stopped), "--resume"])
+    assert saved_setting(stopped, "training", "max_tokens_per_forward") == tokens
+    assert_same(stopped, failed)
+
+
+def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monkeypatch, capsys, flags):
+    fail(monkeypatch, 2, range(1, 99), OUT_OF_MEMORY[0])
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "run", *flags)
+    printed = capsys.readouterr()
+    assert stop.value.code == 1 and len(printed.err.splitlines()) == 1 and "lower --max_tokens_per_forward" in printed.err
+    least = saved_setting(tmp_path / "run", "training", "max_tokens_per_forward")
+    rollout = read_jsonl(tmp_path / "run/rollouts.jsonl")
+    longest = max(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rollout if r["step"] == 1)
+    assert 16 < least <= longest + 8 and printed.out.count("and once more") == 4, "200, 100, 50, 25, a row"
+    assert latest_checkpoint(tmp_path / "run").name == "step-00000001"
+
+
+@pytest.mark.parametrize("where", ["step", "evaluation"])
+def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_path, monkeypatch, capsys, flags, where):
+    """It fails when some tokens are drawn."""
+    flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
+    whole = run_folder(tmp_path / "whole", *flags)
+    module, forward, passes = train if where == "step" else analysis.evaluation, PrefixCache.forward, []
+    real = module.sample_with_environment
+
+    def failing_forward(*args):
+        passes.append(1)
+        if len(passes) == 3:
+            raise OUT_OF_MEMORY[1]
+        return forward(*args)
+
+    def fails_in_its_third_pass(*args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PrefixCache, "forward", failing_forward)
+            return real(*args, **options)
+
+    monkeypatch.setattr(module, "sample_with_environment", fails_in_its_third_pass)
+    failed = run_folder(tmp_path / "failed", *flags)
+    assert " ".join(capsys.readouterr().out.split()).count("--generation_batch_size 16 -> 8, and once more") == 1
+    assert saved_setting(failed, "grpo", "generation_batch_size") == 8
+    texts = [[r["completion_ids"] for r in read_jsonl(folder / "rollouts.jsonl")] for folder in (whole, failed)]
+    assert texts[0] == texts[1] and len(texts[0]) == 2 * 16
+    for ours, theirs in zip(comparable(whole), comparable(failed), strict=True):         # rows of a pass round differently
+        numbers = [{name: x for name, x in line.items() if isinstance(x, int | float)} for line in (ours, theirs)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_in_several_processes_memory_that_runs_out_on_one_ends_all_in_one_line(tmp_path, flags):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n" f"sys.path[:0] = [{str(kills.ROOT)!r}]\n" "import torch, train\n"
+        "def backward(*args, **options):\n    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB.')\n"
+        "if os.environ['RANK'] == '1':\n    torch.Tensor.backward = backward\n"
+        "train.main(sys.argv[1:])\n")
+    done = Ranks(2, str(program), *QUICK, *flags, "--output_dir", str(tmp_path / "run")).wait(120)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py:")]
+    assert done.programs[1].returncode == 1 and len(lines) == 1 and "lower --max_tokens_per_forward" in lines[0], done.stderr
+    assert "Traceback" not in done.stderr and "and once more" not in done.stdout
+    assert saved_setting(tmp_path / "run", "training", "max_tokens_per_forward") == 200
+
+
+# ---- the memory that is known before the first step ----------------------------------------------------------------
+
+
+def bytes_of_a_full_cache(run, monkeypatch):
+    """Sample a rollout of the longest prompt in which no completion ends, and count the tensors of the cache that is left."""
+    caches, stops = [], [10**6]
+    for module, name in (sample, "DynamicCache"), (engine.sampler, "PrefixCache"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, real=real, **options: caches.append(real(*args, **options)) or caches[-1])
+        monkeypatch.setattr(module, "stop_token_ids", lambda model, tokenizer: stops)
+    (longest,) = [e["prompt"] for e in run.train_set if len(run.tokenizer(e["prompt"]).input_ids) == run.longest_prompt][:1]
+    prompts = run.config.training.batch_size
+    if at_once := run.config.grpo.generation_batch_size:
+        prompts = at_once // 4
+    with run.engine.sampling():
+        rollout = run.engine.sample([longest] * prompts, run.config.grpo, seed=0)
+    assert rollout.completion_mask.all() and len(caches) == 1
+    return sum(x.nbytes for layer in caches[0].layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.ndim == 4)
+
+
+@pytest.mark.parametrize("architecture,flags", [
+    ("gemma3", "plain"), ("gpt2", "plain"), ("qwen3", "plain"), ("gemma3", "shared"), ("gpt2", "shared"), ("qwen3", "shared --generation_batch_size 9"),
+    ("gemma3", "plain --generation_batch_size 9"), ("qwen3", "plain --precision bfloat16 --lora_rank 4"),
+])
+def test_keys_and_values_of_a_full_rollout_are_those_of_a_cache(tmp_path, monkeypatch, tokenizer, architecture, flags):
+    torch.manual_seed(0)
+    save_policy(ARCHITECTURES[architecture](), tokenizer, tmp_path / "model")
+    run = start_run(tmp_path, "--use_grpo", "--model_path", str(tmp_path / "model"), "--engine", *flags.split())
+    assert cache_bytes(run) == bytes_of_a_full_cache(run, monkeypatch) > 0
+
+
+WHOLE = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 2 * 263 * 32 + 32        # of qwen3: layers, two matrices, norm
+ADAPTERS = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))                   # of rank 4
+HEAD = 2 * 32 + 32 * 32 + 32 + 32 + 1                  # a norm, two layers
+
+
+@pytest.mark.parametrize("flags,weights,trained,reference", [
+    ("", WHOLE, WHOLE, WHOLE), ("--lora_rank 4", WHOLE + ADAPTERS, ADAPTERS, 0), ("--use_value_head", WHOLE, WHOLE + HEAD, WHOLE),
+    ("--use_kl_penalty false", WHOLE, WHOLE, 0), ("--reference_offload", WHOLE, WHOLE, 0),
+])
+def test_the_line_before_the_first_step_says_what_weights_gradients_adamw_and_reference_take(
+    tmp_path, tokenizer, capsys, flags, weights, trained, reference
+):
+    save_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path / "model")
+    run = start_run(tmp_path, "--use_grpo", "--use_kl_penalty", "true", "--model_path", str(tmp_path / "model"), *flags.split())
+    line = " ".join(capsys.readouterr().out.partition("memory in GB: ")[2].split())
+    found = {name: float(size) for name, size in re.findall(r"([a-zA-Z][a-zA-Z ]*) ([\d.e-]+)[,;]", line)}
+    expected = {"weights": 4 * weights, "gradients": 4 * trained, "AdamW": 8 * trained, "reference": 4 * reference,
+                "keys and values of a full rollout": cache_bytes(run)}
+    assert found == pytest.approx({name: size / 1e9 for name, size in expected.items() if size}, rel=5e-3)
+
+
+# ---- signals and exit codes ----------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, "--max_steps", "1000", "--num_epochs", "99"]
+        try:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
+            os.execv(sys.executable, [sys.executable, str(kills.ROOT / "train.py"), *flags])
+        finally:
+            os._exit(1)
+    reader = threading.Thread(target=read_until_closed, args=[terminal], daemon=True)
+    reader.start()
+    while kills.num_steps(tmp_path / "run") < 3:
+        assert reader.is_alive()
+        time.sleep(0.05)
+    os.close(terminal)                                    # SIGHUP, and EIO for what is printed from then on
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"]
+    state = torch.load(latest_checkpoint(tmp_path / "run") / "state.pt", weights_only=True)
+    assert last < 1000 and state["progress"]["step"] == last
+
+
+def read_until_closed(terminal):
+    with suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+
+
+def test_an_ignored_signal_stays_ignored():
+    """As under nohup, whose runs a closed terminal does not end."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopOnSignal(OneRank()) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested()
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
+    slow = tmp_path / "slow.py"                           # the start-up check scores too: quick until the folder is there
+    slow.write_text(
+        "import os, time\ndef wait(completions, **columns):\n"
+        f"    time.sleep(60 * os.path.exists({str(tmp_path / 'run')!r}))\n    return [0.0] * len(completions)\n"
+    )
+    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
+             "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
+    process = Program("train.py", *flags)
+    while kills.num_steps(tmp_path / "run") < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2)                                         # now it waits in the reward function
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None                         # the step has not ended
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=20)[1]
+    assert process.returncode == 130
+    assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; continue from the last checkpoint")
+    assert find_damage(latest_checkpoint(tmp_path / "run")) == ""
+
+
+@pytest.mark.parametrize("error,code,shown", [
+    (RunError("wrong"), 1, "train.py: wrong"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
+    (KeyboardInterrupt(), 130, "continue from the last checkpoint"), (ValueError("--seed=x: wrong"), 2, "error: --seed=x: wrong"),
+    (OUT_OF_MEMORY[0], 1, "lower --max_tokens_per_forward"), (OUT_OF_MEMORY[1], 1, "lower --max_tokens_per_forward"),
+    (RuntimeError("a bug"), None, ""), (KeyError("a bug"), None, ""),
+], ids=repr)
+def test_what_is_no_fault_of_the_program_ends_it_with_one_line_and_its_exit_code(error, code, shown, capsys):
+    with pytest.raises(SystemExit if code else type(error)) as stop, exit_on_errors(mistakes=(ValueError,)):
+        raise error
+    printed = capsys.readouterr().err
+    assert shown in printed and len(printed.splitlines()) == (code is not None) and getattr(stop.value, "code", None) == code
+
+
+@pytest.mark.slow
+def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, monkeypatch, capsys):
+    real, calls = train.accumulate_gradients, []
+
+    def broken(*args):
+        run, losses = args[0], real(*args)
+        calls.append(1)
+        if len(calls) in (2, 4, 5, 6):
+            run.model.get_output_embeddings().weight.grad.fill_(float("nan"))
+        return losses
+
+    monkeypatch.setattr(train, "accumulate_gradients", broken)
+    flags = (
+        "--use_grpo --cold_start_steps 0 --max_steps 9 --eval_limit 0 --learning_rate 1e-3 "
+        f"--reward_functions {length_reward(tmp_path)}"
+    )
+    with pytest.raises(SystemExit) as stop:
+        run_folder(tmp_path / "out", *flags.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and len(error.strip().splitlines()) == 1
+    assert "3 steps in a row had a loss or gradient that is not finite" in error and "step-00000006" in error
+    lines = read_jsonl(tmp_path / "out/metrics.jsonl")
+    assert [m["skipped"] for m in lines] == [0, 1, 0, 1, 1, 1] and lines[1]["grad_norm"] is None
+    skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
+    assert {record["step"] for record in skipped} == {2, 4, 5, 6} and len(skipped) == 4 * 16
+    monkeypatch.setattr(train, "accumulate_gradients", real)
+    train.main(["--replay", str(tmp_path / "out/skipped.jsonl")])
+    replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in replayed] == [2, 4, 5, 6] and all(line["grad_norm"] > 0 for line in replayed)
