@@ -244,6 +244,6 @@ def test_the_table_in_the_docs_is_what_the_command_there_prints():
     functions = [load_reward_function(name) for name in BUILT_IN if name not in others]
     table, flags = reward_linter.lint(functions, [1.0] * len(functions), examples)
     rows = [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == table[0].count("|")]
-    assert len(rows) > 5 and table[0] in page and set(rows) <= set(table)
+    assert len(rows) > 4 and table[0] in page and set(rows) <= set(table)
     alone = [flag for flag in flags if not flag.startswith("the total") and "s a completion" not in flag]
     assert alone == FLAGS
