@@ -12,6 +12,7 @@ import torch
 
 from experience import Experience
 import train
+from analysis import replay
 from conftest import length_reward, run_folder, start_run
 from runs.folder import read_jsonl
 

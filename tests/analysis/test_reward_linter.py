@@ -1,6 +1,5 @@
 """The linter finds the flaws it looks for, and docs/rewards.md has its table of points."""
 
-import json
 import time
 from pathlib import Path
 
@@ -204,7 +203,7 @@ def test_the_table_in_the_docs_is_what_the_command_there_prints():
     others = "countdown", "environment", "none"           # the first has data of its own, points of the others are not from texts
     functions = [load_reward_function(name) for name in BUILT_IN if name not in others]
     table, flags = reward_linter.lint(functions, [1.0] * len(functions), examples)
-    for line in table[:-2]:                               # not the total, which adds up what does not belong together
-        assert line in page, json.dumps(line)
+    rows = [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == table[0].count("|")]
+    assert len(rows) > 4 and table[0] in page and set(rows) <= set(table)
     alone = [flag for flag in flags if not flag.startswith("the total") and "s a completion" not in flag]
     assert alone == FLAGS
