@@ -64,11 +64,11 @@ def test_every_command_of_a_program_is_accepted(page):
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
 def test_every_file_that_a_page_runs_is_there_and_is_a_program(page):
-    text = page.read_text()
-    names = re.findall(r"python (?:-m )?((?:analysis|bench|docs|examples)[./]\w+)", text)
-    for name in names:
-        path = ROOT / f"{name.replace('.', '/')}.py"
-        assert path.exists() and ("__main__" in path.read_text() or path.parent.name == "examples"), name
+    names = re.findall(r"python (?:-m )?((?:analysis|bench|docs|examples)[./]\w+)", page.read_text())
+    paths = {name: ROOT / f"{name.replace('.', '/')}.py" for name in names}
+    programs = {name for name, path in paths.items() if path.exists() and (
+        "__main__" in path.read_text() or path.parent.name == "examples")}
+    assert paths.keys() == programs
 
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
