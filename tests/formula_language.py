@@ -54,7 +54,8 @@ def exp(x):
 
 
 LANGUAGE = dict(
-    exp=exp, sigmoid=lambda x: 1 / (1 + exp(-x)), sign=lambda x: (x > 0) - (x < 0), min=min, max=max, inf=math.inf, sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
+    exp=exp, sigmoid=lambda x: 1 / (1 + exp(-x)), sign=lambda x: (x > 0) - (x < 0), min=min, max=max, inf=math.inf,
+    sg=lambda x: Dual(dual(x).value), clip=lambda x, low, high: max(min(x, high), low),
     abs=abs, mean=statistics.fmean, median=statistics.median, std=statistics.stdev,
 )
 

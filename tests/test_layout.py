@@ -24,8 +24,10 @@ LAYERS = [                      # modules and packages, the lowest layer first
     ("analysis.explain", "analysis.replay"),              # commands that call the functions of train.py
 ]
 EXCEPTION = "rewards", "analysis.lint_command"            # `python rewards.py --lint` calls the linter
-FILES_OF_A_PROJECT = {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
-                      "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", "requirements-vllm.txt", "requirements-vllm-cpu.txt", "run_tpu_training.sh"}
+FILES_OF_A_PROJECT = {
+    "README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "run_tpu_training.sh",
+    "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", "requirements-vllm.txt", "requirements-vllm-cpu.txt",
+}
 
 
 def modules():
@@ -62,10 +64,10 @@ def test_no_module_imports_from_a_layer_above_its_own_and_none_in_a_circle():
     list(TopologicalSorter(graph).static_order())         # raises CycleError, which names the circle
 
 
-def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
+def test_the_top_level_has_the_core_two_programs_a_test_and_the_files_of_every_project():
     files = files_of_the_project()
     top = {path.stem for path in files if path.parent == ROOT and path.suffix == ".py"}
-    assert top == {"train", "data", "sample", "rewards", "experience", "grpo", "logprobs", "model", "config", "infer", "test_grpo"}
+    assert top == {"test_grpo", *(name for names in LAYERS for name in names if name not in PACKAGES and "." not in name)}
     others = {path.name for path in files if path.parent == ROOT and path.suffix != ".py" and path.name[0] != "."}
     assert others == FILES_OF_A_PROJECT
     assert {path.parent.name for path in files if path.name == "__init__.py"} == set(PACKAGES)
@@ -74,11 +76,16 @@ def test_the_top_level_has_ten_modules_a_test_and_the_files_of_every_project():
 STEP = ["sample_with_environment", "compute_rewards_for_completions", "compute_group_advantages", "log_probs", "policy_loss"]
 
 
-def test_every_module_has_a_row_in_the_table_of_tests_and_these_exist():
-    rows = re.findall(r"^\| (\S+\.py) \| .+ \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    assert [name for name, _ in rows] == [str(path.relative_to(ROOT)) for path in modules_of_the_program()]
-    for name, tests in rows:
-        assert all((ROOT / f"tests/{test}.py").exists() or test == "test_grpo" for test in tests.split(", ")), name
+def test_every_module_has_tests_of_its_name_or_a_row_in_the_table_and_these_exist():
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## The tests of a file\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (\S+\.py.*) \| (.+) \|$", section, re.M))
+    of_table = {file: row.split(", ") for files, row in rows.items() for file in files.split(", ")}
+    for path in modules_of_the_program():
+        name = path.relative_to(ROOT)
+        tests = of_table.pop(str(name), None) or [str(name.parent / f"test_{name.stem}")]
+        for test in tests:
+            assert (ROOT / f"tests/{test}.py").exists() or test == "test_grpo", f"{name}: {test}"
+    assert not of_table, "no such modules"
 
 
 def test_the_installation_declares_every_module_package_and_data_file():
@@ -106,7 +113,7 @@ def test_the_installed_command_and_imports_work_from_another_folder(tmp_path):
 
 
 def calls_of(source, function):
-    """Names that a function calls, methods too, in the order of the text, each function of the same file replaced by its calls."""
+    """Names that a function calls, methods too, in the order of the text; functions of the same file with what they call."""
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
     def visit(node, found):
@@ -124,8 +131,6 @@ def calls_of(source, function):
 def test_the_step_calls_the_five_functions_in_their_order_and_asserts_shape_and_centre():
     source = (ROOT / "train.py").read_text()
     assert list(dict.fromkeys(name for name in calls_of(source, "grpo_training_step") if name in STEP)) == STEP
-    tree = ast.parse(source)
-    step = [node for node in tree.body if getattr(node, "name", "") in ("grpo_training_step", "compute_experience_of_groups")]
-    calls = [node for function in step for node in ast.walk(function) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     asserted = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "require"]
     assert any("rewards.shape == (P, G)" in test for test in asserted) and any("off_center" in test for test in asserted)
