@@ -62,11 +62,3 @@ def precision_of(model: PreTrainedModel) -> str:
 def is_exact(model: PreTrainedModel) -> bool:
     """Return True if the layers compute in float32 throughout, and not in 16 bits or, on CUDA, in TF32."""
     return precision_of(model) == "float32" and torch.backends.cuda.matmul.fp32_precision != "tf32"
-
-
-def matrices_of_layers(model):  # SHIM
-    head = model.get_output_embeddings().weight
-    for module in text_model(model).modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim > 1 and not isinstance(module, torch.nn.Embedding) and weight is not head:
-                yield module, name, weight
