@@ -5,6 +5,7 @@ Texts of models and data sets are printed as repr() writes them: no character of
 """
 
 import math
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,7 +53,8 @@ class RunConsole:
     def print(self, text: str = "") -> None:
         """Print a line on the console, above the progress bar."""
         wraps = self.rich.is_terminal                     # lines in a file stay whole
-        self.rich.print(text, markup=False, emoji=False, soft_wrap=not wraps)
+        with suppress(SystemExit):                        # rich's end of `train.py | head`: a run goes on
+            self.rich.print(text, markup=False, emoji=False, soft_wrap=not wraps)
 
     def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""

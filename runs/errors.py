@@ -83,6 +83,10 @@ class StopOnSignal:
             signal.signal(number, signal.default_int_handler)
             with suppress(OSError):                       # print may not be called in a handler
                 os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+        elif number == signal.SIGHUP:                     # the terminal has gone; a print to it would raise
+            with open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), 1)
+                os.dup2(nothing.fileno(), 2)
 
     def requested(self) -> bool:
         """Return True on all ranks as soon as one has received a signal."""

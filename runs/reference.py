@@ -4,6 +4,7 @@ that a caller passes to train(), or the one that was saved with a checkpoint.
 """
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from config import Config, ModelConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.policy import load_policy, load_tokenizer, move
+from engine.precision import precision_of
 from engine.recomputation import layers_of
 from engine.sharding import shard, sharded_like
 
@@ -22,12 +24,19 @@ def config_of_reference(config: Config) -> ModelConfig:
         config.model, model_path=config.grpo.reference_path, lora_rank=0, chat_template_kwargs="")
 
 
-def compare_tokenizers(tokenizer, config: Config, notify: Callable) -> None:
-    """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
+@contextmanager
+def named_in_errors():
+    """Name the flag of the reference in errors of what it is loaded with."""
     try:
-        of_reference = load_tokenizer(config_of_reference(config))
+        yield
     except ValueError as error:
         raise ValueError(str(error).replace("--model_path", "--reference_path")) from None
+
+
+def compare_tokenizers(tokenizer, config: Config, notify: Callable) -> None:
+    """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
+    with named_in_errors():
+        of_reference = load_tokenizer(config_of_reference(config))
     ours, theirs = tokenizer.get_vocab(), of_reference.get_vocab()
     if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
         example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
@@ -45,7 +54,8 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     Heads of one tokenizer are padded to different sizes, such as those of Qwen 2.5 to 151,936 and 152,064
     rows: rows beyond those of the policy belong to no token and are dropped.
     """
-    teacher, _ = load_policy(config_of_reference(config), trainable=False)
+    with named_in_errors():
+        teacher, _ = load_policy(config_of_reference(config), trainable=False)
     rows = len(policy.get_output_embeddings().weight)
     for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
@@ -75,6 +85,10 @@ def validate_reference(
             f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
             f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})"
         )
+    in_16_bits = any(parameter.dtype != torch.float32 for parameter in reference.parameters())
+    if in_16_bits and precision_of(reference) == "float32":
+        raise ValueError(
+            "reference: its weights are in 16 bits; load it with load_policy of engine/policy.py")
     reference.eval().requires_grad_(False)
 
 

@@ -145,7 +145,7 @@ def test_a_field_that_is_passed_with_its_default_value_wins_over_the_profile():
     (GRPOConfig, {"generation_max_length": True}, "must be int, not bool"),
     (GRPOConfig, {"reward_functions": "correctness"}, "must be list[str], not str"),
     (GRPOConfig, {"reward_weights": ["1"]}, "--reward_weights=['1']: must be list[float]"),
-    (TrainingConfig, {"output_dir": None}, "--output_dir=None: must be str, not NoneType"),
+    (TrainingConfig, {"output_dir": 5}, "--output_dir=5: must be str, not int"),
     (ModelConfig, {"precision": "fp16"}, "choose one of auto, float32, bfloat16, float16"),
 ])
 def test_a_value_of_a_wrong_type_or_an_unknown_choice_is_rejected(section, bad, message, tmp_path):

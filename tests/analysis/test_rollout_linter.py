@@ -1,6 +1,7 @@
 """The linter of a run's own completions: three bugs of published rewards are named, correct rewards are not."""
 
 import json
+import os
 import re
 
 import pytest
@@ -232,7 +233,7 @@ def test_a_function_that_fails_has_one_flag(capsys, tmp_path):
     assert flag.startswith("reward failed on '<reasoning>I have checked") and "ZeroDivisionError" in flag
 
 
-def test_mistakes_are_one_line(capsys, tmp_path):
+def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch):
     def mistake(*argv):
         with pytest.raises(SystemExit) as stop:
             lint_command.run_command_line(["--lint", "--rollouts", *argv])
@@ -243,7 +244,9 @@ def test_mistakes_are_one_line(capsys, tmp_path):
     rollouts = make_run(tmp_path, reward_functions=[f"{tmp_path}/own.py:reward"])
     own(tmp_path, ANYWHERE)
     assert "no such file" in mistake(str(tmp_path / "no.jsonl"))
-    assert "give again --reward_functions" in mistake(rollouts), "nothing says that this folder is the user's"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: -1)
+        assert "give again --reward_functions" in mistake(rollouts), "the folder is another user's"
     assert "give one for each" in mistake(rollouts, "--reward_functions", "correctness", "--reward_weights", "1", "2")
     assert "none is in the data" in mistake(rollouts, "--reward_functions", "correctness", "--dataset", "countdown")
     assert "needs the column choices" in mistake(rollouts, *own(tmp_path, "def reward(completions, choices): pass", "other.py"))

@@ -137,7 +137,7 @@ MISTAKES = {
     "no demonstrations": (["--dataset", "{tmp}/bare.jsonl", "--cold_start_steps", "5"],
                           "no completion for 2 of 2 examples, .*--completion_column.*or pass --use_grpo --cold_start_steps 0"),
     "long prompt": (["--max_prompt_length", "5"], "--max_prompt_length=5: .* are longer.*raise it to 8.*--long_prompts"),
-    "no weights": (["--model_path", "{tmp}/no_weights"], "error: --model_path=[^:]*no_weights: .* has no \\*.safetensors or"),
+    "no weights": (["--model_path", "{tmp}/no_weights"], "error: --model_path=[^:]*no_weights: it has no tokenizer"),
     "used folder": (["--output_dir", "{tmp}/used"], "--output_dir=.*used: holds another run"),
     "resume what": (["--resume"], "--resume: needs --output_dir"),
     "folder in a file": (["--output_dir", "{tmp}/empty.jsonl/run"], "empty.jsonl is not a writable folder"),

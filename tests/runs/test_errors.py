@@ -18,6 +18,7 @@ from conftest import ARCHITECTURES, QUICK, assert_same, comparable, ctrl_c_after
 from forked import Program, Ranks
 
 import analysis.evaluation
+from analysis import replay
 import engine.sampler
 import sample
 import train
@@ -317,6 +318,6 @@ def test_a_run_whose_gradients_are_not_finite_skips_saves_and_stops(tmp_path, mo
     skipped = read_jsonl(tmp_path / "out/skipped.jsonl")
     assert {record["step"] for record in skipped} == {2, 4, 5, 6} and len(skipped) == 4 * 16
     monkeypatch.setattr(train, "accumulate_gradients", real)
-    train.main(["--replay", str(tmp_path / "out/skipped.jsonl")])
+    replay.main([str(tmp_path / "out/skipped.jsonl")])
     replayed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in replayed] == [2, 4, 5, 6] and all(line["grad_norm"] > 0 for line in replayed)

@@ -84,7 +84,7 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", in_the_middle)
     folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]), OneRank())
     folder.open(last_step=2)
-    assert seen == [[1, 2, 3]] * 2 and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
+    assert seen == [[1, 2, 3]] and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
