@@ -3,24 +3,22 @@ The configuration: every flag with its type, default, help text and bounds.
 
     python train.py [settings.json] [--flag value ...]
     Config(grpo=GRPOConfig(loss_type="gspo"), training=TrainingConfig(use_grpo=True, output_dir="run"))
+    Config.from_profile("demo", loss_type="gspo", output_dir="run")
 
-Later sources override earlier ones: defaults, profile (or the run that is resumed), settings.json, flags. In
-Python the fields that are passed are the flags. Wrong values and incompatible flags are rejected with a
-ValueError of one line. Profiles, saved settings and names of other systems come from sources/settings.py,
-which train.py imports.
+On the command line later sources override earlier ones: defaults, profile (or the run that is resumed),
+settings.json, flags. In Python there are the defaults below, or a profile where it is named. Wrong values and
+incompatible flags are rejected with a ValueError of one line.
 """
 
-import ast
 import dataclasses
 import json
 import math
 import operator
 import os
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+
+from grpo import BASELINES, LOSSES, SCALES, Loss
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
 START_FLAGS = "resume", "check"  # not in config.json
@@ -32,14 +30,6 @@ def flag(default, help: str, **bounds: float):
     """Declare a flag: its default, its help text, and bounds of its value, with the keys of BOUNDS."""
     kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**kind, metadata={"help": help, "bounds": bounds})
-
-
-def table_keys(name: str) -> tuple[str, ...]:
-    """Return the keys of a table in grpo.py, from its source: importing torch would take --help seconds."""
-    tree = ast.parse((Path(__file__).parent / "grpo.py").read_text(encoding="utf-8"))
-    assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
-    table = next(node.value for node in assignments if ast.unparse(node.targets[0]) == name)
-    return tuple(key.value for key in table.keys)
 
 
 def as_number(text: str) -> float:
@@ -71,8 +61,8 @@ def reject_wrong_type(name: str, value, kind) -> None:
     """Raise ValueError if a value has not the type of its flag, or is none of the choices."""
     if has_type(value, kind) or (kind is str and isinstance(value, os.PathLike)):
         return
-    if name == "loss_type" and str(value) in getattr(sys.modules.get("grpo"), "LOSSES", ()):
-        return                                            # an entry that a script has added
+    if name == "loss_type" and value in LOSSES:           # an entry that a script has added
+        return
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     expected = f"choose one of {', '.join(filter(None, choices))}" if choices else (
         f"must be {kind if get_origin(kind) else kind.__name__}, not {type(value).__name__}")
@@ -82,19 +72,7 @@ def reject_wrong_type(name: str, value, kind) -> None:
 
 
 class Section:
-    """A section of the configuration. A mistake is one line: the flag, its value and what to do.
-
-    given   names of the fields that are passed, which no profile replaces. dataclasses.replace passes all
-    """
-
-    def __new__(cls, *values, **named):
-        """Remember in `given` which fields are passed."""
-        names = [f.name for f in dataclasses.fields(cls)]
-        if unknown := [name for name in named if name not in names]:
-            raise TypeError(f"{cls.__name__}: {explain_fields(unknown)}")
-        section = super().__new__(cls)
-        object.__setattr__(section, "given", {*names[: len(values)], *named})
-        return section
+    """A section of the configuration. A mistake is one line: the flag, its value and what to do."""
 
     def __post_init__(self):
         """Raise ValueError for the first flag whose value has a wrong type or is out of bounds."""
@@ -238,14 +216,14 @@ class GRPOConfig(Section):
         "penalise: subtract up to 1 point in the last fifth before it")
 
     normalize_advantages: bool = flag(True, "divide advantages as advantage_scale says; without it, Dr. GRPO")
-    advantage_scale: Literal[*(name for name in table_keys("scales") if name != "none")] = flag(
+    advantage_scale: Literal[*(name for name in SCALES if name != "none")] = flag(
         "group", "normalize_advantages: divide by the standard deviation of each group, or of the batch, or "
         "by the group's mean")
-    baseline: Literal[table_keys("baselines")] = flag(
+    baseline: Literal[*BASELINES] = flag(
         "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
         "rewards of the run so far; leave_one_out: mean of the group's other completions")
 
-    loss_type: Literal[table_keys("LOSSES")] = flag(
+    loss_type: Literal[*LOSSES] = flag(
         "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), with one ratio per completion "
         "(gspo), with capped weights (cispo), with a soft limit (sapo), without tokens or completions that "
         "have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
@@ -258,8 +236,8 @@ class GRPOConfig(Section):
         0.2, "upper limit of the same ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo",
         at_least=0)
     importance_cap: float = flag(
-        0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: no weights, but ratios "
-        "relative to the sampler; 2 with --engine vllm, unless given", at_least=0)
+        0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: 2 with --engine vllm, "
+        "which rounds differently, else no weights, but ratios relative to the sampler", at_least=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, in points per nat", at_least=0)
 
     ppo_epochs: int = flag(1, "passes over a rollout", above=0)
@@ -298,8 +276,6 @@ class GRPOConfig(Section):
             options = [f"{name}={value}" for name, value in self.loss_options.items()]
             object.__setattr__(self, "loss_options", options)
         super().__post_init__()
-        if self.engine == "vllm" and "importance_cap" not in self.given:         # it rounds differently
-            object.__setattr__(self, "importance_cap", 0.0 if self.loss_entry.weighs_sampler else 2.0)
 
     def validate_functions(self) -> None:
         """Raise ValueError if other flags do not fit the reward functions or the environment.
@@ -413,11 +389,15 @@ class GRPOConfig(Section):
             temperature=self.generation_temperature, top_k=self.generation_top_k, top_p=self.generation_top_p)
 
     @property
-    def loss_entry(self):
-        """Return the entry of LOSSES. Imported here, since --help does without torch."""
-        from grpo import LOSSES
-
+    def loss_entry(self) -> Loss:
+        """Return the entry of LOSSES."""
         return LOSSES[self.loss_type]
+
+    @property
+    def weight_cap(self) -> float:
+        """Return the cap of importance weights, 0 for no weights."""
+        rounds_differently = self.engine == "vllm" and not self.loss_entry.weighs_sampler
+        return self.importance_cap or (2.0 if rounds_differently else 0.0)
 
     @property
     def named_loss_options(self) -> dict[str, float]:
@@ -507,18 +487,11 @@ class Config(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self):
-        """Fill in what was not passed, by fill_in, and raise ValueError for incompatible sections."""
+        """Raise ValueError for incompatible flags."""
         for f in dataclasses.fields(self):
             if not isinstance(getattr(self, f.name), f.type):
                 found = f"{f.name}={getattr(self, f.name)!r:.60}"
                 raise TypeError(f"Config: {found} must be a {f.type.__name__}")
-        values = fill_in(self.given_flags)
-        sections_of(values)                               # rejects unknown names, in config.json of a run
-        for f in dataclasses.fields(self):
-            section = getattr(self, f.name)
-            of_section = {name: values[name] for name in values.keys() & f.type.__dataclass_fields__.keys()}
-            object.__setattr__(self, f.name, filled := f.type(**of_section))
-            object.__setattr__(filled, "given", section.given)
         training, config = self.training, self.grpo
         config.reject_incompatible()
         updates = self.updates_per_rollout
@@ -532,13 +505,17 @@ class Config(Section):
     @classmethod
     def of(cls, /, **flags) -> "Config":
         """Return the configuration of flags by name: Config.of(use_grpo=True, loss_type="gspo")."""
-        return cls(*sections_of(flags))
+        if unknown := [name for name in flags if name not in FLAGS]:
+            raise ValueError(f"{', '.join(unknown)}: unknown; the flags are {', '.join(FLAGS)}")
+        return cls(*(
+            section(**{f.name: flags[f.name] for f in dataclasses.fields(section) if f.name in flags})
+            for section in SECTIONS
+        ))
 
-    @property
-    def given_flags(self) -> dict[str, Any]:
-        """Return the flags that were passed, by name."""
-        sections = [getattr(self, f.name) for f in dataclasses.fields(self)]
-        return {name: getattr(section, name) for section in sections for name in section.given}
+    @classmethod
+    def from_profile(cls, profile: str, /, **flags) -> "Config":
+        """Return the configuration of a profile, with flags in place of its values."""
+        return cls.of(**profile_values(profile, flags.get("batch_size")) | {"profile": profile} | flags)
 
     @property
     def rollout_size(self) -> int:
@@ -563,30 +540,61 @@ SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 
 
-def sections_of(flags: dict[str, Any]) -> list[Section]:
-    """Return the four sections of flags by name. Raises ValueError, one line."""
-    if unknown := [name for name in flags if name not in FLAGS]:
-        raise ValueError(explain_unknown(unknown, FLAGS))
-    return [
-        section(**{f.name: flags[f.name] for f in dataclasses.fields(section) if f.name in flags})
-        for section in SECTIONS
-    ]
+def default_of(name: str):
+    """Return the default of a flag."""
+    f = FLAGS[name]
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
-def explain_fields(unknown: list[str]) -> str:
-    """Return a sentence about arguments that a section does not have: the section of each, or its flag."""
-    homes = {name: section.__name__ for section in SECTIONS for name in section.__dataclass_fields__}
-    sentences = [f"{name} is a field of {homes[name]}" for name in unknown if name in homes]
-    if foreign := [name for name in unknown if name not in homes]:
-        sentences.append(explain_unknown(foreign, FLAGS))
-    return "; ".join(sentences)
+BUILT_IN_MODEL = "demo", "guess_letter", "demo_supervised"                       # profiles
+# Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
+# demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
+PROFILES: dict[str, dict[str, Any]] = {
+    "demo": dict(
+        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
+        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300,
+        cold_start_accuracy=0.33, cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6,
+        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=15, save_steps=100,
+    ),
+    "guess_letter": dict(
+        dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
+        num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
+        generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, use_value_head=True,
+        cold_start_steps=200, cold_start_learning_rate=2e-3, batch_size=32, num_epochs=3, learning_rate=5e-4,
+        warmup_ratio=0.1, eval_steps=40, save_steps=100,
+    ),
+    "demo_supervised": dict(
+        generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
+        batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
+    ),
+    "conservative": dict(
+        num_completions_per_prompt=32, batch_size=8, learning_rate=1e-6, max_grad_norm=0.5, warmup_ratio=0.2,
+        eval_steps=25,
+    ),
+    "balanced": dict(
+        num_completions_per_prompt=16, batch_size=4, learning_rate=5e-6, max_grad_norm=1.0, warmup_ratio=0.1,
+        eval_steps=50,
+    ),
+    "aggressive": dict(
+        num_completions_per_prompt=8, batch_size=2, learning_rate=1e-5, max_grad_norm=2.0, warmup_ratio=0.05,
+        eval_steps=100,
+    ),
+}
 
 
-def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
-    """Return a sentence about names that are no flags. sources/foreign_names.py puts a better one here."""
-    return f"{', '.join(typed)}: unknown; the flags are {', '.join(known)}"
+def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any]:
+    """Return the values of a profile, {} if there is none.
 
-
-def fill_in(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return flags with what they imply: here nothing. sources/settings.py puts its own fill_in here."""
-    return flags
+    Those of the built-in model are adapted to another batch size than their own: numbers of steps so that
+    they count as many examples, learning rates by the square root of the ratio, and never raised.
+    """
+    if profile not in ("", *PROFILES):
+        raise ValueError(f"--profile={profile}: choose one of {', '.join(PROFILES)}")
+    values = dict(PROFILES.get(profile, {}))
+    if profile in BUILT_IN_MODEL and type(batch_size) is int and batch_size > 0:
+        ratio = batch_size / values["batch_size"]
+        for name in values.keys() & {"cold_start_steps", "eval_steps", "save_steps"}:
+            values[name] = math.ceil(values[name] / ratio)
+        for name in values.keys() & {"cold_start_learning_rate", "learning_rate"}:
+            values[name] = float(f"{values[name] * math.sqrt(min(1, ratio)):.3g}")
+    return values

@@ -1,13 +1,13 @@
 """
 The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices. Each function but
-policy_loss and token_loss works alone, copied below `import torch` and `from torch import Tensor` without
-the rest of this file; these two need aggregate and LOSSES as well.
+policy_loss, token_loss and gspo works alone, copied below `import torch` and `from torch import Tensor`
+without the rest of this file; these need what they call.
 
-Reading order: compute_group_advantages (compare each completion with its group), policy_loss (raise the
-probability of the better ones, within limits) with a function for each per-token loss, kl_penalty (stay near
-the reference); value_loss and generalized_advantage_estimation, for training with a critic; then corrections
-of rewards and weights. A new baseline, scale or aggregation is an entry of its table, a new
-loss a function and an entry of LOSSES: flags, explanations and tests are read from the tables.
+Reading order: compute_group_advantages (compare each completion with its group), clipped_ratio and
+policy_loss (raise the probability of the better ones, within limits), kl_penalty (stay near the reference);
+the other losses; then value_loss and generalized_advantage_estimation, for training with a critic, and
+corrections of rewards and weights. A new loss is a function and an entry of LOSSES: flags, explanations and
+tests are read from that table.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
@@ -24,6 +24,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+BASELINES = "group_mean", "group_median", "global_mean", "leave_one_out"         # choices of --baseline
+CENTERED_BASELINES = "group_mean", "leave_one_out"        # under these the advantages of a group sum to 0
+SCALES = "group", "batch", "mean", "none"                 # all but the last: choices of --advantage_scale
+AGGREGATIONS = "token_mean", "sequence_mean", "constant"
 
 
 def compute_group_advantages(
@@ -66,34 +71,52 @@ def compute_group_advantages(
     scored = ~rewards.isnan()                                                    # (P, G)
     count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
     mean = rewards.nanmean(dim=1, keepdim=True)                                  # (P, 1)
+    std = ((rewards - mean).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()           # (P, 1)
 
-    def squares(center):
-        return (rewards - center).square()
+    b = mean                                              # baseline="group_mean"
+    if baseline == "group_median":
+        b = rewards.nanquantile(0.5, dim=1, keepdim=True)            # between the two middle ones
+    elif baseline == "global_mean":
+        b = rewards.nanmean() if global_mean is None else global_mean
+    elif baseline == "leave_one_out":
+        b = (mean * count - rewards) / (count - 1)                               # (P, G)
+    elif baseline != "group_mean":
+        raise ValueError(f"{baseline=}: must be one of group_mean, group_median, global_mean, leave_one_out")
 
-    baselines = {               # the keys are the choices of --baseline
-        "group_mean": lambda: mean,
-        "group_median": lambda: rewards.nanquantile(0.5, dim=1, keepdim=True),   # between two middle ones
-        "global_mean": lambda: rewards.nanmean() if global_mean is None else global_mean,
-        "leave_one_out": lambda: (mean * count - rewards) / (count - 1),         # (P, G)
-    }
-    scales = {                  # the keys, except "none", are the choices of --advantage_scale
-        "group": lambda: (squares(mean).nansum(dim=1, keepdim=True) / (count - 1)).sqrt() + epsilon,
-        "batch": lambda: (squares(rewards.nanmean()).nansum() / (count.sum() - 1)).sqrt() + epsilon,
-        "mean": lambda: torch.where(mean > 0, mean, torch.inf),                  # dividing by inf: zeros
-        "none": lambda: 1.0,
-    }
-    for name, value, choices in ("baseline", baseline, baselines), ("scale", scale, scales):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+    s = std + epsilon                                     # scale="group"
+    if scale == "batch":
+        s = ((rewards - rewards.nanmean()).square().nansum() / (count.sum() - 1)).sqrt() + epsilon
+    elif scale == "mean":
+        s = torch.where(mean > 0, mean, torch.inf)                               # dividing by inf: zeros
+    elif scale == "none":
+        s = 1.0
+    elif scale != "group":
+        raise ValueError(f"{scale=}: must be one of group, batch, mean, none")
+
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 0.8.
     highest = rewards.masked_fill(~scored, -torch.inf).amax(dim=1, keepdim=True)
     lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
     tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also if count < 2
-    return torch.where(scored & ~tied, (rewards - baselines[baseline]()) / scales[scale](), 0.0)
+    return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
 
 
-CENTERED_BASELINES = ("group_mean", "leave_one_out")      # under these the advantages of a group sum to 0
+def clipped_ratio(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, *, dual_clip: float = torch.inf,
+    **unused,
+) -> tuple[Tensor, Tensor]:
+    """Compute PPO's clipped loss (arXiv:1707.06347 eq. 7), with dual_clip that of arXiv:1912.09729 eq. 5.
+
+        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+        -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
+    """
+    # The minimum ends the gradient of leaving the trust region and keeps that of coming back into it. The
+    # second clip ends the gradient where a token with a negative advantage has become much more probable.
+    ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
+    unclipped = ratio * advantages
+    gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+    return -torch.maximum(gain, floor), (gain < unclipped) | (gain < floor)
 
 
 def policy_loss(
@@ -191,27 +214,34 @@ def aggregate(
     return aggregations[aggregation]()
 
 
-# ---- per-token losses: each takes those of logp, log_ratio, advantages, mask, clip_low, clip_high that it
-# needs; logp and log_ratio are 0 where mask is False. Parameters after * are options of the loss, with bounds
-# in LOSSES. Returned are, (B, T) each, the loss, and where gradient is removed or a weight capped.
+def kl_penalty(
+    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
 
+        k1   -x                         x = ref_logp - logp; times ratio, if there is one
+        k2   x**2 / 2
+        k3   exp(x) - x - 1
 
-def clipped_ratio(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, *, dual_clip: float = torch.inf,
-    **unused,
-) -> tuple[Tensor, Tensor]:
-    """Compute PPO's clipped loss (arXiv:1707.06347 eq. 7), with dual_clip that of arXiv:1912.09729 eq. 5.
+    logp, ref_logp  (B, T) nats
+    ratio           (B, T) exp(logp - old_logp) with its gradient, or None
+    returns         (B, T) nats; k2 and k3 are never negative
 
-        -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
-        -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
+    In a loss the gradient counts, not the value. On policy and on average it is 0 for k1, the gradient of
+    KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3: pass ratio
+    where the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
     """
-    # The minimum ends the gradient of leaving the trust region and keeps that of coming back into it. The
-    # second clip ends the gradient where a token with a negative advantage has become much more probable.
-    ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
-    unclipped = ratio * advantages
-    gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-    return -torch.maximum(gain, floor), (gain < unclipped) | (gain < floor)
+    x = ref_logp - logp
+    estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
+    if estimator not in estimators:
+        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
+    kl = estimators[estimator]()
+    return kl if ratio is None else ratio * kl
+
+
+# ---- the other per-token losses. Each takes those of logp, log_ratio, advantages, mask, clip_low, clip_high
+# that it needs; logp and log_ratio are 0 where mask is False. Parameters after * are options of the loss,
+# with bounds in LOSSES. Returned are the loss, and where gradient is removed or a weight capped, (B, T) each.
 
 
 def gspo(
@@ -225,11 +255,8 @@ def gspo(
     The clip is far narrower than for tokens: the paper takes 3e-4 and 4e-4. dual_clip as in clipped_ratio.
     """
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                         # (B, 1)
-    ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).clamp(-20, 20).exp().expand_as(mask)
-    unclipped = ratio * advantages
-    gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-    return -torch.maximum(gain, floor), (gain < unclipped) | (gain < floor)
+    mean_log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(mask)
+    return clipped_ratio(mean_log_ratio, advantages, clip_low, clip_high, dual_clip=dual_clip)
 
 
 def cispo(
@@ -344,29 +371,7 @@ LOSSES = {                      # the keys are the choices of --loss_type
 }
 
 
-def kl_penalty(
-    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
-) -> Tensor:
-    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
-
-        k1   -x                         x = ref_logp - logp; times ratio, if there is one
-        k2   x**2 / 2
-        k3   exp(x) - x - 1
-
-    logp, ref_logp  (B, T) nats
-    ratio           (B, T) exp(logp - old_logp) with its gradient, or None
-    returns         (B, T) nats; k2 and k3 are never negative
-
-    In a loss the gradient counts, not the value. On policy and on average it is 0 for k1, the gradient of
-    KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3: pass ratio
-    where the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
-    """
-    x = ref_logp - logp
-    estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
-    if estimator not in estimators:
-        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
-    kl = estimators[estimator]()
-    return kl if ratio is None else ratio * kl
+# ---- training with a critic --------------------------------------------------------------------------------
 
 
 def value_loss(

@@ -12,13 +12,9 @@ import sys
 from pathlib import Path
 
 from runs.command_line import exit_on_mistake, section_of  # first, see runs/__init__.py
-from analysis.infer_flags import parse_arguments, sampling_config
-
-if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
-    with exit_on_mistake("infer.py"):
-        parse_arguments(sys.argv[1:])
 
 from analysis.chat import ChatModel, answer_questions, chat, merge_adapter, run_evaluation
+from analysis.infer_flags import parse_arguments, sampling_config
 from analysis.report import write_report
 from config import ModelConfig
 from engine.devices import keep_freed_memory

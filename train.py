@@ -18,11 +18,7 @@ Units: points; nats for log-probabilities (logp) and KL. A group of equal reward
 import math
 import sys
 
-from runs.command_line import exit_on_mistake, parse_config  # first, see runs/__init__.py
-
-if __name__ == "__main__":                                # --help and mistakes: before the slow imports below
-    with exit_on_mistake("train.py"):
-        CONFIG = parse_config(sys.argv[1:])
+from runs.command_line import parse_config  # first, see runs/__init__.py
 
 import torch
 
@@ -47,6 +43,7 @@ from runs.phases import Phase, is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup
 from sample import Rollout, demonstrations_as_rollout
+from sources.settings import resumed
 
 __all__ = [
     "Config", "DataConfig", "GRPOConfig", "ModelConfig", "TrainingConfig", "grpo_training_step",
@@ -235,7 +232,7 @@ def optimizer_step(run: Run, loss: float) -> dict:
 
 def train(config: Config, **objects) -> tuple:
     """Train, and return model and tokenizer. objects: reward_functions, dataset, ... as for set_up."""
-    run = set_up(config, **objects)
+    run = set_up(resumed(config), **objects)
     learn(run)
     return run.model, run.tokenizer
 
@@ -289,10 +286,10 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
             "python -m analysis.replay, or lower --learning_rate")
 
 
-def main(argv: list[str], config: Config | None = None) -> None:
-    """Parse the flags, unless config is given; then check or train."""
+def main(argv: list[str]) -> None:
+    """Parse the flags; then check or train."""
     with exit_on_errors(mistakes=(ValueError, OSError)):
-        run = set_up(config or parse_config(argv))
+        run = set_up(parse_config(argv))
     if not run.config.training.check:
         with exit_on_errors():
             learn(run)
@@ -300,4 +297,4 @@ def main(argv: list[str], config: Config | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], CONFIG)
+    main(sys.argv[1:])

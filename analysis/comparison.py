@@ -40,6 +40,7 @@ from analysis.evaluation import student_quantile, t_interval
 from analysis.infer_flags import FLAGS_OF_CONFIG
 from config import START_FLAGS, Config
 from sources.readers import READERS
+from sources.settings import read_settings
 
 ROOT = Path(__file__).parents[1]
 SAME = {                        # settings that a variant may not change: evaluation, start, what a run is
@@ -88,7 +89,7 @@ def train_variants(args) -> bool:
     """Train and evaluate all variants. Returns whether no run is missing."""
     config = parse_config([str(args.paths[0])])
     variants = check_comparison(config, args)
-    settings = config.given_flags | {"profile": config.training.profile}
+    settings = read_settings(args.paths[0]) | {"profile": config.training.profile}
     settings = {name: value for name, value in settings.items() if name not in ("output_dir", *START_FLAGS)}
     write_once(json.dumps(settings, indent=2), args.output_dir / "settings.json")
     for name, flags in variants.items():

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"{path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
     config = parse_config(["--resume", "--check", "--output_dir", str(path.parent), *argv[1:]])
     grpo, weights = config.grpo, latest_checkpoint(path.parent, warn_once)
-    if "model_path" in config.given_flags:
+    if {"--model_path", "--model-path"} & {word.partition("=")[0] for word in argv}:
         weights = Path(config.model.model_path)
     if weights is None:
         raise ValueError(f"{path}: no checkpoint beside it; name the weights with --model_path")

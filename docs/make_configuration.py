@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from runs.command_line import described_flags  # noqa: E402
-from sources.settings import PROFILES  # noqa: E402
+from config import PROFILES  # noqa: E402
 
 HEAD = """\
 # Every flag

@@ -26,8 +26,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import table_keys  # noqa: E402
-from grpo import LOSSES, compute_group_advantages, policy_loss  # noqa: E402
+from grpo import BASELINES, LOSSES, SCALES, compute_group_advantages, policy_loss  # noqa: E402
 
 P = torch.tensor([0.01, 0.02, 0.05, *(n / 10 for n in range(1, 10)), 0.95, 0.98, 0.99], dtype=torch.float64)
 SHOWN = 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99
@@ -105,9 +104,9 @@ def weights(mean: Tensor) -> dict[str, float]:
 
 def show_advantages(G: int) -> None:
     """Print a row for each baseline and scale, on policy."""
-    scales = [scale for scale in table_keys("scales") if scale != "batch"]       # which couples groups
+    scales = [scale for scale in SCALES if scale != "batch"]       # which couples groups
     rows = []
-    for baseline, scale in itertools.product(table_keys("baselines"), scales):
+    for baseline, scale in itertools.product(BASELINES, scales):
         result = exact(G, baseline, scale)
         rows.append({"advantage": f"{baseline}, {scale}", **weights(result["mean"]), **summary(result)})
     show(f"Advantages, on policy, G = {G}: weight of prompts by p", rows)

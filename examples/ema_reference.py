@@ -9,13 +9,10 @@ reference = 0.98 * reference + 0.02 * policy. From the second step on ratios dif
 The learning rate is a quarter of the demonstration's, which takes one step on each rollout.
 """
 
-from train import Config, GRPOConfig, TrainingConfig, train
+from train import Config, train
 
-config = Config(
-    grpo=GRPOConfig(
-        ppo_epochs=2, minibatch_size=128, use_kl_penalty=True, kl_penalty_coef=0.05, reference_mode="ema",
-        ema_alpha=0.98,
-    ),
-    training=TrainingConfig(use_grpo=True, max_steps=300, learning_rate=1e-4),
+config = Config.from_profile(
+    "demo", use_grpo=True, ppo_epochs=2, minibatch_size=128, use_kl_penalty=True, kl_penalty_coef=0.05,
+    reference_mode="ema", ema_alpha=0.98, max_steps=300, learning_rate=1e-4,
 )
 model, tokenizer = train(config)

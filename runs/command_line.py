@@ -1,8 +1,7 @@
 """
 The parser of train.py, infer.py and the commands in analysis/.
 
-A mistake is a ValueError of one line. Neither torch nor transformers is imported here or in config.py, as
-they take seconds to load: help and mistakes are printed before.
+A mistake is a ValueError of one line.
 """
 
 import argparse
@@ -17,12 +16,12 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
-from config import FLAGS, Config
+from config import FLAGS, Config, default_of
 from engine.errors import RunError
 from sources.foreign_names import explain_unknown
-from sources.settings import read_settings, refuse_foreign_code
+from sources.settings import complete, read_settings, refuse_foreign_code
 
 DESCRIPTION = """\
 Train a language model with GRPO or supervised fine-tuning.
@@ -83,12 +82,6 @@ def exit_on_mistake(program: str):
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def default_of(name: str) -> Any:
-    """Return the default of a flag."""
-    f = FLAGS[name]
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
 def described_flags(**defaults) -> Iterator[tuple[str, str, str, str, str]]:
@@ -168,6 +161,9 @@ def parse_config(argv: list[str]) -> Config:
     flags = vars(build_parser(show_all="--help_all" in words).parse_all(words))
     if is_file and Path(argv[0]).name == "config.json":   # of a run, which another user may have written
         refuse_foreign_code(Path(argv[0]), settings, flags)
-    config = Config.of(**settings | flags)
+    flags = complete(settings | flags)
+    if unknown := [name for name in flags if name not in FLAGS]:                 # of a file
+        raise ValueError(explain_unknown(unknown, FLAGS))
+    config = Config.of(**flags)
     config.grpo.validate_functions()
     return config

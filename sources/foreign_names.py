@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-import config
-
 PAGE = Path(__file__).parents[1] / "docs/coming-from.md"
 
 
@@ -43,6 +41,3 @@ def explain_unknown(typed: Iterable[str], known: Iterable[str]) -> str:
             answers.append(f"{word}: unknown flag; see --help")
     more = " (more in docs/coming-from.md)" if any("; here " in answer for answer in answers) else ""
     return " | ".join(answers) + more
-
-
-config.explain_unknown = explain_unknown                  # in the errors of Python's Config(...) too

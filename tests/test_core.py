@@ -251,8 +251,8 @@ def test_the_policy_alone_is_loaded_saved_and_followed_and_refuses_what_rooms_do
 import torch
 from config import Config, GRPOConfig, ModelConfig
 from model import ValueHead, frozen_copy, load_policy, save_policy, update_reference
-config = Config.of(use_grpo=True, loss_type="gspo", seed=3)
-assert (config.grpo.loss_type, config.training.seed, config.given_flags["seed"]) == ("gspo", 3, 3)
+config = Config.from_profile("balanced", use_grpo=True, loss_type="gspo", seed=3)
+assert (config.grpo.loss_type, config.training.seed, config.training.warmup_ratio) == ("gspo", 3, 0.1)
 model, tokenizer = load_policy(ModelConfig())
 assert tokenizer.decode(tokenizer("1+1=?").input_ids, skip_special_tokens=True) == "1+1=?" and not model.training
 reference = frozen_copy(model)

@@ -16,7 +16,7 @@ import torch
 
 import grpo
 from analysis.infer_flags import parse_arguments
-from config import FLAGS, GRPOConfig, ModelConfig, table_keys
+from config import FLAGS, GRPOConfig, ModelConfig
 from data import load_examples
 from engine.policy import load_policy
 from formula_language import formulas
@@ -192,7 +192,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     page = (ROOT / "docs/algorithm.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")]
     first_cells = {row[0].strip("| `") for row in rows}
-    of_tables = {key for table in ("aggregations", "baselines", "scales") for key in table_keys(table)}
+    of_tables = {*grpo.AGGREGATIONS, *grpo.BASELINES, *grpo.SCALES}
     variants = {*LOSSES, *of_tables, *get_args(GRPOConfig.__annotations__["kl_estimator"])} - {""}
     assert variants <= first_cells, f"docs/algorithm.md has no row for {variants - first_cells}"
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
@@ -219,14 +219,15 @@ def test_the_recipes_of_the_contributing_page_pasted_into_a_copy_pass_the_tests_
     shutil.copytree(ROOT, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "outputs", "__pycache__"))
     page, source = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "grpo.py").read_text()
     function, entry = re.search(r"^(def capped.*?\n)\n(LOSSES.*?)\n", page, re.M | re.S).groups()
-    (scale,) = re.findall(r'^    "mean_distance": .*$', page, re.M)
+    (scale,) = re.findall(r'^    elif scale == "mean_distance":\n.*\n', page, re.M)
     (row,) = re.findall(r"^ {8}mean_distance  .*$", page, re.M)
     last_row = "        leave_one_out  mean(siblings)      none    1"
     key, _, value = entry.removeprefix("LOSSES[").partition("] = ")
     for old, new in {
         "@dataclass(frozen=True)\nclass Loss:": f"{function}\n\n@dataclass(frozen=True)\nclass Loss:",
         "LOSSES = {": f"LOSSES = {{\n    {key}: {value},",
-        "    scales = {": f"    scales = {{\n    {scale}",
+        '    elif scale == "none":': f'{scale}    elif scale == "none":',
+        'SCALES = "group", ': 'SCALES = "group", "mean_distance", ',
         f"{last_row}\n": f"{last_row}\n{row}\n",
     }.items():
         assert source.count(old) == 1, old
@@ -243,5 +244,5 @@ def test_the_recipes_of_the_contributing_page_pasted_into_a_copy_pass_the_tests_
     assert done.returncode == 0, done.stdout
     flags = "advantage_scale='mean_distance', loss_type='capped', loss_options=['cap=4']"
     program = f"from config import *; print(GRPOConfig({flags}).loss)"
-    used = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""})
+    used = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert "'cap': 4.0" in used.stdout, used.stderr

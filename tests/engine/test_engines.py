@@ -36,7 +36,8 @@ def of_the_page(old="", new=""):
 
 
 def settings_of_run(folder, **more):
-    return Config.of(
+    return Config.from_profile(
+        "demo",
         use_grpo=True, cold_start_steps=0, max_steps=2, batch_size=4, eval_limit=4, save_steps=1, report_to="none",
         output_dir=str(folder), generation_max_length=8, **more)
 

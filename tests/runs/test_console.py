@@ -84,4 +84,4 @@ def test_held_out_points_of_ones_own_reward_have_an_interval(tmp_path, capsys):
     printed, shown = capsys.readouterr().out, f"length {mean:.3f} [{low:.3f}, {high:.3f}] points"
     assert f"after GRPO            {shown}" in printed and f"held out at step 1: {shown}" in printed
     equal = line | {"eval_reward_low/length": None, "eval_reward_high/length": None}
-    assert held_out_text(equal, Config.of(use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"
+    assert held_out_text(equal, Config.from_profile("demo", use_grpo=True, reward_functions=["diversity"])) == f"length {mean:.3f} points"

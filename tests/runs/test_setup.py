@@ -17,7 +17,7 @@ from runs.setup import config_on_device
 
 
 def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
-    config = Config.of(use_grpo=True, precision="float16")
+    config = Config.from_profile("demo", use_grpo=True, precision="float16")
     with pytest.raises(ValueError, match=r"^--precision=float16: on XLA the loss would not be scaled; use bfloat16$"):
         config_on_device(config, torch.device("xla"))
     assert config_on_device(config, torch.device("cpu")).model.precision == "float16"
@@ -104,18 +104,6 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
 def test_supervised_training_may_be_evaluated_greedily(tmp_path):
     folder = run_folder(tmp_path / "run", *"--use_grpo false --generation_temperature 0 --max_steps 1".split())
     assert (folder / "final").exists()
-
-
-@pytest.mark.parametrize("began,flags,cap", [
-    ("auto", {"engine": "vllm"}, 2.0), ("shared", {}, 0.0), ("vllm", {"engine": "auto"}, 0.0),
-    ("vllm", {"engine": "vllm"}, 1.5), ("shared", {"engine": "vllm", "importance_cap": 0.0}, 0.0),
-    ("shared", {"engine": "vllm", "importance_cap": 3.0}, 3.0),
-])
-def test_a_resumed_run_with_another_engine_has_its_default_importance_cap(tmp_path, began, flags, cap):
-    saved = Config.of(use_grpo=True, engine=began, **({"importance_cap": 1.5} if began == "vllm" else {}))
-    assert saved.grpo.importance_cap == (1.5 if began == "vllm" else 0.0)
-    (tmp_path / "config.json").write_text(json.dumps(saved.as_dict()))
-    assert Config.of(output_dir=str(tmp_path), resume=True, **flags).grpo.importance_cap == cap
 
 
 def test_a_call_of_vllm_that_raises_on_one_rank_fails_on_all(tmp_path):

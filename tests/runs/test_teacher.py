@@ -13,6 +13,7 @@ from config import Config, ModelConfig
 from engine.adapters import merged_copy
 from engine.policy import load_policy, save_policy
 from runs.checkpoint import read_state, weights_of
+from runs.command_line import parse_config
 from runs.setup import set_up
 
 FLAGS = dict(
@@ -34,7 +35,7 @@ def teacher(tmp_path_factory):
 
 
 def run_of(tmp_path, teacher, **flags):
-    return Config.of(**FLAGS | dict(reference_path=str(teacher), output_dir=str(tmp_path / "run")) | flags)
+    return Config.from_profile("demo", **FLAGS | dict(reference_path=str(teacher), output_dir=str(tmp_path / "run")) | flags)
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_a_run_with_a_teacher_is_resumed_bit_for_bit_and_its_checkpoints_name_it
     model.model.norm.weight.data += 0.01
     save_policy(model, tokenizer, moved)
     with pytest.raises(ValueError, match=r"--reference_path=.*teacher: its weights are not those with which this run began"):
-        set_up(Config.of(resume=True, output_dir=str(run)))
+        set_up(parse_config(["--resume", "--output_dir", str(run)]))
 
 
 def test_the_weights_of_an_adapter_and_of_its_base_tell_teachers_apart(tmp_path, teacher):

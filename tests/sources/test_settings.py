@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from config import Config
+from config import PROFILES, Config, profile_values
 
 from runs.command_line import parse_config
-from sources.settings import PROFILES, fill_in, profile_values, read_settings
+from sources.settings import complete, read_settings
 
 
 def test_the_demonstration_counts_examples_at_every_batch_size_and_its_learning_rates_follow_the_square_root():
@@ -25,13 +25,13 @@ def test_the_demonstration_counts_examples_at_every_batch_size_and_its_learning_
 
 
 def test_flags_win_over_the_adapted_values_and_other_profiles_are_not_adapted():
-    config = Config.of(use_grpo=True, batch_size=2, eval_steps=7, learning_rate=1e-3)
+    config = Config.from_profile("demo", use_grpo=True, batch_size=2, eval_steps=7, learning_rate=1e-3)
     assert (config.training.eval_steps, config.training.learning_rate, config.training.cold_start_steps) == (7, 1e-3, 9600)
-    assert Config.of(use_grpo=True, profile="balanced", batch_size=64).training.learning_rate == PROFILES["balanced"]["learning_rate"]
-    assert Config.of(batch_size=2).training.learning_rate == 5e-4, "demo_supervised: 2e-3 at 32"
+    assert Config.from_profile("balanced", use_grpo=True, batch_size=64).training.learning_rate == PROFILES["balanced"]["learning_rate"]
+    assert Config.from_profile("demo_supervised", batch_size=2).training.learning_rate == 5e-4, "demo_supervised: 2e-3 at 32"
     assert profile_values("", 2) == {}
     with pytest.raises(ValueError, match="--profile=experimental: choose one of demo, guess_letter"):
-        Config.of(profile="experimental")
+        Config.from_profile("experimental")
 
 
 @pytest.mark.parametrize("size", [0, -1, "2", None, 2.5])
@@ -58,15 +58,10 @@ def test_a_file_may_have_sections_or_not_and_must_be_an_object(tmp_path):
 
 def test_a_run_that_is_resumed_gives_its_settings_and_flags_override_them(tmp_path):
     (tmp_path / "config.json").write_text('{"training": {"seed": 1, "batch_size": 3}}')
-    flags = fill_in({"resume": True, "output_dir": str(tmp_path), "seed": 2})
+    flags = complete({"resume": True, "output_dir": str(tmp_path), "seed": 2})
     assert flags == {"resume": True, "output_dir": str(tmp_path), "seed": 2, "batch_size": 3}, "and no profile"
-    settings = {"use_grpo": True, "loss_type": "icepop", "engine": "vllm"}
-    for saved, changed in ("loss_type", "engine"), ("engine", "loss_type"):      # icepop weighs vLLM's tokens itself
-        (tmp_path / "config.json").write_text(json.dumps(Config.of(use_grpo=True, **{saved: settings[saved]}).as_dict()))
-        resumed = Config.of(resume=True, output_dir=str(tmp_path), **{changed: settings[changed]})
-        assert resumed.grpo == Config.of(**settings).grpo and resumed.grpo.importance_cap == 0
     with pytest.raises(ValueError, match="there is no run in it to resume"):
-        fill_in({"resume": True, "output_dir": str(tmp_path / "none")})
+        complete({"resume": True, "output_dir": str(tmp_path / "none")})
 
 
 def test_constants_of_other_systems_are_accepted_with_their_value(tmp_path):
@@ -85,16 +80,16 @@ AGAIN = dict(reward_functions=["s.py:s"], reward_weights=[1.0], environment="", 
 def test_code_that_a_run_of_another_user_names_is_named_again(tmp_path, monkeypatch):
     file, resume = tmp_path / "config.json", dict(resume=True, output_dir=str(tmp_path))
     file.write_text(json.dumps({"use_grpo": True, **CODE}))
-    assert Config.of(**resume).model.trust_remote_code
+    assert Config.of(**complete(resume)).model.trust_remote_code
     (tmp_path / "settings.json").write_text(file.read_text())
     monkeypatch.setattr("os.getuid", lambda: file.stat().st_uid + 1)
     for given, missing in ({}, "--reward_functions correctness r.py:r --environment e.py:e --trust_remote_code True"), (
             {name: value for name, value in AGAIN.items() if name != "environment"}, "--environment e.py:e"):
         with pytest.raises(ValueError, match=f"of another user, and names code; if you trust it, give again {missing}$"):
-            Config.of(**resume, **given)
+            complete(resume | given)
     with pytest.raises(ValueError, match=r"give again --reward_functions correctness r\.py:r"):
         parse_config([str(file), "--seed", "1"])          # its settings for a new run
-    assert Config.of(**resume, **AGAIN).grpo.reward_functions == ["s.py:s"]
+    assert Config.of(**complete(resume | AGAIN)).grpo.reward_functions == ["s.py:s"]
     parse_config([str(tmp_path / "settings.json")])       # a file of settings that the user names
     file.write_text(json.dumps(dict(reward_functions=["correctness", "python:f"], reward_weights=[1.0, 1.0])))
-    Config.of(**resume)
+    Config.of(**complete(resume))
