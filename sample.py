@@ -35,6 +35,7 @@ from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, restrict_logits
 
 DROP_BELOW = 0.75               # ended rows are dropped once this share or less is active: that copies
+LOOK_EVERY = 8                  # tokens between looks at who has ended on a GPU, which has to wait for them
 
 
 @dataclass
@@ -116,33 +117,45 @@ def sample_batch(
     prompt_of = rows // (num_rows // len(prompts))
     cache.reorder_cache(prompt_of)
     logits, attention_mask, position_ids = (x[prompt_of] for x in (logits, attention_mask, position_ids))
+    every = 1 if device.type == "cpu" else LOOK_EVERY
     for t in range(limit):
         token, token_logp = sample_inverse_cdf(restrict_logits(logits, **policy), uniforms[rows, t])
         from_policy = ~forced[rows, t] & ~stopped[rows]  # elsewhere the token is not used
         ids[rows, t] = torch.where(from_policy, token, ids[rows, t])
         logp[rows, t] = torch.where(from_policy, token_logp.float(), 0.0)
         drawn[rows, t] = from_policy
-        ended = rows[from_policy & torch.isin(token, stops)]
-        stopped[ended] = True
-        begun = [reply(first_row + row, ids[row, : t + 1].tolist()) for row in ended.tolist() if reply]
-        for row, added in zip(ended.tolist(), begun, strict=False):              # an environment's tokens
-            added = (added() if callable(added) else added)[: limit - t - 1]
-            ids[row, t + 1 : t + 1 + len(added)] = torch.tensor(added, dtype=torch.long, device=device)
-            forced[row, t + 1 : t + 1 + len(added)] = True
-            stopped[row] = not added                      # else there is another turn
+        ended = from_policy & torch.isin(token, stops)                           # (b,)
+        stopped[rows] = stopped[rows] | ended
+        if reply:
+            add_replies(reply, rows[ended].tolist(), first_row, ids, forced, stopped, t + 1)
         if on_tokens and first_row == 0 and (drawn | forced)[0, t]:
             on_tokens(ids[0, t : t + 1].cpu())
-        active = (~stopped[rows]).nonzero()[:, 0]
-        if not len(active) or t + 1 == limit:
+        if t + 1 == limit:
             break
-        if len(active) <= DROP_BELOW * len(rows):         # until then ended rows are forwarded for nothing
-            cache.reorder_cache(active)
-            rows, attention_mask, position_ids = (x[active] for x in (rows, attention_mask, position_ids))
+        if t % every == 0:
+            active = (~stopped[rows]).nonzero()[:, 0]
+            if not len(active):
+                break
+            if len(active) <= DROP_BELOW * len(rows):     # until then ended rows are forwarded for nothing
+                cache.reorder_cache(active)
+                rows, attention_mask, position_ids = (x[active] for x in (rows, attention_mask, position_ids))
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=1)
         position_ids = position_ids[:, -1:] + 1
         last = ids[rows, t, None].masked_fill(stopped[rows, None], 0)            # pad may be no known id
         logits = next_logits(model, last, attention_mask, position_ids, **{name: cache})
     return tuple(x.cpu() for x in (ids, drawn, drawn | forced, logp, stopped))
+
+
+def add_replies(
+    reply: Callable, ended: list[int], first_row: int, ids: Tensor, forced: Tensor, stopped: Tensor, t: int
+) -> None:
+    """Write an environment's tokens behind the turns of rows that have ended, from column t on, in place."""
+    begun = [reply(first_row + row, ids[row, :t].tolist()) for row in ended]
+    for row, added in zip(ended, begun, strict=True):
+        added = (added() if callable(added) else added)[: ids.shape[1] - t]
+        ids[row, t : t + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
+        forced[row, t : t + len(added)] = True
+        stopped[row] = not added                          # else there is another turn
 
 
 def next_logits(model, ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **cache) -> Tensor:
