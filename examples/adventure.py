@@ -2,11 +2,10 @@
 A text adventure of two rooms: a key is hidden in one of six places, and opens the door of the hall.
 
     python train.py examples/adventure.json
-    python infer.py --chat --questions examples/adventure.jsonl --environment examples/adventure.py:Adventure --max_turns 10
 
-With the second command you play it yourself. Each conversation has an adventure of its own, with a new place of the key for every group: what
-`random` gives in reset is the same for all completions of a prompt. Rows of the data are different words for one task, or have the column
-`hidden`. A policy learns to search, to remember where it was, and to come back.
+Each conversation has an adventure of its own, with a new place of the key for every group: what `random` gives in reset is the same for
+all completions of a prompt. Rows of the data are different words for one task, or have the column `hidden`. A policy learns to search,
+to remember where it was, and to come back.
 """
 
 import random
