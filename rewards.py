@@ -23,11 +23,6 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
-if __name__ == "__main__":                                # before the slow import below
-    from analysis.lint_command import run_command_line
-
-    run_command_line(sys.argv[1:])
-
 import torch
 from torch import Tensor
 
@@ -223,3 +218,9 @@ def read_points(returned, count: int, subject: str) -> list[float | None]:
 def name_of(function: Callable) -> str:
     """Return the name of a function as used in logs."""
     return getattr(function, "__name__", type(function).__name__)
+
+
+if __name__ == "__main__":                                # rewards.py --lint
+    from analysis.lint_command import run_command_line
+
+    run_command_line(sys.argv[1:])

@@ -26,7 +26,6 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
 from engine.errors import RunError, require
 from engine.policy import follow_policy
-from engine.sharding import clip_gradient
 from environments.conversations import sample_with_environment
 from environments.messages import encode_demonstration
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience
@@ -146,21 +145,16 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, is_own in run.ranks.steps(micro_batches):       # 0: a repeat, to wait for other ranks
+    for micro_batch, counts in run.ranks.steps(micro_batches):       # 0: a pass for the sake of other ranks
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.policy,
             value_head=run.value_head if config.use_value_head else None,
             reference=run.reference if config.exact_kl else None,
         )
-        batch = experience.select(micro_batch, new.logp.device)
-        terms = total_loss(new, batch, config, denominators)
-        run.scaler.scale(terms["total_loss"] * is_own).backward()
-        results.append({name: term.detach() * is_own for name, term in terms.items()})
-    sums = {name: run.ranks.sum(sum(float(t[name]) for t in results)) for name in config.loss_terms}
-    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    for name in sums.keys() - {"total_loss", "policy_loss"}:         # means over the tokens forwarded
-        sums[name] = sums[name] / forwarded if forwarded else math.nan
-    return sums
+        terms = total_loss(new, experience.select(micro_batch, new.logp.device), config, denominators)
+        results.append(run.backward(terms, counts))
+    share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
+    return run.add_up(results, config.loss_terms, share)
 
 
 def total_loss(
@@ -209,24 +203,11 @@ def optimizer_step(run: Run, loss: float) -> dict:
 
     A step whose loss or gradient is not finite is skipped: it counts, but parameters and schedule stay.
     """
-    progress, finite = run.progress, math.isfinite(loss)
-    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    scaler = run.scaler_for(parameters)
-    scaler.unscale_(run.optimizer)
-    norm = clip_gradient(parameters, run.config.training.max_grad_norm)
+    progress, norm = run.progress, run.clip_gradient()
     progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
-    skipped = not (finite and math.isfinite(norm))
-    if skipped:
-        progress.skipped += 1
-        progress.skipped_in_a_row += not finite or run.scaler.get_scale() <= 1   # above 1 it is halved
-    else:
-        scaler.step(run.optimizer)
-        run.scheduler.step()
-        progress.skipped_in_a_row = 0
-    scaler.update()
-    run.optimizer.zero_grad(set_to_none=run.device.type != "xla")     # XLA: zeros avoid a recompilation
+    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    run.update_weights(skipped, loss)
     follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
-    run.ranks.end_program()
     return {"grad_norm": norm, "skipped": int(skipped)}
 
 
@@ -255,7 +236,8 @@ def learn(run: Run) -> None:
                 if stop.requested():
                     run.save_checkpoint(notify=True)
                     return
-                step_evaluate_save(run, phase)
+                if step_evaluate_save(run, phase):
+                    break
             if run.evaluated_at != run.progress.step:
                 run.log_evaluation()
             run.end_phase()
@@ -264,8 +246,8 @@ def learn(run: Run) -> None:
         run.print_summary()
 
 
-def step_evaluate_save(run: Run, phase: Phase) -> None:
-    """Take a step of a phase and log it; evaluate and save if that is due."""
+def step_evaluate_save(run: Run, phase: Phase) -> bool:
+    """Take a step of a phase and log it; evaluate and save if that is due. Return if the phase ends early."""
     progress, before = run.progress, run.progress.phase_step
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
     with run.saved_on_error():
@@ -275,7 +257,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
     if is_due(before, progress.phase_step, phase.eval_steps):
         accuracy = run.log_evaluation()
         if phase.name == "cold_start" and accuracy >= run.config.training.cold_start_accuracy:
-            phase.steps = progress.phase_step             # ends the phase
+            return True
     within = progress.phase_step < phase.steps            # learn saves at the end of a phase
     if within and is_due(before, progress.phase_step, run.config.training.save_steps):
         run.save_checkpoint()
@@ -284,6 +266,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> None:
             f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights before "
             f"them are in {run.save_checkpoint()}, the batches in skipped.jsonl: inspect them with "
             "python -m analysis.replay, or lower --learning_rate")
+    return False
 
 
 def main(argv: list[str]) -> None:

@@ -26,7 +26,7 @@ from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import frozen_copy, move, save_policy
 from engine.ranks import ManyRanks, OneRank
-from engine.sharding import forward_pass, replicated_sums
+from engine.sharding import clip_gradient, forward_pass, replicated_sums
 from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from runs.checkpoint import (
@@ -131,10 +131,53 @@ class Run:
         """Return the policy."""
         return self.engine.model
 
-    def scaler_for(self, parameters: list) -> torch.amp.GradScaler:
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of the optimiser."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def scaler_of_gradient(self) -> torch.amp.GradScaler:
         """Return the scaler; without a gradient, as in tied groups, which it rejects, one without effect."""
-        has_gradient = any(p.grad is not None for p in parameters)
+        has_gradient = any(p.grad is not None for p in self.parameters)
         return self.scaler if has_gradient else torch.amp.GradScaler(enabled=False)
+
+    def backward(self, terms: dict[str, Tensor], counts: int) -> dict[str, Tensor]:
+        """Add the gradient of total_loss, and return the terms without gradient.
+
+        counts  0: of a pass that only keeps other ranks company, nothing is added
+        """
+        self.scaler.scale(terms["total_loss"] * counts).backward()
+        return {name: term.detach() * counts for name, term in terms.items()}
+
+    def add_up(self, results: list[dict], names: list[str], share: float) -> dict[str, float]:
+        """Add up the terms of micro-batches, over all ranks.
+
+        share  of the update's tokens, those of rows that were forwarded: statistics become means over them
+        """
+        sums = {name: self.ranks.sum(sum(float(terms[name]) for terms in results)) for name in names}
+        for name in sums.keys() - {"total_loss", "policy_loss"}:
+            sums[name] = sums[name] / share if share else math.nan
+        return sums
+
+    def clip_gradient(self) -> float:
+        """Clip the gradient to --max_grad_norm. Return its norm before, over all processes."""
+        self.scaler_of_gradient.unscale_(self.optimizer)
+        return clip_gradient(self.parameters, self.config.training.max_grad_norm)
+
+    def update_weights(self, skipped: bool, loss: float) -> None:
+        """Take an optimiser step, unless it is skipped, and set the gradient to zero."""
+        progress, scaler = self.progress, self.scaler_of_gradient
+        if skipped:
+            progress.skipped += 1                         # a scale above 1 may be the cause, and is halved
+            progress.skipped_in_a_row += not math.isfinite(loss) or self.scaler.get_scale() <= 1
+        else:
+            scaler.step(self.optimizer)
+            self.scheduler.step()
+            progress.skipped_in_a_row = 0
+        scaler.update()
+        self.optimizer.zero_grad(set_to_none=self.device.type != "xla")          # zeros: no recompilation
+        self.ranks.end_program()
 
     @property
     def trainer_state(self) -> SimpleNamespace:
@@ -385,8 +428,7 @@ class Run:
 
 def memory_of(run: Run, phase: Phase) -> str:
     """Return a line with the bytes of a phase on this rank that are known before its first step."""
-    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    sizes = {"weights": num_bytes(run.model.parameters()), "gradients": num_bytes(parameters)}
+    sizes = {"weights": num_bytes(run.model.parameters()), "gradients": num_bytes(run.parameters)}
     if run.make_optimizer is None:
         sizes["AdamW"] = 2 * sizes["gradients"]
     if isinstance(run.reference, torch.nn.Module) and not run.config.grpo.reference_offload:
