@@ -117,6 +117,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     return summarize_groups(groups, experience) | summarize_updates(updates), experience
 
 
+@halved_when_out_of_memory("max_tokens_per_forward")
 def compute_experience_of_groups(run: Run, groups: Groups) -> Experience:
     """Return what all updates on a rollout share: B rows p*G + g. analysis/explain.py calls it too."""
     config, progress = run.config.grpo, run.progress

@@ -102,6 +102,25 @@ def test_an_update_that_finds_no_memory_is_that_of_smaller_passes_and_stays_so(t
     assert_same(stopped, failed)
 
 
+@pytest.mark.slow
+def test_the_passes_before_an_update_are_repeated_as_well(tmp_path, monkeypatch, flags):
+    with ctrl_c_after(1):
+        smaller = run_folder(tmp_path / "smaller", *flags)
+    train.main(["--output_dir", str(smaller), "--resume", "--max_tokens_per_forward", "100"])
+    compute, calls = train.compute_experience, []
+
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OUT_OF_MEMORY[0]
+        return compute(*args, **options)
+
+    monkeypatch.setattr(train, "compute_experience", failing)
+    failed = run_folder(tmp_path / "failed", *flags)
+    assert len(calls) == 5 and saved_setting(failed, "training", "max_tokens_per_forward") == 100
+    assert_same(smaller, failed)
+
+
 def test_an_update_of_which_no_row_fits_ends_the_run_in_one_line(tmp_path, monkeypatch, capsys, flags):
     fail(monkeypatch, 2, range(1, 99), OUT_OF_MEMORY[0])
     with pytest.raises(SystemExit) as stop:
