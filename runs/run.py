@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from analysis.doctor import diagnose
 from analysis.evaluation import evaluate
-from analysis.report import write_report
 from config import Config
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
 from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
@@ -208,6 +206,8 @@ class Run:
 
     def write_report(self) -> None:
         """Write curves.png and report.html. An error is one line: they do not decide how a run ends."""
+        from analysis.report import write_report  # here: what reads a run is no part of its steps
+
         try:
             if self.folder.writes:
                 write_report(self.folder.path)
@@ -216,6 +216,8 @@ class Run:
 
     def print_summary(self) -> None:
         """Print what was learned, the findings of the training doctor, and where the files are."""
+        from analysis.doctor import diagnose
+
         if self.folder.writes:                            # elsewhere the folder may be of another machine
             path = self.folder.path
             lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")

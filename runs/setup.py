@@ -22,7 +22,6 @@ from engine.policy import check_context_length, load_policy, load_tokenizer, mov
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
 from engine.sharding import replicated_sums, shard
-from engine.vllm_engine import VLLM, refuse_engine
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from engine.recomputation import layers_of, recompute_activations
@@ -67,7 +66,10 @@ def name_objects(config: Config, given: dict) -> Config:
 
 def config_on_device(config: Config, device: torch.device) -> Config:
     """Return the configuration with the precision of this device. Raises ValueError for what is not here."""
-    refuse_engine(config.grpo, device)
+    if config.grpo.engine == "vllm":
+        from engine.vllm_engine import refuse_engine  # here: with it alone
+
+        refuse_engine(config.grpo, device)
     precision = resolve_precision(config.model.precision, device)                # in config.json
     if device.type == "xla" and precision == "float16":
         raise ValueError("--precision=float16: on XLA the loss would not be scaled; use bfloat16")
@@ -122,6 +124,8 @@ def start_up_check(
         if not isinstance(engine, Engine):
             raise ValueError(f"engine: {type(engine).__name__} is no Engine; see CONTRIBUTING.md, A sampler")
     elif grpo.engine == "vllm":
+        from engine.vllm_engine import VLLM
+
         states, length = random_states(), longest_prompt + grpo.generation_max_length
         engine = VLLM(inner, max_length=length, memory=grpo.engine_memory)       # it seeds the generators
         set_random_states(states)
