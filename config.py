@@ -32,7 +32,7 @@ def flag(default, help: str, **bounds: float):
     return field(**kind, metadata={"help": help, "bounds": bounds})
 
 
-def as_number(text: str) -> float:
+def float_or_nan(text: str) -> float:
     """Return the number that is written in a text, NaN if there is none."""
     try:
         return float(text)
@@ -58,7 +58,7 @@ def has_type(value, kind) -> bool:
 
 
 def reject_wrong_type(name: str, value, kind) -> None:
-    """Raise ValueError if a value has not the type of its flag, or is none of the choices."""
+    """Raise ValueError if the type of a value is not that of its flag, or if it is not one of the choices."""
     if has_type(value, kind) or (kind is str and isinstance(value, os.PathLike)):
         return
     if name == "loss_type" and value in LOSSES:           # an entry that a script has added
@@ -403,7 +403,7 @@ class GRPOConfig(Section):
     def named_loss_options(self) -> dict[str, float]:
         """Return loss_options by name, NaN for what is no number."""
         parts = [option.partition("=") for option in self.loss_options]
-        return {name: as_number(text) for name, _, text in parts}
+        return {name: float_or_nan(text) for name, _, text in parts}
 
     @property
     def loss(self) -> dict:

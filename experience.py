@@ -2,8 +2,8 @@
 The data of an update: groups of scored completions, and an Experience, which holds everything about a rollout
 that stays the same while the policy is updated on it.
 
-Only Experience.sampled_kl has a gradient here. The forward passes that have one are in train.py,
-accumulate_gradients.
+Forward passes here compute no gradient; those that do are in train.py, accumulate_gradients. There
+Experience.sampled_kl gets log-probabilities with a gradient, and keeps it.
 Shapes: P prompts, G completions of each, B = P*G rows with the completions of a prompt adjacent, b rows of a
 micro-batch, T completion tokens.
 Units: rewards and values in points, log-probabilities (logp) and KL in nats.

@@ -342,7 +342,7 @@ class Loss:
     per_token: Callable
     aggregation: str                                      # see aggregate
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    weighs_sampler: bool = False                          # its ratio corrects the sampler: no importance_cap
+    weighs_sampler: bool = False                          # its own ratio corrects differences of the sampler
 
     @property
     def reads(self) -> set[str]:

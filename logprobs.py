@@ -48,8 +48,8 @@ def completion_log_probs(
     reference   another model of the same vocabulary, for the exact KL at every position. It is a sum over the
                 vocabulary that the policy keeps, with both distributions normalised over that; no gradient
     value_head  a module from hidden states (N, H) to points (N,)
-    call        runs a function as one forward pass of a model: a sharded one gathers weights for that, and
-                those of its head until the end of the backward pass
+    call        call(model, function) runs the function, which forwards the model. A model whose weights are
+                spread over processes passes its own, which collects them first; by default nothing is added
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device

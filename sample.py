@@ -34,8 +34,9 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, restrict_logits
 
-DROP_BELOW = 0.75               # ended rows are dropped once this share or less is active: that copies
-LOOK_EVERY = 8                  # tokens between looks at who has ended on a GPU, which has to wait for them
+DROP_BELOW = 0.75               # completions that have ended stay in the batch until at most this share of it
+                                # has not: dropping rows copies the cache of all others
+LOOK_EVERY = 8                  # tokens between looks for ended completions on a GPU, which waits at each look
 
 
 @dataclass
