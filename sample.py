@@ -36,7 +36,7 @@ from logprobs import compute_logits, restrict_logits
 
 DROP_BELOW = 0.75               # completions that have ended stay in the batch until at most this share of it
                                 # has not: dropping rows copies the cache of all others
-LOOK_EVERY = 8                  # tokens between looks for ended completions on a GPU, which waits at each look
+LOOK_EVERY = 8                  # tokens between looks for ended completions on a GPU, which waits at each
 
 
 @dataclass

@@ -1,6 +1,15 @@
 """Engines, which sample and score: plain, shared prompts, vLLM. Their attention, devices, ranks, sharding."""
 
 
+def saves_tokens(prompt_tokens: int, config) -> bool:
+    """Return True if one copy of each prompt saves a fifth of a step's tokens: less is no faster.
+
+    prompt_tokens  of the longest prompt;  config  a GRPOConfig. Figures: docs/benchmarks.md, Plain or shared
+    """
+    copies = config.num_completions_per_prompt
+    return prompt_tokens * (copies - 1) > 0.2 * copies * (prompt_tokens + config.generation_max_length)
+
+
 def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048, **of_vllm):
     """Return the engine of a name: plain, shared or vllm, which trains as shared does.
 

@@ -108,11 +108,11 @@ def start_up_check(
     plain = Engine(policy, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
         prompts = [example["prompt"] for example in examples[:2]]
-        inner, packing = choose_engine(plain, ranks, prompts, grpo)
+        inner, packing = choose_engine(plain, ranks, prompts, grpo, longest_prompt)
         if teacher is not None and inner.shares_prompts:
             with plain.on_device(teacher):
                 of_teacher = Engine(teacher, tokenizer, max_tokens=max_tokens)
-                other, packing = choose_engine(of_teacher, ranks, prompts, grpo)
+                other, packing = choose_engine(of_teacher, ranks, prompts, grpo, longest_prompt)
             inner = inner if other.shares_prompts else plain
         findings = [*check_setup(inner, examples, grpo, reward_functions, environment), packing]
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed

@@ -13,7 +13,7 @@ import torch
 from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
 from config import GRPOConfig
 from data import demonstration, encode, encode_prompt
-from engine import make_engine
+from engine import make_engine, saves_tokens
 from engine.errors import first_line
 from engine.text_model import has_experts
 from engine.plain import Engine
@@ -42,13 +42,16 @@ class Finding:
     fix: str = ""               # a remedy if ok is False
 
 
-def choose_engine(plain: Engine, ranks, prompts: list, config) -> tuple[Engine, Finding]:
-    """Return the shared engine where its results are those of the plain one on all ranks, else the plain one.
+def choose_engine(
+    plain: Engine, ranks, prompts: list, config, longest_prompt: int | None = None
+) -> tuple[Engine, Finding]:
+    """Return the shared engine where that is faster, and the plain one's results on all ranks; else plain.
 
-    prompts  as for Engine.sample;  config  a GRPOConfig;  the finding is that of check_packing
+    prompts  as for Engine.sample;  config  a GRPOConfig;  longest_prompt  of the run, in tokens; None: share where it can
     """
-    if config.engine == "plain":
-        return plain, Finding("packing", None, "off: --engine plain")
+    may_be_plain = longest_prompt and config.engine == "auto" and plain.device.type != "xla"
+    if config.engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, config)):
+        return plain, Finding("plain rows", True, "a row for each completion")
     shared = make_engine("shared", plain.model, plain.tokenizer, max_tokens=plain.max_tokens)
     prompts = [encode_prompt(plain.tokenizer, prompt) for prompt in prompts]
     finding = check_packing(shared, plain, prompts, shortened(config))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import Config
-from engine import make_engine
+from config import Config, GRPOConfig
+from engine import make_engine, saves_tokens
 from engine.errors import RunError
 from engine.plain import Engine
 from engine.ranks import ManyRanks, OneRank, make_ranks
@@ -36,10 +36,10 @@ def of_the_page(old="", new=""):
 
 
 def settings_of_run(folder, **more):
-    return Config.from_profile(
-        "demo",
+    flags = dict(
         use_grpo=True, cold_start_steps=0, max_steps=2, batch_size=4, eval_limit=4, save_steps=1, report_to="none",
-        output_dir=str(folder), generation_max_length=8, **more)
+        output_dir=str(folder), generation_max_length=8)
+    return Config.from_profile("demo", **flags | more)
 
 
 def test_an_engine_samples_and_scores_as_the_functions_do_and_shared_differs_by_rounding(model, tokenizer, settings):
@@ -150,3 +150,17 @@ def test_rows_that_have_ended_do_not_forward_a_pad_token_that_the_model_does_not
     assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
     found = make_engine("plain", model, tokenizer).sample(PROMPTS, config, seed=0)
     assert found.completions == expected.completions and found.finished.any()
+
+
+@pytest.mark.parametrize("prompt,copies,limit,saves", [(8, 4, 40, False), (150, 8, 512, True), (100, 8, 4000, False), (40, 8, 24, True)])
+def test_prompts_are_shared_where_that_saves_a_fifth_of_the_tokens(prompt, copies, limit, saves):
+    config = GRPOConfig(num_completions_per_prompt=copies, generation_max_length=limit)
+    shared, plain = prompt + copies * limit, copies * (prompt + limit)
+    assert saves_tokens(prompt, config) == saves == (1 - shared / plain > 0.2)
+
+
+@pytest.mark.slow
+def test_auto_is_plain_for_short_prompts_and_shared_for_long_ones(tmp_path):
+    for limit, engine in (40, Engine), (8, Shared):
+        run = set_up(settings_of_run(tmp_path / str(limit), generation_max_length=limit))
+        assert type(run.engine) is engine

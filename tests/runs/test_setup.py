@@ -49,7 +49,7 @@ def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, caps
 
 
 def test_check_prints_and_stops(tmp_path, capsys):
-    train.main(["--use_grpo", "--check", "--output_dir", str(tmp_path / "out")])
+    train.main(["--use_grpo", "--check", "--engine", "shared", "--output_dir", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     for word in "BOS", "stop ids", "head", "sampler", "packing", "gold 1.30":
         assert word in printed
@@ -83,7 +83,7 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
     assert "engine/packing.py" in error and not (tmp_path / "run/metrics.jsonl").exists()
     assert "plain rows instead" not in error and "--engine plain does without" in error
     train.main([*flags, "--check", "--engine", "plain"])
-    assert "note   packing      off: --engine plain" in capsys.readouterr().out
+    assert "ok     plain rows   a row for each completion" in capsys.readouterr().out
     model, tokenizer = load_policy(ModelConfig())
     save_policy(model, tokenizer, tmp_path / "model")     # another one may have layers that carry state
     train.main([*flags, "--check", "--model_path", str(tmp_path / "model")])

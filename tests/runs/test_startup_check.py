@@ -135,7 +135,7 @@ def test_disagreement_that_is_not_a_number_is_not_agreement(shape, model):
 
 def test_engine_plain_forwards_plain_rows_and_says_so(tmp_path, capsys):
     run = start_run(tmp_path, "--engine", "plain")
-    assert run.engine.shares_prompts is False and "off: --engine plain" in capsys.readouterr().out
+    assert run.engine.shares_prompts is False and "plain rows ok" in capsys.readouterr().out
     assert start_run(tmp_path / "auto").engine.shares_prompts is True
 
 
