@@ -202,12 +202,3 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.accelerator.max_memory_allocated(device) / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes or kilobytes
-
-
-def available_gb(device: torch.device) -> float:
-    """Return the memory of the device in 10^9 bytes; on a Mac the part that its GPU may use."""
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() / 1e9
-    if device.type in ("cpu", "xla"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    return torch.get_device_module(device).mem_get_info(device)[1] / 1e9         # free, all

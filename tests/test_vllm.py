@@ -26,7 +26,7 @@ from data import encode_prompt
 from engine import make_engine, vllm_engine
 from engine.adapters import add_adapter, trainable_parameters
 from engine.errors import RunError
-from engine.ranks import OneRank
+from engine.ranks import Ranks
 from engine.vllm_engine import VLLM
 from experience import compare_with_sampler, log_probs_of_rollout
 from engine.policy import load_policy
@@ -95,7 +95,7 @@ def sample(engine, **options):
 
 
 def compare(engine, rollout, config) -> dict[str, float]:
-    return compare_with_sampler(log_probs_of_rollout(engine, OneRank(), rollout, config.policy).logp, rollout)
+    return compare_with_sampler(log_probs_of_rollout(engine, Ranks(), rollout, config.policy).logp, rollout)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])

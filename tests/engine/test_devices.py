@@ -14,11 +14,11 @@ from engine import devices, ranks
 from engine.precision import resolve_precision
 from engine.devices import best_device
 from engine.errors import RunError, is_out_of_memory
-from engine.ranks import ManyRanks
+from engine.ranks import Ranks
 
 
 def test_shares_and_rounds_cover_everything_once(monkeypatch):
-    these = ManyRanks(torch.device("cpu"))
+    these = Ranks()
     for size in 1, 2, 3, 5:
         monkeypatch.setattr(ranks, "num_processes", lambda size=size: size)
         for n in range(12):
