@@ -13,6 +13,7 @@ from torch import Tensor
 from engine import devices
 from engine.devices import all_gather_object, cut_graph, num_processes, process_rank, sum_in_place
 from engine.errors import RunError
+
 CPU = torch.device("cpu")
 
 
