@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from engine.chunked_head import HeadLogProbs, policy_logits
+from engine.chunked_head import HeadLogProbs
 from engine.devices import bucket, cut_graph, eager_device
 from engine.packing import PackedBatch, micro_batches_of_groups, pack_groups
 from engine.plain import Engine
 from engine.prefix_attention import forward_packed, use_prefix_attention
 from engine.sampler import sample_sharing_prompts
 from engine.sharding import forward_pass
-from logprobs import LogProbs, compute_logits
+from logprobs import LogProbs, compute_logits, restrict_logits, scale_and_softcap
 from sample import Rollout
 
 
@@ -34,7 +34,7 @@ class Shared(Engine):
 
     def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
         """As Engine.micro_batches; siblings share a batch if they fit."""
-        return micro_batches_of_groups(rollout, rows, self.max_tokens, parts=parts, device=self.device)
+        return micro_batches_of_groups(rollout, rows, self.max_tokens, parts)
 
     def log_probs(
         self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,
@@ -55,11 +55,14 @@ class Shared(Engine):
                 forward = partial(forward_hidden, reference, batch, predictor)
                 reference_hidden = forward_pass(reference, forward)
 
+        def policy_logits(raw: Tensor, chosen: Tensor) -> Tensor:
+            return restrict_logits(scale_and_softcap(model, raw), chosen=chosen, **policy)
+
         def forward_head():
             hidden, head = forward_hidden(model, batch, predictor), model.get_output_embeddings()
             logp, entropy, kl = HeadLogProbs.apply(
-                hidden, head.weight, head.bias, chosen, partial(policy_logits, model, **policy),
-                reference_hidden, lambda hidden: compute_logits(reference, hidden) / policy["temperature"],
+                hidden, head.weight, head.bias, chosen, policy_logits, reference_hidden,
+                lambda hidden: compute_logits(reference, hidden) / policy["temperature"],
             )
             values = None if value_head is None else value_head(hidden).to(logp.dtype)
             results = logp, entropy, None if reference is None else kl, values
