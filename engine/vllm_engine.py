@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -142,8 +142,6 @@ class VLLM(Engine):
         earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
     ) -> Rollout:
         """Sample as Engine.sample: one turn of all completions, then the next. on_tokens is not called."""
-        from vllm import SamplingParams
-
         size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         earlier = occurrences(prompts) if earlier is None else earlier
@@ -156,30 +154,50 @@ class VLLM(Engine):
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
         while requests:
             first, count = [rows[0] for rows in requests], state.count.tolist()
-            inputs = [
-                {"prompt_token_ids": prompt_ids[row // size] + state.ids[row, : count[row]].tolist()}
-                for row in first
-            ]
-            parameters = [                                # siblings have successive seeds
-                SamplingParams(
-                    n=len(requests[0]), max_tokens=limit - count[row], seed=seeds[row] + count[row],
-                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False, **policy,
-                )
-                for row in first
-            ]
-            outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+            turns = self.generate(
+                [prompt_ids[row // size] + state.ids[row, : count[row]].tolist() for row in first],
+                num_completions=len(requests[0]), max_tokens=[limit - count[row] for row in first],
+                seeds=[seeds[row] + count[row] for row in first], stop_ids=stop_ids, policy=policy,
+            )
             rows = [row for request in requests for row in request]
-            turns = [turn for output in outputs for turn in output.outputs]
-            for row, turn in zip(rows, turns, strict=True):
-                logp = logp_of(turn.token_ids, turn.logprobs)
-                state.append(row, list(turn.token_ids), logp, turn.finish_reason == "stop")
+            for row, turn in zip(rows, chain(*turns), strict=True):
+                state.append(row, *turn)
             active = state.active_rows(rows)              # environments reply
             for row in active:
-                forced = state.forced_on_host[row, state.count[row] :]
+                forced = state.forced_tokens[row, state.count[row] :]
                 added = forced[forced >= 0].tolist()
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active]
         return make_rollout(self.tokenizer, prompt_ids, *state.results())
+
+    def generate(
+        self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],
+        stop_ids: list[int], policy: dict,
+    ) -> list[list[tuple[list[int], list[float], bool]]]:
+        """Sample completions of each prompt: token ids with the stop token, their logp, whether it was drawn.
+
+        max_tokens, seeds  of each prompt; the completions of a prompt have successive seeds
+        policy             temperature, top_k, top_p: logp (nats) is of the distribution that they leave
+        """
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(
+                n=num_completions, max_tokens=limit, seed=seed, stop_token_ids=stop_ids, ignore_eos=True,
+                logprobs=0, detokenize=False, **policy,
+            )
+            for limit, seed in zip(max_tokens, seeds, strict=True)
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        return [
+            [
+                (list(sampled.token_ids), logp_of(sampled.token_ids, sampled.logprobs),
+                 sampled.finish_reason == "stop")
+                for sampled in output.outputs
+            ]
+            for output in outputs
+        ]
 
 
 def start(folder: str, precision: str, max_length: int, memory: float, sleeps: bool):
