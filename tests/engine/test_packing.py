@@ -7,7 +7,7 @@ import torch
 from conftest import made_up_rollout
 
 from engine import prefix_attention
-from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches_of_groups, pack_groups, padded_indices
+from engine.packing import micro_batches_of_groups, pack_groups
 
 
 def test_who_sees_whom():
@@ -72,16 +72,6 @@ def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
     assert Counter(block.keys.shape[1] for block in layout.prefix) == {4: 2}
     lone = pack_groups(rollout, torch.tensor([0, 2])).layout
     assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]
-
-
-def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each():
-    valid = [[True, True, False], [True, True, True]]
-    assert [x.tolist() for x in padded_indices([(3, 2), (5, 3)], CPU)] == [[[3, 4, 4], [5, 6, 7]], valid]
-    index, mask = padded_indices([(3, 2), (5, 3)], CPU, left=True)
-    assert index.tolist() == [[3, 3, 4], [5, 6, 7]] and mask.tolist() == [row[::-1] for row in valid]
-    index, mask = padded_indices([(3, 2), (5, 3), (8, 1)], torch.device("xla"))
-    assert index.shape == mask.shape == (4, SHORTEST_ON_XLA) and mask.sum(axis=1).tolist() == [2, 3, 1, 0]
-    assert index[0].tolist() == [3] + [4] * (SHORTEST_ON_XLA - 1)
 
 
 def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
