@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 import torch
 from conftest import made_up_rollout
 
@@ -83,20 +82,3 @@ def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     assert [len(b) for b in micro_batches_of_groups(rollout, rows, 20)] == [2, 2]
     assert [len(b) for b in micro_batches_of_groups(rollout, rows, 19)] == [1, 1, 1, 1]
     assert len(micro_batches_of_groups(rollout, rows, 1000, parts=3)) >= 3
-
-
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_the_longest_distance_of_a_block_is_the_largest_of_its_pairs(device):
-    """A window of this length hides a key, one more hides none. Ragged groups and a prompt with one completion."""
-    rollout = made_up_rollout([2, 9, 4], [3, 6, 5, 5, 7, 1])
-    layout = pack_groups(rollout, torch.tensor([0, 1, 2, 3, 4]), torch.device(device)).layout
-    for block in layout.own + layout.prefix:
-        longest, valid = block.longest_distance, (block.query_positions >= 0)[:, :, None]
-        every, fewer, all_again = (
-            prefix_attention.attends_to(block.query_positions, block.key_positions, window) & valid
-            for window in (None, longest, longest + 1)
-        )
-        assert torch.equal(every, all_again)
-        assert longest == 0 or device == "xla" or not torch.equal(every, fewer)  # rounded sizes make it a bound
-        keys = (block.key_positions < 2**30).sum(dim=1)
-        assert block.causal or block.padded_keys == bool((keys < block.keys.shape[1]).any())

@@ -100,7 +100,7 @@ def test_a_new_token_attends_to_its_prompt_and_its_own_columns_as_in_one_softmax
     prompt_mask[:2, :4] = -1e30
     slots = [sum(p == prompt for p in prompt_of[:row]) + 2 * prompt for row, prompt in enumerate(prompt_of)]
     table = torch.zeros(4, dtype=torch.long).scatter(0, torch.tensor(slots), torch.arange(rows)).view(2, 2)
-    siblings = prefix_attention.Siblings(table, torch.tensor(slots), slots == [0, 1, 2, 3])
+    siblings = prefix_attention.Siblings(table, torch.tensor(slots))
     masks = [mask[:, None].repeat_interleave(heads, dim=0) for mask in (prompt_mask, own_mask)]
     flat = [x.flatten(0, 1) for x in (query, keys, values, prompt_keys, prompt_values)]
     found = decode(*flat, masks[0] if masked else None, masks[1], None if sink is None else sink.flatten(), siblings, options)
