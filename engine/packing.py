@@ -7,7 +7,7 @@ Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens of
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,25 +24,19 @@ SHORTEST_ON_XLA = 16            # columns of a block, where each size is compile
 Range = tuple[int, int]         # first token and number of tokens
 
 
-@dataclass
-class PackedBatch:
-    """Hold the input of a pass over some rows, (1, L)."""
+class PackedBatch(NamedTuple):
+    """Hold the input of a pass over some rows, (1, L), on the CPU."""
 
     ids: Tensor
     positions: Tensor           # 0, 1, ... over a prompt, continued in each of its completions
     layout: TokenLayout
     predictor: Tensor  # (rows, T): index of the token, among all flattened ones, that predicts this token
 
-    def to(self, device) -> "PackedBatch":
-        """Return a copy with the model's input on a device; predictor stays."""
-        ids, positions = self.ids.to(device), self.positions.to(device)
-        return replace(self, ids=ids, positions=positions, layout=self.layout.to(device))
-
 
 def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatch:
     """Arrange some rows of a rollout in one pass: siblings after one copy of their prompt.
 
-    Sizes are rounded up for devices that compile every shape. The result is on the CPU.
+    Sizes are rounded up for devices that compile every shape.
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
