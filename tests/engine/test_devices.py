@@ -1,5 +1,10 @@
 """Slices and batches of several processes, GPUs as torch reports them, errors for want of memory."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +80,18 @@ def test_every_process_of_torchrun_has_a_gpu_and_the_backend_that_torch_has_for_
     assert groups == [backends] and chosen == [torch.device(expected)] * (expected != "cpu")
 
 
-# ---- precision and memory ------------------------------------------------------------------------------------------
+# ---- TPUs, precision, memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
+def test_the_script_without_torch_xla_ends_with_one_line(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
+    env |= {"PYTHON": sys.executable, "XLA_PERSISTENT_CACHE_PATH": str(tmp_path / "cache")}
+    script, flags = Path(__file__).parents[2] / "run_tpu_training.sh", ["--use_grpo", "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run([script, *flags], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and not (tmp_path / "run").exists(), done.stderr
+    assert "train.py: error: PJRT_DEVICE=TPU: No module named 'torch_xla'; see requirements-tpu.txt, or" in done.stderr
 
 
 @pytest.mark.parametrize("device,plugin,supported,precision", [
