@@ -29,7 +29,7 @@ from engine.devices import best_device
 from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.precision import resolve_precision
-from engine.ranks import ManyRanks, OneRank, make_ranks
+from engine.ranks import Ranks
 from environments.conversations import sample_with_environment
 from environments.instances import closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
@@ -70,7 +70,7 @@ class ChatModel:
     """Answer prompts with an engine and settings of sampling."""
 
     engine: Engine
-    ranks: OneRank | ManyRanks
+    ranks: Ranks
     config: GRPOConfig          # read are generation_*, environment and max_turns
     seed: int
 
@@ -81,7 +81,7 @@ class ChatModel:
         source = replace(source, precision=resolve_precision(source.precision, device))
         model, tokenizer = load_policy(source, trainable=False)
         tokenizer.tools = tools_of(load_environment(config.environment))
-        engine, ranks = make_engine("plain", move(model, device), tokenizer), make_ranks(device)
+        engine, ranks = make_engine("plain", move(model, device), tokenizer), Ranks(device)
         if not alone or device.type == "xla":
             everything = GRPOConfig(generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
             engine, _ = choose_engine(engine, ranks, ["1+1=?"], everything)

@@ -27,7 +27,7 @@ from config import Config, GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, num_processes
 from engine.policy import load_policy, move
-from engine.ranks import make_ranks
+from engine.ranks import Ranks
 from engine.sharding import clip_gradient
 from experience import Experience, Groups, demonstrations_as_experience, shape_rewards
 from model import ValueHead
@@ -89,7 +89,7 @@ def load_run(config: Config, weights: Path) -> Run:
     max_tokens = config.training.max_tokens_per_forward
     engine = make_engine(name, move(policy, device), tokenizer, max_tokens=max_tokens)
     engine.same_arithmetic = grpo.engine != "vllm"        # which sampled
-    ranks = make_ranks(device)
+    ranks = Ranks(device)
     run = Run(
         config, RunFolder(config, ranks), device, tokenizer, [], None, [], [], [], ranks, engine,
         Progress(**state.get("progress", {})),

@@ -122,12 +122,11 @@ class PrefixCache:
         slots = torch.zeros(len(row_ids) + padding, dtype=torch.long)
         for i, rows in enumerate(members):
             slots[rows] = i * num_slots + torch.arange(len(rows))
-        # Where every shape is compiled, one program serves all tables and all selections of prompts.
-        compiled, in_order = device.type == "xla", torch.equal(table.flatten(), torch.arange(len(slots)))
-        self.siblings = Siblings(table.to(device), slots.to(device), in_order and not compiled)
+        self.siblings = Siblings(table.to(device), slots.to(device))
 
         source = [self.prompts.index(number) for number in numbers] + [0] * padding_prompts
-        unchanged = source == list(range(len(self.prompts))) and not compiled
+        # Where every shape is compiled, one program serves all selections of prompts.
+        unchanged = source == list(range(len(self.prompts))) and device.type != "xla"
         self.prompts, self.lengths = numbers + [-1] * padding_prompts, [self.lengths[i] for i in source]
         old_row = {row_id: row for row, row_id in enumerate(self.row_ids)}
         rows = torch.tensor([old_row.get(row_id, 0) for row_id in row_ids] + [0] * padding).to(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.devices import bucket, cut_graph
-from logprobs import LOGITS_AT_ONCE, lm_head, restrict_logits, scale_and_softcap
+from logprobs import LOGITS_AT_ONCE, lm_head
 
 TOKENS_AT_ONCE = 64             # at least, since every chunk goes through the whole head four times
 
@@ -103,11 +103,6 @@ class HeadLogProbs(torch.autograd.Function):
         if grad_logp is not None:
             grad_logits.scatter_add_(-1, chosen[:, None], grad_logp)
         return torch.autograd.grad(logits, raw, grad_logits)[0]
-
-
-def policy_logits(model, raw: Tensor, chosen: Tensor | None = None, **policy) -> Tensor:
-    """Turn the head's output into the policy's logits, both (n, V): scale_and_softcap, restrict_logits."""
-    return restrict_logits(scale_and_softcap(model, raw), chosen=chosen, **policy)
 
 
 def clamp_neg_inf(logits: Tensor) -> Tensor:

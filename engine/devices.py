@@ -190,24 +190,13 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory so far in 10^9 bytes: of the GPU or TPU, or on a CPU of the whole process."""
-    if device.type == "mps":                              # what its allocator holds: it returns little
-        return torch.mps.driver_allocated_memory() / 1e9
+    """Return the peak memory so far in 10^9 bytes: of the GPU or TPU, or elsewhere of the whole process."""
     if device.type == "xla":
         from torch_xla.core import xla_model
 
         with suppress(RuntimeError):                      # XLA's CPU device has no count
             return xla_model.get_memory_info(device)["peak_bytes_used"] / 1e9
-    elif device.type != "cpu":
+    elif device.type in ("cuda", "xpu"):
         return torch.accelerator.max_memory_allocated(device) / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9         # bytes or kilobytes
-
-
-def available_gb(device: torch.device) -> float:
-    """Return the memory of the device in 10^9 bytes; on a Mac the part that its GPU may use."""
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() / 1e9
-    if device.type in ("cpu", "xla"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    return torch.get_device_module(device).mem_get_info(device)[1] / 1e9         # free, all

@@ -7,7 +7,7 @@ Shapes: B rows of T completion tokens, P prompts of up to Tp tokens, L tokens of
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,25 +24,19 @@ SHORTEST_ON_XLA = 16            # columns of a block, where each size is compile
 Range = tuple[int, int]         # first token and number of tokens
 
 
-@dataclass
-class PackedBatch:
-    """Hold the input of a pass over some rows, (1, L)."""
+class PackedBatch(NamedTuple):
+    """Hold the input of a pass over some rows, (1, L), on the CPU."""
 
     ids: Tensor
     positions: Tensor           # 0, 1, ... over a prompt, continued in each of its completions
     layout: TokenLayout
     predictor: Tensor  # (rows, T): index of the token, among all flattened ones, that predicts this token
 
-    def to(self, device) -> "PackedBatch":
-        """Return a copy with the model's input on a device; predictor stays."""
-        ids, positions = self.ids.to(device), self.positions.to(device)
-        return replace(self, ids=ids, positions=positions, layout=self.layout.to(device))
-
 
 def pack_groups(rollout, rows: Tensor, device: torch.device = CPU) -> PackedBatch:
     """Arrange some rows of a rollout in one pass: siblings after one copy of their prompt.
 
-    Sizes are rounded up for devices that compile every shape. The result is on the CPU.
+    Sizes are rounded up for devices that compile every shape.
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
@@ -154,38 +148,33 @@ def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
     return result
 
 
-def micro_batches_of_groups(
-    rollout, rows: Tensor, max_tokens: int, *, parts: int = 1, device: torch.device = CPU
-) -> list[Tensor]:
+def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, as logprobs.micro_batches.
 
-    Siblings share a batch, and a copy of their prompt, if they fit. Groups are sorted by their tokens.
-
-    parts  number of batches, if there are as many rows: for several processes that need one each
+    Siblings, which follow each other in rows, share a batch and a copy of their prompt if they fit. Groups
+    are sorted by their tokens.
     """
     group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
     lengths = completion_lengths(rollout.completion_mask).tolist()
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
     groups: list[list] = []                               # [tokens, rows]
-    open_groups: dict[int, list] = {}                     # prompt -> its last group
     for row in rows.tolist():
         prompt = row // group_size
-        group = open_groups.get(prompt)
-        if group is None or group[0] + lengths[row] > max_tokens:
-            group = open_groups[prompt] = [prompt_lengths[prompt], []]
-            groups.append(group)
-        group[0] += lengths[row]
-        group[1].append(row)
+        is_new = not groups or groups[-1][1][0] // group_size != prompt
+        if is_new or groups[-1][0] + lengths[row] > max_tokens:
+            groups.append([prompt_lengths[prompt], []])
+        groups[-1][0] += lengths[row]
+        groups[-1][1].append(row)
     groups.sort(key=lambda group: -group[0])
     batches: list[list[int]] = []
     total = 0
     for tokens, members in groups:
-        if not batches or bucket(total + tokens, device) > max_tokens:
+        if not batches or total + tokens > max_tokens:
             batches.append([])
             total = 0
         batches[-1] += members
         total += tokens
     if len(batches) < min(parts, len(rows)):
         smaller = min(max_tokens, groups[0][0] * len(groups)) // 2
-        return micro_batches_of_groups(rollout, rows, smaller, parts=parts, device=device)
+        return micro_batches_of_groups(rollout, rows, smaller, parts)
     return [torch.tensor(batch) for batch in batches]

@@ -5,7 +5,6 @@ other engine is a subclass with the same methods; a caller's own is passed to tr
 Shapes: P prompts, G completions of each, B = P*G rows, T completion tokens.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -58,20 +57,14 @@ class Engine:
         """Return the context of sampling a round of prompts. All ranks enter it, with prompts or not."""
         return gathered_weights(self.model)
 
-    def sample(
-        self, prompts: list, config, *, seed: int, num_completions: int | None = None,
-        earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
-    ) -> Rollout:
-        """Sample a group for each prompt of this rank: see sample_completions_for_prompts."""
+    def sample(self, prompts: list, config, **options) -> Rollout:
+        """Sample a group for each prompt of this rank: options as for sample_completions_for_prompts."""
         if self.device.type == "xla":
             raise ValueError(
                 "--engine=plain: not on XLA, which would compile its cache for every token; leave it out, "
                 "or take a model without layers that carry state"
             )
-        return sample_completions_for_prompts(
-            self.model, self.tokenizer, prompts, config, seed=seed, num_completions=num_completions,
-            earlier=earlier, reply=reply, on_tokens=on_tokens,
-        )
+        return sample_completions_for_prompts(self.model, self.tokenizer, prompts, config, **options)
 
     def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
         """Split rows into batches of at most max_tokens tokens, the same on all ranks.

@@ -242,18 +242,16 @@ class Siblings:
 
     rows: Tensor                # (P, S) rows of each prompt, padded with row 0
     slots: Tensor               # (R,) index of each row in `rows`, flattened
-    in_order: bool              # `rows` is 0, 1, 2, ...: grouping is a view
 
     def group(self, x: Tensor, heads: int) -> Tensor:
         """Group the rows of each prompt: (R * K, r, n) -> (P * K, S * r, n)."""
-        x = x.unflatten(0, (-1, heads))
-        x = (x if self.in_order else x[self.rows.flatten()]).unflatten(0, self.rows.shape)
+        x = x.unflatten(0, (-1, heads))[self.rows.flatten()].unflatten(0, self.rows.shape)
         return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def ungroup(self, x: Tensor, heads: int) -> Tensor:
         """Undo group: (P * K, S * r, n) -> (R * K, r, n)."""
         x = x.unflatten(1, (self.rows.shape[1], -1)).unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
-        return (x if self.in_order else x[self.slots]).flatten(0, 1)
+        return x[self.slots].flatten(0, 1)
 
 
 def decode_in_one_softmax(

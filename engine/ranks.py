@@ -1,6 +1,6 @@
 """
-Ranks: how the work of a run is divided among processes. OneRank has no others; ManyRanks has the same methods
-for the processes of torchrun, and for XLA, where one process drives all devices and ends its programs here.
+Ranks: how the work of a run is divided among the processes of torchrun. Without it there is one, with all of
+the work; on XLA it drives all devices and ends its programs here.
 
 All ranks call every method, in the same order. Ranks of one tensor-parallel group do the same work.
 """
@@ -14,48 +14,18 @@ from engine import devices
 from engine.devices import all_gather_object, cut_graph, num_processes, process_rank, sum_in_place
 from engine.errors import RunError
 
-
-class OneRank:
-    """One process, on a CPU or a GPU."""
-
-    size = 1                                              # slices that the work is divided into
-
-    def gather(self, work: Callable, *columns: list) -> list:
-        """Call work with this rank's slice of each column, and return the results of all ranks in order.
-
-        Ranks without items have no result. The first rank's exception is raised on every rank.
-        """
-        return [work(*columns)]
-
-    def steps(self, batches: list) -> Iterator[tuple[object, int]]:
-        """Yield (batch, 1) for this rank's batches, then (a batch, 0) until all ranks have had as many.
-
-        A forward pass of a sharded model needs all ranks. What is computed with 0 must not be counted.
-        """
-        return ((batch, 1) for batch in batches)
-
-    def end_program(self) -> None:
-        """End a program on XLA: the operations so far are compiled as one, and begin."""
-
-    def sum(self, count):
-        """Sum a number, or a tensor on the CPU, over all ranks."""
-        return count
-
-    def agree(self, values: dict[str, object]) -> None:
-        """Raise RunError, on all ranks, if a value differs between ranks that have one of this name.
-
-        Floats may differ by rounding.
-        """
+CPU = torch.device("cpu")
 
 
-class ManyRanks:
-    """The processes of torchrun, or the process that drives XLA's devices."""
+class Ranks:
+    """The processes of a run, seen from one of them. device: of the model."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device = CPU):
         self.device = device
 
     @property
     def size(self) -> int:
+        """Return the number of slices that the work is divided into."""
         return num_processes() // devices.tensor_parallel
 
     @property
@@ -69,6 +39,10 @@ class ManyRanks:
         return items[n * self.rank // self.size : n * (self.rank + 1) // self.size]
 
     def gather(self, work: Callable, *columns: list) -> list:
+        """Call work with this rank's slice of each column, and return the results of all ranks in order.
+
+        Ranks without items have no result. The first rank's exception is raised on every rank.
+        """
         failure = result = None
         mine = [self.slice(column) for column in columns]
         has_work = not mine or len(mine[0]) > 0
@@ -83,6 +57,10 @@ class ManyRanks:
         return [result for _, had_work, result in outcomes[:: devices.tensor_parallel] if had_work]
 
     def steps(self, batches: list) -> Iterator[tuple[object, int]]:
+        """Yield (batch, 1) for this rank's batches, then (a batch, 0) until all ranks have had as many.
+
+        A forward pass of a sharded model needs all ranks. What is computed with 0 must not be counted.
+        """
         self.end_program()
         for start in range(0, len(batches), self.size):
             index = start + self.rank
@@ -90,9 +68,11 @@ class ManyRanks:
             self.end_program()
 
     def end_program(self) -> None:
+        """End a program on XLA: the operations so far are compiled as one, and begin."""
         cut_graph(self.device)
 
     def sum(self, count):
+        """Sum a number, or a tensor on the CPU, over all ranks."""
         if num_processes() == 1:
             return count
         total = count.clone() if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
@@ -100,6 +80,10 @@ class ManyRanks:
         return total if isinstance(count, Tensor) else total.item()
 
     def agree(self, values: dict[str, object]) -> None:
+        """Raise RunError, on all ranks, if a value differs between ranks that have one of this name.
+
+        Floats may differ by rounding.
+        """
         seen: dict[str, tuple[int, object]] = {}
         for rank, its_values in enumerate(all_gather_object(values)):
             for name, value in its_values.items():
@@ -110,8 +94,3 @@ class ManyRanks:
                         f"{name} is {expected!s:.60} on rank {first} and {value!s:.60} on rank {rank}: start "
                         "all ranks with the same command, files and versions."
                     )
-
-
-def make_ranks(device: torch.device) -> OneRank | ManyRanks:
-    """Return the ranks of this start: those of torchrun, or XLA's one, else one rank alone."""
-    return ManyRanks(device) if num_processes() > 1 or device.type == "xla" else OneRank()

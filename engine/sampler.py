@@ -105,8 +105,7 @@ class SamplingState:
         size = bucket(self.dummy_row + 1, device)                                # B + 1 or more
         self.uniforms = pad(uniforms, (0, 0, 0, size - self.dummy_row)).to(device)       # (B + 1, T)
         self.ids = torch.full((size, limit), pad_id, device=device)
-        self.forced_on_host = torch.full((size, limit), -1)  # tokens of environments; -1: drawn
-        self.forced_tokens = self.forced_on_host.to(device, copy=True)
+        self.forced_tokens = torch.full((size, limit), -1, device=device)        # an environment's; -1: drawn
         self.logp = torch.zeros(size, limit, device=device)
         self.count = torch.zeros(size, dtype=torch.long, device=device)          # tokens so far
         self.count[self.dummy_row :] = 1                  # padding always forwards the same token
@@ -137,40 +136,30 @@ class SamplingState:
         self.logp[row, start : start + len(ids)] = torch.tensor(logp)
         self.count[row], self.stopped[row] = start + len(ids), stopped
 
-    def padded(self, row_ids: list[int]) -> Tensor:
-        """Return row_ids on the device, padded with dummy_row to a size that XLA has compiled before."""
-        padding = bucket(len(row_ids), self.ids.device) - len(row_ids)
-        return torch.tensor(row_ids + [self.dummy_row] * padding).to(self.ids.device)
-
     def active_rows(self, row_ids: list[int]) -> list[int]:
         """Return the rows that continue once environments have replied. The host waits for the device."""
         count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
         if self.on_tokens and count[0] > self.reported:
             self.on_tokens(self.ids[0, self.reported : count[0]].cpu())
             self.reported = count[0]
-        ended = [row for row in row_ids if self.reply and stopped[row]]
-        ids = self.ids[self.padded(ended)].tolist() if ended else []
-        begun = [self.reply(row, own[: count[row]]) for row, own in zip(ended, ids, strict=False)]
-        answered = []
-        for row, reply in zip(ended, begun, strict=True):
-            if reply := reply() if callable(reply) else reply:
-                end = count[row]
-                self.forced_on_host[row, end : end + len(reply)] = torch.tensor(reply)
-                stopped[row] = False
-                answered.append(row)
-        if answered:
-            rows = self.padded(answered)
-            self.forced_tokens[rows] = self.forced_on_host[rows.cpu()].to(rows.device)
-            self.stopped[rows] = False
-            cut_graph(rows.device)
+        if ended := [row for row in row_ids if self.reply and stopped[row]]:
+            # Whole tensors are copied: their shapes stay the same, for XLA.
+            ids, forced, device = self.ids.cpu(), self.forced_tokens.cpu(), self.ids.device
+            begun = [self.reply(row, ids[row, : count[row]].tolist()) for row in ended]
+            for row, reply in zip(ended, begun, strict=True):
+                reply = reply() if callable(reply) else reply
+                end, stopped[row] = count[row], not reply
+                forced[row, end : end + len(reply)] = torch.tensor(reply, dtype=torch.long)
+            self.forced_tokens, self.stopped = forced.to(device), torch.tensor(stopped).bool().to(device)
+            cut_graph(device)
         return [row for row in row_ids if not stopped[row] and count[row] < self.ids.shape[1]]
 
     def results(self) -> tuple[Tensor, ...]:
         """Return what make_rollout takes, on the CPU: ids, drawn, mask, logp (B, T), and stopped (B,)."""
-        tensors = self.ids, self.logp, self.count, self.stopped
-        ids, logp, count, stopped = (x.cpu()[: self.dummy_row] for x in tensors)
+        tensors = self.ids, self.forced_tokens, self.logp, self.count, self.stopped
+        ids, forced, logp, count, stopped = (x.cpu()[: self.dummy_row] for x in tensors)
         mask = torch.arange(ids.shape[1]) < count[:, None]                       # by position, not by id
-        return ids, mask & (self.forced_on_host[: self.dummy_row] < 0), mask, logp, stopped
+        return ids, mask & (forced < 0), mask, logp, stopped
 
 
 def sample_in_blocks(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

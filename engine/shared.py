@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from engine.chunked_head import HeadLogProbs, policy_logits
+from engine.chunked_head import HeadLogProbs
 from engine.devices import bucket, cut_graph, eager_device
-from engine.packing import PackedBatch, micro_batches_of_groups, pack_groups
+from engine.packing import micro_batches_of_groups, pack_groups
 from engine.plain import Engine
 from engine.prefix_attention import forward_packed, use_prefix_attention
 from engine.sampler import sample_sharing_prompts
 from engine.sharding import forward_pass
-from logprobs import LogProbs, compute_logits
+from logprobs import LogProbs, compute_logits, restrict_logits, scale_and_softcap
 from sample import Rollout
 
 
@@ -34,7 +34,7 @@ class Shared(Engine):
 
     def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
         """As Engine.micro_batches; siblings share a batch if they fit."""
-        return micro_batches_of_groups(rollout, rows, self.max_tokens, parts=parts, device=self.device)
+        return micro_batches_of_groups(rollout, rows, self.max_tokens, parts)
 
     def log_probs(
         self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,
@@ -44,22 +44,26 @@ class Shared(Engine):
         policy = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | policy
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
         model, device = model or self.model, self.device
-        batch = pack_groups(rollout, rows, device)
+        *inputs, predictor = pack_groups(rollout, rows, device)
+        inputs = [x.to(device) for x in inputs]           # ids, positions, layout
         mask = rollout.completion_mask[rows]                                     # (b, T)
-        chosen, predictor = rollout.completion_ids[rows][mask], batch.predictor[mask]            # (N,)
+        chosen, predictor = rollout.completion_ids[rows][mask], predictor[mask]  # (N,)
         padding = (0, bucket(len(chosen), device) - len(chosen))                 # without a gradient
         chosen, predictor = pad(chosen, padding).to(device), pad(predictor, padding).to(device)
-        batch, reference_hidden = batch.to(device), None
+        reference_hidden = None
         if reference is not None:
             with torch.no_grad():
-                forward = partial(forward_hidden, reference, batch, predictor)
-                reference_hidden = forward_pass(reference, forward)
+                of_reference = partial(forward_hidden, reference, inputs, predictor)
+                reference_hidden = forward_pass(reference, of_reference)
+
+        def policy_logits(raw: Tensor, chosen: Tensor) -> Tensor:
+            return restrict_logits(scale_and_softcap(model, raw), chosen=chosen, **policy)
 
         def forward_head():
-            hidden, head = forward_hidden(model, batch, predictor), model.get_output_embeddings()
+            hidden, head = forward_hidden(model, inputs, predictor), model.get_output_embeddings()
             logp, entropy, kl = HeadLogProbs.apply(
-                hidden, head.weight, head.bias, chosen, partial(policy_logits, model, **policy),
-                reference_hidden, lambda hidden: compute_logits(reference, hidden) / policy["temperature"],
+                hidden, head.weight, head.bias, chosen, policy_logits, reference_hidden,
+                lambda hidden: compute_logits(reference, hidden) / policy["temperature"],
             )
             values = None if value_head is None else value_head(hidden).to(logp.dtype)
             results = logp, entropy, None if reference is None else kl, values
@@ -75,9 +79,12 @@ class Shared(Engine):
         ))
 
 
-def forward_hidden(model, batch: PackedBatch, predictor: Tensor) -> Tensor:
-    """Forward a batch and return the final hidden states (N, H) of the tokens at predictor (N,)."""
-    hidden = forward_packed(model, batch.ids, batch.positions, batch.layout)
+def forward_hidden(model, inputs: list, predictor: Tensor) -> Tensor:
+    """Return the final hidden states (N, H) of the tokens at predictor (N,).
+
+    inputs  ids, positions and layout of a pass
+    """
+    hidden = forward_packed(model, *inputs)
     # The first tokens of siblings have one predictor. The backward pass of indexing would add up their
     # gradients in the order in which threads finish.
     return embedding(predictor, hidden.flatten(0, 1))

@@ -32,7 +32,7 @@ from engine.devices import num_processes
 from engine.errors import RunError
 from engine.plain import Engine
 from engine.precision import is_exact, precision_of
-from engine.ranks import make_ranks
+from engine.ranks import Ranks
 from engine.sampler import SamplingState
 from engine.sharding import forward_pass, reshard
 from logprobs import compute_logits
@@ -68,7 +68,7 @@ class VLLM(Engine):
         memory      share of the GPU's memory; on a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GB
         """
         super().__init__(trainer.model, trainer.tokenizer, max_tokens=trainer.max_tokens)
-        model, self.trainer, self.ranks = trainer.model, trainer, make_ranks(trainer.device)
+        model, self.trainer, self.ranks = trainer.model, trainer, Ranks(trainer.device)
         self.shares_prompts, self.log_probs = trainer.shares_prompts, trainer.log_probs
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         for name, value in ENVIRONMENT.items():
@@ -164,7 +164,7 @@ class VLLM(Engine):
                 state.append(row, *turn)
             active = state.active_rows(rows)              # environments reply
             for row in active:
-                forced = state.forced_on_host[row, state.count[row] :]
+                forced = state.forced_tokens[row, state.count[row] :]
                 added = forced[forced >= 0].tolist()
                 state.append(row, added, [0.0] * len(added), False)
             requests = [[row] for row in active]

@@ -23,7 +23,7 @@ from engine.devices import all_gather_object, num_processes, peak_memory_gb, pro
 from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import frozen_copy, move, save_policy
-from engine.ranks import ManyRanks, OneRank
+from engine.ranks import Ranks
 from engine.sharding import clip_gradient, forward_pass, replicated_sums
 from experience import Experience, log_probs_of_rollout
 from model import ValueHead
@@ -77,7 +77,7 @@ class Run:
     train_set: Sequence[dict]
     eval_set: Sequence[dict]
     phases: list[Phase]
-    ranks: OneRank | ManyRanks
+    ranks: Ranks
     # The policy and its progress.
     engine: Engine
     progress: Progress = field(default_factory=Progress)

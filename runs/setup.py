@@ -20,7 +20,7 @@ from engine.devices import best_device, is_main, keep_freed_memory, num_processe
 from engine.plain import Engine
 from engine.policy import check_context_length, load_policy, load_tokenizer, move
 from engine.precision import resolve_precision
-from engine.ranks import ManyRanks, OneRank, make_ranks
+from engine.ranks import Ranks
 from engine.sharding import replicated_sums, shard
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
@@ -96,7 +96,7 @@ def validate_grpo_setup(
 
 def start_up_check(
     policy, tokenizer, examples: list[dict], config: Config, reward_functions: list, environment,
-    ranks: OneRank | ManyRanks, make_engine: Callable | None, teacher, longest_prompt: int, notify: Callable,
+    ranks: Ranks, make_engine: Callable | None, teacher, longest_prompt: int, notify: Callable,
 ) -> Engine:
     """Run the start-up check and print its notes; with --check, print all results. Return the run's engine.
 
@@ -162,7 +162,7 @@ def set_up(
                                    penalty; None: a copy of the policy
     """
     device = best_device(config.model.device)
-    ranks = make_ranks(device)
+    ranks = Ranks(device)
     if reward_functions is not None:
         alone = isinstance(reward_functions, str) or callable(reward_functions)
         reward_functions = [reward_functions] if alone else list(reward_functions)
@@ -245,7 +245,7 @@ def load_trained_policy(
     return policy
 
 
-def find_checkpoint(config: Config, folder: RunFolder, ranks: OneRank | ManyRanks) -> Path | None:
+def find_checkpoint(config: Config, folder: RunFolder, ranks: Ranks) -> Path | None:
     """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
     find = partial(latest_checkpoint, folder.path, folder.console.print) if is_main() else lambda: None
     checkpoint = ranks.gather(find)[0]                    # one process reads all files, for their checksums

@@ -47,7 +47,8 @@ def choose_engine(
 ) -> tuple[Engine, Finding]:
     """Return the shared engine where that is faster, and the plain one's results on all ranks; else plain.
 
-    prompts  as for Engine.sample;  config  a GRPOConfig;  longest_prompt  of the run, in tokens; None: share where it can
+    prompts         as for Engine.sample;  config  a GRPOConfig
+    longest_prompt  of the run, in tokens; None: share prompts of any length
     """
     may_be_plain = longest_prompt and config.engine == "auto" and plain.device.type != "xla"
     if config.engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, config)):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from runs.startup_check import check_setup, choose_engine
 from config import ModelConfig
 from engine import make_engine
-from engine.ranks import OneRank
+from engine.ranks import Ranks
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
 from engine.policy import frozen_copy, load_policy, moved_to, save_policy, update_reference
@@ -40,7 +40,7 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     assert not loaded.training and next(loaded.parameters()).dtype == torch.float32
     config = replace(settings, reward_functions=["correctness"])
     plain, prompts = make_engine("plain", loaded, loaded_tokenizer), [example["prompt"] for example in EXAMPLES]
-    engine, packing = choose_engine(plain, OneRank(), prompts, config)
+    engine, packing = choose_engine(plain, Ranks(), prompts, config)
     findings = {f.name: f for f in [*check_setup(engine, EXAMPLES, config, [correctness]), packing]}
     assert all(finding.ok is not False for finding in findings.values()), findings
     assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok

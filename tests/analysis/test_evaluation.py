@@ -16,7 +16,7 @@ from analysis.evaluation import (
     estimate_difference, estimate_mean, evaluate, majority_vote, pass_at_k, share_interval, summarise, values_by_problem,
 )
 from engine import make_engine
-from engine.ranks import OneRank
+from engine.ranks import Ranks
 from engine.policy import load_policy
 from runs.console import held_out_text
 
@@ -222,7 +222,7 @@ def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
     model, tokenizer = load_policy(ModelConfig(model_path=folder))
     infer.main(["--model_path", folder, *ASK])
     examples = load_examples("arithmetic", "test", limit=40)
-    result = evaluate(make_engine("shared", model, tokenizer), OneRank(), examples, settings, seed=0)
+    result = evaluate(make_engine("shared", model, tokenizer), Ranks(), examples, settings, seed=0)
     assert 0 < result["eval_accuracy"] < 1
     assert capsys.readouterr().out == held_out_text(result, Config()) + "\n"
 
@@ -238,10 +238,10 @@ def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
 
     monkeypatch.setattr(evaluation, "sample_with_environment", scripted)
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
-    result = evaluate(engine, OneRank(), examples, settings, seed=0)
+    result = evaluate(engine, Ranks(), examples, settings, seed=0)
     assert result["eval_accuracy"] == 0.75 and result["eval_problems"] == 4
     assert (result["eval_accuracy_low"], result["eval_accuracy_high"]) == pytest.approx(share_interval(3, 4))
-    assert "eval_accuracy" not in evaluate(engine, OneRank(), examples[-1:], settings, seed=0)
+    assert "eval_accuracy" not in evaluate(engine, Ranks(), examples[-1:], settings, seed=0)
     infer.main(["--model_path", folder, "--evaluate", "arithmetic", "--limit", "4", "--generation_max_length", "4"])
     assert "accuracy 0.000 [0.000, 0.602] of 4" in capsys.readouterr().out
 

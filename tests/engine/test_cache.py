@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CURRENT_ARCHITECTURES, PROMPTS
+from conftest import PROMPTS
 
 from config import GRPOConfig
 from engine import cache, make_engine, sampler
@@ -67,29 +67,6 @@ def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_wind
         (windowed, own), (full, _) = held                 # the first layer has a window of 5
         assert windowed.shape == (1, 2, 4, 8) and full.shape == (1, 2, 22, 8) and own.shape == (8, 2, 9, 8)
         assert {part.dtype for pair in held for part in pair} == {dtype}
-
-
-def test_layers_that_share_keys_have_one_cache_between_them(tokenizer, monkeypatch):
-    caches = []
-    real = cache.PrefixCache.__init__
-    monkeypatch.setattr(cache.PrefixCache, "__init__", lambda self, model: (caches.append(self), real(self, model))[1])
-    torch.manual_seed(0)
-    model = CURRENT_ARCHITECTURES["gemma4_shared_keys"]().eval()
-    for precision in "float32", "bfloat16":
-        with_precision(model, precision)
-        make_engine("shared", model, tokenizer).sample(PROMPTS[:1], GRPOConfig(num_completions_per_prompt=2, **ANY), seed=0)
-        assert model.config.num_hidden_layers == 4 and len(caches.pop().layers) == 2
-
-
-def test_a_long_queue_does_not_widen_the_cache(shared, compactions):
-    """Sixty prompts, four at once: rows have room for a completion, whatever number of them has been there before."""
-    shared.model.generation_config.eos_token_id = EARLY
-    prompts = ["what is 12 plus 34 plus 56?" for _ in range(60)]
-    config = GRPOConfig(num_completions_per_prompt=2, generation_batch_size=4, **ANY | {"generation_max_length": 16})
-    rollout = shared.sample(prompts, config, seed=0, num_completions=1)
-    assert len(compactions) > 15 and max(capacity for _, _, capacity in compactions) == 15
-    assert max(rows for _, rows, _ in compactions) == 4
-    assert len(set(rollout.completions)) > 10 and rollout.completion_mask.any(dim=1).all()
 
 
 def test_prompts_are_forwarded_end_to_end_without_padding(shared, monkeypatch):

@@ -1,4 +1,4 @@
-"""The seams: engines that sample and score, among them a caller's own, and the work of one rank or many."""
+"""The seams: engines that sample and score, among them a caller's own."""
 
 import copy
 import re
@@ -12,7 +12,6 @@ from config import Config, GRPOConfig
 from engine import make_engine, saves_tokens
 from engine.errors import RunError
 from engine.plain import Engine
-from engine.ranks import ManyRanks, OneRank, make_ranks
 from engine.shared import Shared
 from environments.conversations import sample_with_environment
 from environments.games import guess_letter
@@ -122,17 +121,6 @@ def test_a_sampler_that_becomes_wrong_ends_the_run(tmp_path):
 
     with pytest.raises(RuntimeError, match="first ratios must be 1"):
         train(settings_of_run(tmp_path), engine=Later, reward_functions=lambda completions, **columns: list(map(len, completions)))
-
-
-def test_one_rank_does_what_many_do_alone():
-    one, many = OneRank(), ManyRanks(torch.device("cpu"))
-    assert isinstance(make_ranks(torch.device("cpu")), OneRank) and isinstance(make_ranks(torch.device("xla")), ManyRanks)
-    for ranks in one, many:
-        assert ranks.size == 1 and ranks.gather(lambda a, b: a + b, [1], [2]) == [[1, 2]] and ranks.gather(lambda: 7) == [7]
-        assert list(ranks.steps([5, 6])) == [(5, 1), (6, 1)] and ranks.sum(3) == 3
-        ranks.agree({"seed": "1"})
-        with pytest.raises(ZeroDivisionError):
-            ranks.gather(lambda items: items[0] / 0, [1])
 
 
 def test_an_engine_that_does_not_call_reply_is_refused_with_an_environment(model, tokenizer, settings):

@@ -2,12 +2,11 @@
 
 from collections import Counter
 
-import pytest
 import torch
 from conftest import made_up_rollout
 
 from engine import prefix_attention
-from engine.packing import CPU, SHORTEST_ON_XLA, micro_batches_of_groups, pack_groups, padded_indices
+from engine.packing import micro_batches_of_groups, pack_groups
 
 
 def test_who_sees_whom():
@@ -74,16 +73,6 @@ def test_rows_of_like_length_share_a_block_and_a_group_of_one_is_a_plain_row():
     assert not lone.prefix and [tuple(block.queries.shape) for block in lone.own] == [(2, 14)]
 
 
-def test_rows_of_indices_written_out_with_sizes_of_a_device_that_compiles_each():
-    valid = [[True, True, False], [True, True, True]]
-    assert [x.tolist() for x in padded_indices([(3, 2), (5, 3)], CPU)] == [[[3, 4, 4], [5, 6, 7]], valid]
-    index, mask = padded_indices([(3, 2), (5, 3)], CPU, left=True)
-    assert index.tolist() == [[3, 3, 4], [5, 6, 7]] and mask.tolist() == [row[::-1] for row in valid]
-    index, mask = padded_indices([(3, 2), (5, 3), (8, 1)], torch.device("xla"))
-    assert index.shape == mask.shape == (4, SHORTEST_ON_XLA) and mask.sum(axis=1).tolist() == [2, 3, 1, 0]
-    assert index[0].tolist() == [3] + [4] * (SHORTEST_ON_XLA - 1)
-
-
 def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     """Rows of 10 + 5 tokens: siblings share a prompt, and one token less than needed splits them."""
     rollout = made_up_rollout([10, 10], [5, 5, 5, 5])
@@ -93,20 +82,3 @@ def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     assert [len(b) for b in micro_batches_of_groups(rollout, rows, 20)] == [2, 2]
     assert [len(b) for b in micro_batches_of_groups(rollout, rows, 19)] == [1, 1, 1, 1]
     assert len(micro_batches_of_groups(rollout, rows, 1000, parts=3)) >= 3
-
-
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_the_longest_distance_of_a_block_is_the_largest_of_its_pairs(device):
-    """A window of this length hides a key, one more hides none. Ragged groups and a prompt with one completion."""
-    rollout = made_up_rollout([2, 9, 4], [3, 6, 5, 5, 7, 1])
-    layout = pack_groups(rollout, torch.tensor([0, 1, 2, 3, 4]), torch.device(device)).layout
-    for block in layout.own + layout.prefix:
-        longest, valid = block.longest_distance, (block.query_positions >= 0)[:, :, None]
-        every, fewer, all_again = (
-            prefix_attention.attends_to(block.query_positions, block.key_positions, window) & valid
-            for window in (None, longest, longest + 1)
-        )
-        assert torch.equal(every, all_again)
-        assert longest == 0 or device == "xla" or not torch.equal(every, fewer)  # rounded sizes make it a bound
-        keys = (block.key_positions < 2**30).sum(dim=1)
-        assert block.causal or block.padded_keys == bool((keys < block.keys.shape[1]).any())

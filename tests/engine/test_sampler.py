@@ -1,6 +1,4 @@
-"""The sampler of the shared engine: intervals, lengths, the queue."""
-
-from types import SimpleNamespace
+"""The sampler of the shared engine: intervals and lengths."""
 
 import pytest
 import torch
@@ -33,21 +31,3 @@ def test_a_completion_of_full_length_gets_no_more_tokens():
     ids, drawn, mask, logp, stopped = state.results()
     assert torch.equal(drawn, mask) and ids.tolist() == [[2, 2, 2]] * 2 and mask.all() and not stopped.any()
     torch.testing.assert_close(logp, torch.full((2, 3), 0.2).log())
-
-
-def test_a_queue_takes_as_many_prompts_as_there_is_room_for(monkeypatch):
-    """Groups of two completions, three at once."""
-    trace, ends = [], iter([1, 1, 3, 2, 5])               # rows that end in each call of decode
-
-    def prefill(model, prompts, new, state, cache, group_size):
-        trace.append(f"new {''.join(map(str, new))}")
-        return [p * group_size + g for p in new for g in range(group_size)]
-
-    def decode(model, active, state, cache, group_size):
-        trace.append(f"decode {len(active)}")
-        return active[next(ends) :]
-
-    for name, stand_in in ("prefill", prefill), ("decode", decode), ("PrefixCache", lambda _: None):
-        monkeypatch.setattr(sampler, name, stand_in)
-    sampler.sample_from_queue(None, [[1]] * 6, SimpleNamespace(active_rows=list), 2, groups_at_once=3)
-    assert ", ".join(trace) == "new 012, decode 6, decode 5, new 3, decode 6, new 4, decode 5, new 5, decode 5"

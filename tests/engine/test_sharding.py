@@ -1,9 +1,8 @@
-"""Loading in several processes: the weights and buffers of one process, and never more than shards and one weight."""
+"""Loading in several processes: the weights and buffers of one process, in shards."""
 
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from engine.sharding import shard
 from engine.policy import frozen_copy, load_policy, move, save_policy
 from model import byte_tokenizer
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -45,19 +43,6 @@ def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mes
             save_policy(build(), byte_tokenizer(), tmp_path / name)
     printed = start_ranks(processes, __file__, str(tmp_path), json.dumps(mesh))
     assert re.findall(r"(\S+): the same", printed) == sorted(path.name for path in tmp_path.iterdir())
-
-
-@pytest.mark.exhaustive
-def test_a_process_never_holds_the_whole_model(tmp_path):
-    program = str(ROOT / "tests/engine/loading_memory.py")
-    done = subprocess.run([sys.executable, program, "write", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr              # 0.74 GB in float32, so that reading copies nothing
-    printed = start_ranks(2, program, "load", str(tmp_path))
-    for line in re.findall(r"process \d: (.*)", printed):
-        found = json.loads(line)
-        assert found["shards"] == pytest.approx(found["parameters"] * 4 / 2, abs=0.02)
-        assert found["loading"] < found["shards"] + 0.3, f"{found}: a weight has at most 0.26 GB"
-    assert printed.count("process") == 2
 
 
 def compare(folder: Path, mesh: dict) -> None:

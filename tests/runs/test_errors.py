@@ -25,7 +25,7 @@ import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
 from engine.policy import save_policy
-from engine.ranks import OneRank
+from engine import ranks
 from runs.checkpoint import find_damage, latest_checkpoint
 from runs.errors import StopOnSignal, exit_on_errors
 from runs.folder import read_jsonl
@@ -264,7 +264,7 @@ def test_an_ignored_signal_stays_ignored():
     """As under nohup, whose runs a closed terminal does not end."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopOnSignal(OneRank()) as stop:
+        with StopOnSignal(ranks.Ranks()) as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested()
             signal.raise_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from config import GRPOConfig
-from engine.ranks import OneRank
+from engine.ranks import Ranks
 from experience import Groups, compute_experience, shape_rewards
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
@@ -71,7 +71,7 @@ def test_every_metric_is_in_the_glossary(finished):
 
 def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatch):
     """Files are truncated or replaced in one call: whenever SIGKILL comes, what was there is there, or what should be."""
-    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--report_to", "none"]), OneRank())
+    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--report_to", "none"]), Ranks())
     folder.open(last_step=0)
     for step in 1, 2, 3:
         folder.log(step, "grpo", {"kl": 0.5})
@@ -82,7 +82,7 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
         json.loads((tmp_path / "run/config.json").read_text())
 
     monkeypatch.setattr(os, "fsync", in_the_middle)
-    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]), OneRank())
+    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]), Ranks())
     folder.open(last_step=2)
     assert seen == [[1, 2, 3]] and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
@@ -260,7 +260,7 @@ def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch
 
 def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="--report_to=wandb: is not installed; pip install it"):
-        RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]), OneRank())
+        RunFolder(parse_config(["--report_to", "wandb", "--output_dir", str(tmp_path)]), Ranks())
 
 
 def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes(tmp_path):

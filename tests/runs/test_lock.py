@@ -9,7 +9,7 @@ import pytest
 
 from config import Config
 from engine.errors import RunError
-from engine.ranks import OneRank
+from engine.ranks import Ranks
 from runs.command_line import parse_config
 from runs.folder import RunFolder
 
@@ -23,12 +23,12 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
         run_folder("--output_dir", tmp_path).open(0)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="another process writes to it"):
-        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())    # before it reads a checkpoint
-    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True), OneRank())  # which writes nothing
+        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks())    # before it reads a checkpoint
+    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True), Ranks())  # which writes nothing
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())      # a notebook's run that failed, and the next one
-    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank()).lock.is_locked
+    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks())      # a notebook's run that failed, and the next one
+    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks()).lock.is_locked
 
 
 def test_a_run_locks_its_folder_until_it_ends(tmp_path):
@@ -40,7 +40,7 @@ def test_a_run_locks_its_folder_until_it_ends(tmp_path):
 
 
 def run_folder(*flags):
-    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]), OneRank())
+    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]), Ranks())
 
 
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):

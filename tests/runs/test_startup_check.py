@@ -9,7 +9,7 @@ from runs import startup_check
 import logprobs
 import sample
 from engine import make_engine, plain, shared
-from engine.ranks import OneRank
+from engine.ranks import Ranks
 from runs.startup_check import check_setup, check_template, choose_engine
 from runs.setup import set_up
 from conftest import ARCHITECTURES, start_run
@@ -49,7 +49,7 @@ def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokeniz
         return batch
 
     monkeypatch.setattr(shared, "pack_groups", completions_do_not_see_their_prompt)
-    engine, found = choose_engine(rows, OneRank(), [example["prompt"] for example in EXAMPLES], settings)
+    engine, found = choose_engine(rows, Ranks(), [example["prompt"] for example in EXAMPLES], settings)
     assert engine is rows and found.ok is None and "plain rows instead" in found.found
 
 
