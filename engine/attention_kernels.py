@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 QUERIES_PER_CHUNK = 256         # where scores or masks of all queries would be too large
 SCORES_PER_CHUNK = 2**21        # scores of a chunk of rows and queries: 8 megabytes in float32
@@ -61,6 +62,28 @@ class FlashOnCUDA:
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)             # random state of dropout
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
+            scale=options.scaling,
+        )
+        return grad_q, grad_k.sum(dim=1, keepdim=True), grad_v.sum(dim=1, keepdim=True)
+
+
+class EfficientOnCUDA:
+    """Call torch's memory-efficient attention for CUDA, also in float32. Not yet run on a GPU."""
+
+    @staticmethod
+    def forward(q, k, v, mask, causal: bool, options: Options):
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=options.scaling
+        )
+        return output, lse[:, :, : q.shape[2]]            # rounded up to a multiple of 32
+
+    @staticmethod
+    def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        lse, unused = pad(lse, (0, -lse.shape[2] % 32)), torch.zeros((), dtype=torch.int64, device=q.device)
+        grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, output, lse, unused, unused, 0.0, [True, True, True, False], causal,
             scale=options.scaling,
         )
         return grad_q, grad_k.sum(dim=1, keepdim=True), grad_v.sum(dim=1, keepdim=True)
@@ -148,7 +171,9 @@ def choose_kernel(device: str, dtype: torch.dtype, head_sizes: tuple[int, int], 
         return Chunked
     if device == "cpu":
         return FlashOnCPU
-    return FlashOnCUDA if device == "cuda" and half and head_sizes[0] <= 256 and not masked else Chunked
+    if device == "cuda" and not masked and (half or dtype == torch.float32):
+        return FlashOnCUDA if half and head_sizes[0] <= 256 else EfficientOnCUDA
+    return Chunked
 
 
 def merge_by_lse(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_roll
 
 from config import GRPOConfig
 from engine import attention_kernels, make_engine, prefix_attention
-from engine.attention_kernels import FlashOnCUDA, Options, choose_kernel
+from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
 from engine.packing import make_layout
 from logprobs import completion_log_probs
 from engine.recomputation import recompute_activations
@@ -140,7 +140,8 @@ def test_rounded_sizes_change_neither_values_nor_gradients_and_padding_is_finite
 
 
 @pytest.mark.parametrize("window", [None, 13])
-def test_what_would_run_on_cuda_has_the_right_arguments_and_shapes(window, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_would_run_on_cuda_has_the_right_arguments_and_shapes(window, dtype, monkeypatch):
     """With torch's descriptions of its CUDA operators, on tensors without numbers: that they run is not shown."""
     _, layout, _ = layout_by_hand()
     used, layout = set(), layout.to("meta")
@@ -150,12 +151,12 @@ def test_what_would_run_on_cuda_has_the_right_arguments_and_shapes(window, monke
         return choose_kernel("cuda", *args)
 
     monkeypatch.setattr(prefix_attention, "choose_kernel", choice)
-    leaves = [torch.empty(1, heads, 95, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2, 2)]
+    leaves = [torch.empty(1, heads, 95, 64, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2, 2)]
     output = layout.attend(None, *leaves, source=None, sinks=None, window=window, softcap=None, scaling=0.125)
     gradients = torch.autograd.grad(output.sum(), leaves)
-    assert output.shape == (1, 95, 4, 64) and output.dtype == torch.bfloat16
+    assert output.shape == (1, 95, 4, 64) and output.dtype == dtype
     assert [part.shape for part in gradients] == [part.shape for part in leaves]
-    assert FlashOnCUDA in used
+    assert (FlashOnCUDA if dtype == torch.bfloat16 else EfficientOnCUDA) in used
 
 
 def test_a_pass_keeps_neither_a_mask_nor_a_prompts_keys_for_each_completion():
