@@ -1,16 +1,12 @@
-"""The table that chooses a kernel of attention. What each computes: test_prefix_attention.py."""
+"""Kernels of attention: the table that chooses them, and what each computes."""
 
 import pytest
 import torch
 
-<<<<<<< ours
-from engine.attention_kernels import Chunked, FlashOnCPU, FlashOnCUDA, choose_kernel
-=======
 from engine import attention_kernels
 from engine.attention_kernels import (
     Chunked, EfficientOnCUDA, FlashOnCPU, FlashOnCUDA, Options, add_sinks, choose_kernel, merge_by_lse,
 )
->>>>>>> theirs
 
 
 @pytest.mark.parametrize("expected, device, dtype, size, masked, softcap", [
@@ -22,8 +18,6 @@ from engine.attention_kernels import (
 def test_the_kernel_of_a_device_and_head_sizes_that_differ_take_the_general_one(expected, device, dtype, size, masked, softcap):
     assert choose_kernel(device, dtype, (size, size), masked, softcap) is expected
     assert choose_kernel(device, dtype, (size, size // 2), masked, softcap) is Chunked
-<<<<<<< ours
-=======
 
 
 @pytest.mark.parametrize("causal,masked", [(True, False), (False, True), (False, False)])
@@ -73,4 +67,3 @@ def test_results_over_two_sets_of_keys_merge_into_the_result_over_both():
 def test_the_efficient_kernel_returns_no_log_sum_exp_of_padding():
     q, k = (torch.empty(2, heads, 8, 64, device="meta") for heads in (4, 1))     # 8 queries are rounded up to 32
     assert EfficientOnCUDA.forward(q, k, k, None, True, Options(None, None, 0.1))[1].shape == q.shape[:3]
->>>>>>> theirs
