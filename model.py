@@ -2,11 +2,13 @@
 The policy: a causal language model that transformers knows or the built-in tiny Gemma, its reference, the
 value head, saving. One process, all weights in float32 and trained.
 
-Hubs, LoRA adapters, 16 bits and many processes are in engine/policy.py, with functions of the same names.
+Hubs, LoRA adapters, 16 bits and many processes are in engine/policy.py.
 """
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,14 +41,31 @@ def load_tokenizer(config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def load_policy(
+    config, *, load: Callable | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the model and the tokenizer of the folder config.model_path, or the built-in ones.
 
     The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
     config  a ModelConfig
-    raises  ValueError in one line for what engine/policy.py alone can do
+    load    load(config) -> the model, and the weights that no file has: that of engine/policy.py, for hubs,
+            LoRA, 16 bits and shards. None: a folder of float32 weights
+    raises  ValueError in one line for what needs another load
     """
+    if load is None:
+        refuse_what_needs_more(config)
+    tokenizer = load_tokenizer(config)
+    if not config.model_path:
+        return tiny_gemma(tokenizer, config).eval(), tokenizer
+    load = load or partial(load_weights, AutoModelForCausalLM, config.model_path)
+    policy, missing = load(config)
+    require_weights(policy, missing, config.model_path)
+    return policy, tokenizer
+
+
+def refuse_what_needs_more(config) -> None:
+    """Raise ValueError for settings that need engine/policy.py."""
     path = config.model_path
     refused = {
         "model_path": path and (not Path(path).is_dir() or (Path(path) / "adapter_config.json").exists()),
@@ -54,15 +73,9 @@ def load_policy(config) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     }
     for name in filter(refused.get, refused):
         raise ValueError(
-            f"--{name}={getattr(config, name)}: this loads folders of float32 weights; load_policy of "
+            f"--{name}={getattr(config, name)}: this loads folders of float32 weights; load_any_policy of "
             "engine/policy.py knows hubs, LoRA and 16 bits"
         )
-    tokenizer = load_tokenizer(config)
-    if not path:
-        return tiny_gemma(tokenizer, config).eval(), tokenizer
-    policy, missing = load_weights(AutoModelForCausalLM, path, config)
-    require_weights(policy, missing, path)
-    return policy, tokenizer
 
 
 def load_weights(cls: type, path: str, config) -> tuple[PreTrainedModel, set[str]]:
@@ -82,12 +95,6 @@ def require_weights(policy: PreTrainedModel, missing: set[str], path: str) -> No
             f"--model_path={path}: its files lack {len(lacking)} weights of the model, such as {lacking[0]}; "
             "copy or download all of them"
         )
-
-
-def attention_options(config) -> dict[str, str]:
-    """Return the argument of from_pretrained for --attn_implementation; with auto transformers chooses."""
-    attention = config.attn_implementation
-    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

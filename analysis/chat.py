@@ -33,7 +33,7 @@ from engine.ranks import Ranks
 from environments.conversations import sample_with_environment
 from environments.instances import closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
-from engine.policy import check_context_length, load_policy, move, save_policy
+from engine.policy import check_context_length, load_any_policy, move, save_any_policy
 from environments.messages import encode_demonstration, with_known_role
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import section_of
@@ -79,7 +79,7 @@ class ChatModel:
         """Load a model onto its device. alone: for one completion at a time, which shares no prompt."""
         device = best_device(source.device)
         source = replace(source, precision=resolve_precision(source.precision, device))
-        model, tokenizer = load_policy(source, trainable=False)
+        model, tokenizer = load_any_policy(source, trainable=False)
         tokenizer.tools = tools_of(load_environment(config.environment))
         engine, ranks = make_engine("plain", move(model, device), tokenizer), Ranks(device)
         if not alone or device.type == "xla":
@@ -250,7 +250,7 @@ def load_dataset(args, source: str, limit: int | None) -> list[dict]:
 
 def merge_adapter(source: ModelConfig, folder: str) -> None:
     """Write a model to a folder with its adapter added to its weights."""
-    model, tokenizer = load_policy(replace(source, precision="float32"))
+    model, tokenizer = load_any_policy(replace(source, precision="float32"))
     if not has_adapter(model):
         raise ValueError(f"--merge_into={folder}: {source.model_path or 'the built-in model'} has no adapter")
     refuse_wrong_sampler(make_engine("plain", model, tokenizer))                 # an adapter of the head
@@ -259,5 +259,5 @@ def merge_adapter(source: ModelConfig, folder: str) -> None:
             layer.merge(adapter_names=["default"])
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"--model_path={source.model_path}: {first_line(error)}") from None
-    save_policy(merged_copy(model), tokenizer, folder)
+    save_any_policy(merged_copy(model), tokenizer, folder)
     print(f"{folder}: {source.model_path} with its adapter added to its weights")

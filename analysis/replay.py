@@ -26,7 +26,7 @@ import train
 from config import Config, GRPOConfig
 from engine import make_engine
 from engine.devices import best_device, num_processes
-from engine.policy import load_policy, move
+from engine.policy import load_any_policy, move
 from engine.ranks import Ranks
 from engine.sharding import clip_gradient
 from experience import Experience, Groups, demonstrations_as_experience, shape_rewards
@@ -82,7 +82,7 @@ def load_run(config: Config, weights: Path) -> Run:
     """Return a run with saved weights; those of a checkpoint with its progress, reference, value head."""
     if num_processes() > 1:
         raise ValueError("rollouts are replayed in one process; start it without torchrun")
-    policy, tokenizer = load_policy(replace(config.model, model_path=str(weights)))
+    policy, tokenizer = load_any_policy(replace(config.model, model_path=str(weights)))
     state = read_state(weights) if (weights / "state.pt").exists() else {}
     device, grpo = best_device(config.model.device), config.grpo
     name = "shared" if state.get("shared_prompt", True) else "plain"

@@ -30,7 +30,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from analysis.doctor import diagnose
 from config import SECTIONS, ModelConfig
 from data import as_text
-from engine.policy import load_tokenizer
+from engine.policy import load_any_tokenizer
 from runs.console import points_text
 from runs.folder import or_none, points_of_turns, read_jsonl, read_steps, replace_text
 from sources.settings import read_settings
@@ -243,7 +243,7 @@ def find_tokenizer(folder: Path, config: dict):
     for path in [folder / "final", *sorted((folder / "checkpoints").glob("step-*"))[-1:], Path(source)]:
         if path.is_dir() or source == "":
             with suppress(ValueError):
-                return load_tokenizer(ModelConfig(model_path=str(path) if source else ""))
+                return load_any_tokenizer(ModelConfig(model_path=str(path) if source else ""))
     return None
 
 

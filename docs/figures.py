@@ -36,7 +36,7 @@ import train  # noqa: E402
 from config import GRPOConfig, ModelConfig  # noqa: E402
 from engine.packing import pack_groups  # noqa: E402
 from engine.prefix_attention import attends_to  # noqa: E402
-from engine.policy import load_policy  # noqa: E402
+from engine.policy import load_any_policy  # noqa: E402
 
 matplotlib.rcParams |= {"svg.hashsalt": "plain-grpo", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 TASK = (                        # flags of its GRPO phase
@@ -55,7 +55,7 @@ def save(figure: Figure, name: str, folder: Path = FOLDER) -> None:
 def random_groups() -> tuple:
     """A random tiny model, two prompts and three completions of each: examples and rollout."""
     torch.manual_seed(0)
-    model, tokenizer = load_policy(ModelConfig())
+    model, tokenizer = load_any_policy(ModelConfig())
     examples = data.load_examples("arithmetic", limit=2)
     config = GRPOConfig(num_completions_per_prompt=3, generation_max_length=6)
     prompts = [example["prompt"] for example in examples]

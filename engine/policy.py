@@ -1,12 +1,13 @@
 """
 The policy as large models need it: from a hub, with a LoRA adapter, in 16 bits, sharded over processes, on
-XLA. Each function does what its namesake in model.py does for float32 weights in one process.
+XLA. For float32 weights in one process model.py does the same.
 
 Parts of a model that text does not pass through are frozen. Left out on purpose: quantised weights; training
 on images or sound.
 """
 
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from engine.text_model import freeze_towers
 logging.disable_progress_bar()                            # a run has one of its own
 
 
-def load_tokenizer(config):
+def load_any_tokenizer(config):
     """Load the tokenizer of config.model_path, or the built-in one. Raises ValueError, one line."""
     if not config.model_path:
         return core.byte_tokenizer()
@@ -34,8 +35,8 @@ def load_tokenizer(config):
         return core.load_tokenizer(config)
 
 
-def load_policy(config, *, trainable: bool = True):
-    """Load the model and the tokenizer of config.model_path, or the built-in ones.
+def load_any_policy(config, *, trainable: bool = True):
+    """Load the model and the tokenizer of config.model_path by model.load_policy, from wherever they are.
 
     Weights that are trained are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be
     rounded away.
@@ -46,26 +47,32 @@ def load_policy(config, *, trainable: bool = True):
     returns    model, tokenizer
     raises     ValueError in one line if there is no such model
     """
-    tokenizer = load_tokenizer(config)
     with loading_errors(config.model_path, "cannot be loaded"):
+        if config.model_path:
+            check_model_path(config.model_path)
         adapter = adapter_settings(config.model_path)
         if adapter and config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
-        if config.model_path:
-            path, trust = adapter.get("base_model_name_or_path", config.model_path), config.trust_remote_code
-            cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust))
-            with loading_shards():
-                policy, missing = core.load_weights(cls, path, config)
-            freeze_towers(policy)
-            core.require_weights(policy, missing, path)
-        else:
-            policy = core.tiny_gemma(tokenizer, config).eval()
+        base = adapter.get("base_model_name_or_path", config.model_path)
+        policy, tokenizer = core.load_policy(config, load=partial(load_text_weights, base))
         if adapter or config.lora_rank:
             add_adapter(policy, config, bool(adapter))
         if not trainable:
             policy.requires_grad_(False)
         return with_precision(policy, config.precision), tokenizer
+
+
+def load_text_weights(path: str, config) -> tuple[PreTrainedModel, set[str]]:
+    """Load a model of a folder or a hub, a shard of it in each process. Freeze parts that are not for text.
+
+    returns  the model, and the weights that no file has
+    """
+    cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
+    with loading_shards():
+        policy, missing = core.load_weights(cls, path, config)
+    freeze_towers(policy)
+    return policy, missing
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -99,7 +106,7 @@ def check_context_length(model: PreTrainedModel, prompt_tokens: int, completion_
         )
 
 
-def frozen_copy(model: PreTrainedModel, *, exact: bool = False):
+def make_reference(model: PreTrainedModel, *, exact: bool = False):
     """Return a reference: a copy of the model, or of its adapter alone, without gradients.
 
     exact  keep all weights in float32, for a moving average: in 16 bits its small steps would be rounded away
@@ -121,7 +128,7 @@ def frozen_copy(model: PreTrainedModel, *, exact: bool = False):
     return reference
 
 
-def update_reference(reference, model: PreTrainedModel, alpha: float) -> None:
+def blend_reference(reference, model: PreTrainedModel, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
     reshard(model)
     if isinstance(reference, torch.nn.Module):
@@ -135,9 +142,9 @@ def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipp
     if reference is None:
         return
     if config.reference_mode == "ema" and not skipped:
-        update_reference(reference, model, config.ema_alpha)
+        blend_reference(reference, model, config.ema_alpha)
     elif config.reference_mode == "periodic" and step % config.reference_update_freq == 0:
-        update_reference(reference, model, 0.0)
+        blend_reference(reference, model, 0.0)
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -146,7 +153,7 @@ def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return full_tensor(model.state_dict())
 
 
-def save_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
+def save_any_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load. With an adapter: the adapter alone.
 
     weights  full_state_dict(model), if it has been gathered already; otherwise all ranks must call this

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from engine.adapters import AdapterReference
 from engine.devices import all_gather_object, is_main, num_processes
 from engine.errors import RunError, first_line
-from engine.policy import full_state_dict, save_policy
+from engine.policy import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
 from runs.folder import flush
 
@@ -47,9 +47,9 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     reference_weights = full_state_dict(reference) if has_weights else None
 
     def write(partial: Path) -> None:
-        save_policy(model, tokenizer, partial, weights)
+        save_any_policy(model, tokenizer, partial, weights)
         if has_weights:
-            save_policy(reference, tokenizer, partial / "reference", reference_weights)
+            save_any_policy(reference, tokenizer, partial / "reference", reference_weights)
         torch.save(state, partial / "state.pt")
         for lines in folder.parent.glob("*.jsonl"):       # a resumed run does not repeat these steps
             flush(lines)
@@ -67,7 +67,7 @@ def write_final(model, tokenizer, folder: Path) -> None:
     raises  RunError, on all ranks, if it cannot be written; an earlier folder stays intact
     """
     weights, partial = full_state_dict(model), folder.with_name(folder.name + ".new")
-    write_folder(partial, folder, lambda partial: save_policy(model, tokenizer, partial, weights))
+    write_folder(partial, folder, lambda partial: save_any_policy(model, tokenizer, partial, weights))
 
 
 def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from config import Config, ModelConfig
 from engine.adapters import AdapterReference, copy_into
-from engine.policy import load_policy, load_tokenizer, move
+from engine.policy import load_any_policy, load_any_tokenizer, move
 from engine.precision import precision_of
 from engine.recomputation import layers_of
 from engine.sharding import shard, sharded_like
@@ -36,7 +36,7 @@ def named_in_errors():
 def compare_tokenizers(tokenizer, config: Config, notify: Callable) -> None:
     """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
     with named_in_errors():
-        of_reference = load_tokenizer(config_of_reference(config))
+        of_reference = load_any_tokenizer(config_of_reference(config))
     ours, theirs = tokenizer.get_vocab(), of_reference.get_vocab()
     if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
         example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
@@ -55,7 +55,7 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     rows: rows beyond those of the policy belong to no token and are dropped.
     """
     with named_in_errors():
-        teacher, _ = load_policy(config_of_reference(config), trainable=False)
+        teacher, _ = load_any_policy(config_of_reference(config), trainable=False)
     rows = len(policy.get_output_embeddings().weight)
     for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
@@ -88,7 +88,7 @@ def validate_reference(
     in_16_bits = any(parameter.dtype != torch.float32 for parameter in reference.parameters())
     if in_16_bits and precision_of(reference) == "float32":
         raise ValueError(
-            "reference: its weights are in 16 bits; load it with load_policy of engine/policy.py")
+            "reference: its weights are in 16 bits; load it with load_any_policy of engine/policy.py")
     reference.eval().requires_grad_(False)
 
 
@@ -102,9 +102,9 @@ def load_reference(model, config: Config, checkpoint: Path, state: dict):
         return reference
     if not config.grpo.kl_coef or not (checkpoint / "reference").exists():
         return None
-    reference, _ = load_policy(
+    reference, _ = load_any_policy(
         replace(config.model, model_path=str(checkpoint / "reference")),
-        trainable=config.grpo.reference_mode == "ema",    # in float32, see frozen_copy
+        trainable=config.grpo.reference_mode == "ema",    # in float32, see make_reference
     )
     reference = move(reference, torch.device("cpu") if config.grpo.reference_offload else model.device).eval()
     shard(reference, layers_of(reference), getattr(model, "mesh", {}))

@@ -22,7 +22,7 @@ from engine.adapters import AdapterReference, has_adapter, merged_copy, trainabl
 from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
 from engine.errors import RunError, first_line
 from engine.plain import Engine
-from engine.policy import frozen_copy, move, save_policy
+from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
 from engine.sharding import clip_gradient, forward_pass, replicated_sums
 from experience import Experience, log_probs_of_rollout
@@ -235,7 +235,7 @@ class Run:
         if phase.name == "grpo" and config.kl_coef > 0 and self.reference is None:
             self.reference = self.teacher
             if self.teacher is None:
-                self.reference = frozen_copy(self.model, exact=config.reference_mode == "ema")
+                self.reference = make_reference(self.model, exact=config.reference_mode == "ema")
             move(self.reference, torch.device("cpu") if config.reference_offload else self.device)
         if phase.name == "grpo" and config.use_value_head:
             hidden_size = self.model.config.get_text_config().hidden_size
@@ -321,7 +321,7 @@ class Run:
             base = self.folder.path.resolve() / "base"
             self.model.peft_config["default"].base_model_name_or_path = str(base)
             if self.progress.step == 0:
-                save_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
+                save_any_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
 
     def restore(self, checkpoint: Path) -> None:
         """Restore progress from a checkpoint; begin_phase restores the rest, random states too."""

@@ -18,7 +18,7 @@ import torch
 from config import Config, ModelConfig, TrainingConfig
 from engine.devices import best_device, is_main, keep_freed_memory, num_processes
 from engine.plain import Engine
-from engine.policy import check_context_length, load_policy, load_tokenizer, move
+from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
 from engine.sharding import replicated_sums, shard
@@ -184,7 +184,7 @@ def set_up(
     validate_demonstrations(config, train_set)
     checkpoint = find_checkpoint(config, folder, ranks) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
-    tokenizer = load_tokenizer(model_config)
+    tokenizer = load_any_tokenizer(model_config)
     if training.use_grpo and config.grpo.reference_path:
         if reference is not None:
             raise ValueError("reference: --reference_path names another model; pass one of them")
@@ -236,7 +236,7 @@ def load_trained_policy(
 ) -> torch.nn.Module:
     """Load the policy and shard it over the device mesh. The seed decides weights that are not in a file."""
     torch.manual_seed(training.seed)
-    policy, _ = load_policy(model_config)
+    policy, _ = load_any_policy(model_config)
     move(policy, device)
     if training.gradient_checkpointing:
         recompute_activations(policy)

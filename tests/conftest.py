@@ -25,7 +25,7 @@ from engine import make_engine
 from engine.adapters import trainable_parameters
 from sources.batches import ShuffledBatches
 from experience import Groups
-from engine.policy import frozen_copy, load_policy, save_policy
+from engine.policy import make_reference, load_any_policy, save_any_policy
 from model import ValueHead, byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -163,7 +163,7 @@ def tokenizer():
 def folder(tmp_path_factory):
     """Where the built-in model is saved."""
     path = tmp_path_factory.mktemp("policy") / "model"
-    save_policy(*load_policy(ModelConfig()), path)
+    save_any_policy(*load_any_policy(ModelConfig()), path)
     return str(path)
 
 
@@ -329,7 +329,7 @@ def with_settings(base, architecture="gemma3", **grpo):
     run = replace(base, config=config, engine=engine, progress=replace(base.progress))
     run.batches = ShuffledBatches(base.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
-        run.reference = frozen_copy(run.model)
+        run.reference = make_reference(run.model)
         with torch.no_grad():
             run.reference.get_output_embeddings().weight.mul_(1.5)
     if run.config.grpo.use_value_head:

@@ -12,7 +12,7 @@ from conftest import (
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from logprobs import completion_log_probs
-from engine.policy import load_policy, save_policy
+from engine.policy import load_any_policy, save_any_policy
 from engine.precision import with_precision
 from runs.folder import read_jsonl
 from runs.startup_check import compare
@@ -25,7 +25,7 @@ UNRESTRICTED = GRPOConfig(
 
 
 def load(folder, **more):
-    return load_policy(ModelConfig(str(folder), **more))[0]
+    return load_any_policy(ModelConfig(str(folder), **more))[0]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def save(tokenizer, tmp_path):
     """Save a model of an architecture and return its folder."""
     def save(name):
         torch.manual_seed(0)
-        save_policy(MODELS[name]().eval(), tokenizer, tmp_path / "base")
+        save_any_policy(MODELS[name]().eval(), tokenizer, tmp_path / "base")
         return tmp_path / "base"
 
     return save

@@ -12,7 +12,7 @@ import train
 from config import Config, ModelConfig
 from data import encode_demonstration, encode_prompt
 from environments.messages import encode_reply
-from engine.policy import load_tokenizer, save_policy
+from engine.policy import load_any_tokenizer, save_any_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.startup_check import check_tokens
@@ -49,12 +49,12 @@ def base(tmp_path_factory):
     model = ARCHITECTURES["qwen3"]().eval()
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    save_policy(model, tokenizer, folder)
+    save_any_policy(model, tokenizer, folder)
     return folder
 
 
 def load(folder, **flags):
-    return load_tokenizer(ModelConfig(str(folder), **flags))
+    return load_any_tokenizer(ModelConfig(str(folder), **flags))
 
 
 def test_variables_reach_the_template_and_are_saved_with_the_tokenizer(base, tmp_path):
@@ -149,7 +149,7 @@ def test_variables_are_a_json_object_as_text_or_in_python():
 
 def test_variables_need_a_template(base, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
-    save_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
+    save_any_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
     for folder, template in (tmp_path, "auto"), (base, "none"):
         with pytest.raises(ValueError, match=r'--chat_template_kwargs=\{"enable_thinking": false\}: there is no chat template'):
             load(folder, chat_template=template, chat_template_kwargs=OFF)

@@ -18,7 +18,7 @@ import grpo
 from analysis.infer_flags import parse_arguments
 from config import FLAGS, GRPOConfig, ModelConfig
 from data import load_examples
-from engine.policy import load_policy
+from engine.policy import load_any_policy
 from formula_language import formulas
 from grpo import LOSSES
 from project_files import modules_of_the_program
@@ -163,7 +163,7 @@ def test_the_step_of_the_readme_trains_and_its_functions_are_in_the_files_it_lin
         return [float(sum(map(ord, completion)) % 10) for completion in completions]
 
     torch.manual_seed(0)
-    model, tokenizer = load_policy(ModelConfig())
+    model, tokenizer = load_any_policy(ModelConfig())
     examples = load_examples("arithmetic", limit=4)
     before = [p.detach().clone() for p in model.parameters()]
     names = dict(

@@ -16,7 +16,7 @@ from conftest import exhaustive
 import train
 from analysis.reward_linter import lint
 from config import ModelConfig
-from engine.policy import load_policy, save_policy
+from engine.policy import load_any_policy, save_any_policy
 from environments.instances import OPEN
 from reward_functions.loading import load_reward_function
 from rewards import correctness
@@ -37,7 +37,7 @@ def shortened(monkeypatch, tmp_path):
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.syspath_prepend(EXAMPLES)
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    save_policy(*load_policy(ModelConfig()), tmp_path / "model")
+    save_any_policy(*load_any_policy(ModelConfig()), tmp_path / "model")
     seen, real = [], train.set_up
 
     def set_up(config, **objects):

@@ -10,7 +10,7 @@ import train
 from config import GRPOConfig, ModelConfig
 from data import load_examples
 from engine import make_engine
-from engine.policy import load_policy
+from engine.policy import load_any_policy
 from grpo import LOSSES
 from project_files import ROOT
 
@@ -42,7 +42,7 @@ def learn(task, name, flags):
 def distance(task, name):
     """Exact KL(policy || start) in nats per token, over completions of the held-out prompts by the policy."""
     (policy, tokenizer), (reference, _) = (
-        load_policy(ModelConfig(model_path=f"{task.folder}/{which}/final")) for which in (name, "start"))
+        load_any_policy(ModelConfig(model_path=f"{task.folder}/{which}/final")) for which in (name, "start"))
     prompts = [example["prompt"] for example in load_examples(f"{task.folder}/test.jsonl")]
     config = GRPOConfig(generation_max_length=8, generation_temperature=1.0, generation_top_p=1.0, generation_top_k=0)
     engine = make_engine("shared", policy, tokenizer)

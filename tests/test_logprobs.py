@@ -12,7 +12,7 @@ from engine import chunked_head, make_engine, shared as shared_engine
 from config import GRPOConfig
 from engine.recomputation import recompute_activations
 from logprobs import completion_lengths, completion_log_probs, in_chunks, micro_batches, restrict_logits
-from engine.policy import frozen_copy
+from engine.policy import make_reference
 from sample import sample_completions_for_prompts
 
 
@@ -194,7 +194,7 @@ def test_recomputation_runs_a_layer_once_forward_and_once_again_backward(archite
 @pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])
 @pytest.mark.parametrize("policy", [dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7)])
 def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, policy, log_probs):
-    reference = frozen_copy(model)
+    reference = make_reference(model)
     with torch.no_grad():
         reference.get_output_embeddings().weight.mul_(1.5)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS, settings, seed=0)

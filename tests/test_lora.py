@@ -13,7 +13,7 @@ import train
 from config import ModelConfig
 from engine import make_engine
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
-from engine.policy import frozen_copy, load_policy, save_policy, update_reference
+from engine.policy import make_reference, load_any_policy, save_any_policy, blend_reference
 from engine.precision import with_precision
 from runs.folder import read_jsonl
 
@@ -24,12 +24,12 @@ IDS = torch.tensor([[5, 9, 40, 41, 17, 200]])
 def saved(request, tmp_path, tokenizer):
     """Return the folder of a base model."""
     torch.manual_seed(0)
-    save_policy(ARCHITECTURES[request.param]().eval(), tokenizer, tmp_path / "base")
+    save_any_policy(ARCHITECTURES[request.param]().eval(), tokenizer, tmp_path / "base")
     return tmp_path / "base"
 
 
 def load(folder, **more):
-    return load_policy(ModelConfig(str(folder), **more))
+    return load_any_policy(ModelConfig(str(folder), **more))
 
 
 @torch.no_grad()
@@ -81,13 +81,13 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
 def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, tmp_path):
     model, tokenizer = load(saved, lora_rank=4, lora_alpha=6.0)
     expected = with_noise(model)(IDS).logits
-    save_policy(model, tokenizer, tmp_path / "adapter")
+    save_any_policy(model, tokenizer, tmp_path / "adapter")
     assert not (tmp_path / "adapter/model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     assert torch.equal(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(IDS).logits, expected)
-    again, _ = load_policy(ModelConfig(str(tmp_path / "adapter")))
+    again, _ = load_any_policy(ModelConfig(str(tmp_path / "adapter")))
     assert torch.equal(again(IDS).logits, expected) and len(trainable_parameters(again)) == len(trainable_parameters(model))
-    save_policy(merged_copy(model), tokenizer, tmp_path / "merged")
+    save_any_policy(merged_copy(model), tokenizer, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
     assert torch.equal(model(IDS).logits, expected)
@@ -99,7 +99,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, settings):
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
     log_probs = partial(engine.log_probs, rollout, None, settings.policy)
-    reference = frozen_copy(model)
+    reference = make_reference(model)
     assert isinstance(reference, AdapterReference)
     with_noise(model)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, settings):
     exact = log_probs(reference=reference).kl
     assert torch.allclose(exact, log_probs(reference=base).kl, atol=1e-5)
     exact.sum().backward()                                # the reference's forward pass left the graph intact
-    update_reference(reference, model, 0.0)
+    blend_reference(reference, model, 0.0)
     assert all(torch.equal(kept, p) for kept, p in zip(reference.kept, trainable_parameters(model), strict=True))
 
 
@@ -141,11 +141,11 @@ def test_a_run_with_an_adapter_resumes_is_evaluated_and_merged(tmp_path, capsys)
 
 def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
     torch.manual_seed(0)
-    save_policy(ARCHITECTURES["llama"]().eval(), tokenizer, tmp_path / "base")
+    save_any_policy(ARCHITECTURES["llama"]().eval(), tokenizer, tmp_path / "base")
     model, _ = load(tmp_path / "base", lora_rank=4)
-    save_policy(model, tokenizer, tmp_path / "adapter")
+    save_any_policy(model, tokenizer, tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"--lora_rank=8: the adapter in .* has 4"):
-        load_policy(ModelConfig(str(tmp_path / "adapter"), lora_rank=8))
+        load_any_policy(ModelConfig(str(tmp_path / "adapter"), lora_rank=8))
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"adapter: no such folder as .*base; from the hub"):
-        load_policy(ModelConfig(str(tmp_path / "adapter")))
+        load_any_policy(ModelConfig(str(tmp_path / "adapter")))

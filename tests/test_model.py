@@ -16,7 +16,7 @@ from engine import make_engine
 from engine.ranks import Ranks
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
-from engine.policy import frozen_copy, load_policy, moved_to, save_policy, update_reference
+from engine.policy import make_reference, load_any_policy, moved_to, save_any_policy, blend_reference
 from engine.precision import with_precision
 from rewards import correctness
 
@@ -30,8 +30,8 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     name, model = architecture
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = None
-    save_policy(model, tokenizer, tmp_path)
-    loaded, loaded_tokenizer = load_policy(ModelConfig(model_path=str(tmp_path)))
+    save_any_policy(model, tokenizer, tmp_path)
+    loaded, loaded_tokenizer = load_any_policy(ModelConfig(model_path=str(tmp_path)))
     assert loaded.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
     ids = torch.tensor([loaded_tokenizer("47+85=?").input_ids])
     assert torch.equal(ids, torch.tensor([tokenizer("47+85=?").input_ids]))
@@ -47,12 +47,12 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
 
 
 def test_the_built_in_model_is_a_gemma_3_of_a_million_parameters():
-    model, tokenizer = load_policy(ModelConfig())
+    model, tokenizer = load_any_policy(ModelConfig())
     assert model.config.model_type == "gemma3_text"
     assert 0.9e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
     assert set(model.config.layer_types) == {"sliding_attention", "full_attention"} and not model.training
-    eager, _ = load_policy(ModelConfig(attn_implementation="eager"))
-    assert eager.config._attn_implementation == frozen_copy(eager).config._attn_implementation == "eager"
+    eager, _ = load_any_policy(ModelConfig(attn_implementation="eager"))
+    assert eager.config._attn_implementation == make_reference(eager).config._attn_implementation == "eager"
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
 
 
@@ -95,14 +95,14 @@ def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architectur
     _, model = architecture
     engine = make_engine("shared", with_precision(model, "bfloat16"), tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
-    reference, exact = frozen_copy(model), frozen_copy(model, exact=True)
+    reference, exact = make_reference(model), make_reference(model, exact=True)
     assert {p.dtype for p in model.parameters()} == {p.dtype for p in exact.parameters()} == {torch.float32}
     layers = sum(p.numel() for p in reference.parameters() if p.dtype == torch.bfloat16)
     assert layers > 0.9 * sum(m.weight.numel() for m in text_model(model).modules() if type(m).__name__ in ("Linear", "Conv1D"))
     with torch.no_grad():
         policy = engine.log_probs(rollout, None, settings.policy).logp
         assert torch.equal(engine.log_probs(rollout, None, settings.policy, model=reference).logp, policy)
-    update_reference(reference, model, 0.0)
+    blend_reference(reference, model, 0.0)
     assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
 
 
@@ -112,7 +112,7 @@ def test_a_frozen_copy_of_a_wrapped_model_is_its_own(architecture, tokenizer, se
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
     recompute_activations(with_precision(model, "bfloat16"))
-    reference = frozen_copy(model)
+    reference = make_reference(model)
     before = engine.log_probs(rollout, None, {}, model=reference).logp
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,23 +143,23 @@ FOREIGN = {
 
 @pytest.mark.parametrize("fault", FOREIGN)
 def test_whatever_a_library_raises_while_a_model_is_loaded_is_one_line_with_the_folder(tmp_path, tokenizer, fault):
-    save_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
-    load_policy(ModelConfig(str(tmp_path)))
+    save_any_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path)
+    load_any_policy(ModelConfig(str(tmp_path)))
     FOREIGN[fault](tmp_path)
     with pytest.raises(ValueError) as error:
-        load_policy(ModelConfig(str(tmp_path)))
+        load_any_policy(ModelConfig(str(tmp_path)))
     message = str(error.value)
     assert message.startswith(f"--model_path={tmp_path}: ") and "\n" not in message and message.count("--model_path") == 1
     assert ("its files lack" in message) == (fault in ("no weights", "a layer of another name"))
 
 
 def test_weights_of_a_tower_that_text_does_not_pass_may_be_missing(tmp_path, tokenizer):
-    save_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path)
+    save_any_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if "vision_tower" not in name}
     assert len(kept) < len(weights)
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    load_policy(ModelConfig(str(tmp_path)))
+    load_any_policy(ModelConfig(str(tmp_path)))
     save_file(dict(list(kept.items())[1:]), tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="its files lack 1 weights of the model, such as "):
-        load_policy(ModelConfig(str(tmp_path)))
+        load_any_policy(ModelConfig(str(tmp_path)))

@@ -17,7 +17,7 @@ from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward
 from forked import Program, Ranks
 from safetensors.torch import load_file
 
-from engine.policy import save_policy
+from engine.policy import save_any_policy
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
 
@@ -113,7 +113,7 @@ def test_processes_that_divide_the_matrices_of_a_layer_or_have_copies_of_the_wei
 @pytest.mark.parametrize("mesh", ["fsdp=2", exhaustive("tp=2")])
 def test_a_model_with_towers_in_two_processes(tmp_path, tokenizer, mesh):
     torch.manual_seed(0)
-    save_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path / "base")
+    save_any_policy(WITH_TOWERS["gemma3_vision"](), tokenizer, tmp_path / "base")
     flags = [*EVERYTHING.split(), "--model_path", f"{tmp_path}/base", "--generation_max_length", "16", "--gradient_checkpointing",
              "--reference_mode", "ema", "--ema_alpha", "0.5"]
     launch(1, tmp_path / "one", *flags)
@@ -187,7 +187,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers_and_the_value_head_is_one
 
 @pytest.mark.parametrize("change,name", [
     ("runs.run.ValueHead = lambda size, seed: real(size, seed + 1)", "value_head.layers.1.weight is"),
-    exhaustive("runs.setup.load_policy = lambda config: load(config, 0.001)", "model.model.layers.0.mlp.gate_proj.weight"),
+    exhaustive("runs.setup.load_any_policy = lambda config: load(config, 0.001)", "model.model.layers.0.mlp.gate_proj.weight"),
 ])
 def test_ranks_that_differ_end_with_one_line_that_names_what_differs(tmp_path, change, name):
     (tmp_path / "other.py").write_text(

@@ -16,7 +16,7 @@ from data import encode_prompt
 from engine import make_engine
 from engine.adapters import trainable_parameters
 from engine.text_model import text_model
-from engine.policy import load_policy, save_policy
+from engine.policy import load_any_policy, save_any_policy
 from runs.folder import read_jsonl
 from runs.startup_check import check_packing
 
@@ -32,7 +32,7 @@ def base(request, tmp_path_factory, tokenizer):
     """The folder of a checkpoint."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
-    save_policy(WITH_TOWERS[request.param]().eval(), tokenizer, folder)
+    save_any_policy(WITH_TOWERS[request.param]().eval(), tokenizer, folder)
     return folder
 
 
@@ -41,7 +41,7 @@ def is_of_tower(name):
 
 
 def load(folder, **more):
-    return load_policy(ModelConfig(str(folder), **more))
+    return load_any_policy(ModelConfig(str(folder), **more))
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

@@ -29,7 +29,7 @@ from engine.errors import RunError
 from engine.ranks import Ranks
 from engine.vllm_engine import VLLM
 from experience import compare_with_sampler, log_probs_of_rollout
-from engine.policy import load_policy
+from engine.policy import load_any_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.folder import read_jsonl
@@ -75,7 +75,7 @@ def engine_of(model, tokenizer, earlier=[]) -> VLLM:      # noqa: B006
 @pytest.fixture(scope="module")
 def tiny(tokenizer):
     torch.manual_seed(0)
-    return engine_of(load_policy(ModelConfig())[0], tokenizer)
+    return engine_of(load_any_policy(ModelConfig())[0], tokenizer)
 
 
 def update(model, steps: int) -> None:

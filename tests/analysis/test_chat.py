@@ -60,14 +60,14 @@ def test_a_single_answer_does_not_wait_for_the_check_of_packing_and_is_marked_if
 
 def chat_of(folder, monkeypatch, typed, flags=(), template=None, positions=4096):
     """Hold a chat with those inputs; return the prompts of its answers."""
-    load = chat.load_policy
+    load = chat.load_any_policy
 
     def changed(source, **options):
         model, tokenizer = load(source, **options)
         tokenizer.chat_template, model.config.max_position_embeddings = template, positions
         return model, tokenizer
 
-    monkeypatch.setattr(chat, "load_policy", changed)
+    monkeypatch.setattr(chat, "load_any_policy", changed)
     lines = iter([*typed, ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     infer.main(["--model_path", folder, "--chat", *flags])

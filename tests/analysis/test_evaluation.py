@@ -17,7 +17,7 @@ from analysis.evaluation import (
 )
 from engine import make_engine
 from engine.ranks import Ranks
-from engine.policy import load_policy
+from engine.policy import load_any_policy
 from runs.console import held_out_text
 
 
@@ -189,14 +189,14 @@ ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
 
 
 def test_several_samples_are_measured_written_down_and_compared(folder, scripted, capsys, tmp_path, monkeypatch):
-    load = chat.load_policy
+    load = chat.load_any_policy
 
     def named(config, **options):
         model, tokenizer = load(config, **options)
         model.name_or_path = "other" if config.model_path == "" else "first"
         return model, tokenizer
 
-    monkeypatch.setattr(chat, "load_policy", named)
+    monkeypatch.setattr(chat, "load_any_policy", named)
     file = tmp_path / "result.json"
     infer.main(["--model_path", folder, *ASK, "--samples", "4", "--json", str(file)])
     printed, result = capsys.readouterr().out, json.loads(file.read_text())
@@ -211,7 +211,7 @@ def test_several_samples_are_measured_written_down_and_compared(folder, scripted
     assert "of 40 x 4, Clopper-Pearson, effective number of problems" in printed
     assert result["samples"] == 4 and "differences" not in result
 
-    monkeypatch.setattr(chat, "load_policy", lambda config, **_: named(ModelConfig(config.model_path.replace("none", ""))))
+    monkeypatch.setattr(chat, "load_any_policy", lambda config, **_: named(ModelConfig(config.model_path.replace("none", ""))))
     infer.main(["--model_path", folder, *ASK, "--samples", "4", "--against_model", "none", "--json", str(file)])
     differences = json.loads(file.read_text())["differences"]
     assert differences["pass@4"]["mean"] == pytest.approx(even) and differences["pass@4"]["low"] > 0
@@ -219,7 +219,7 @@ def test_several_samples_are_measured_written_down_and_compared(folder, scripted
 
 
 def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
-    model, tokenizer = load_policy(ModelConfig(model_path=folder))
+    model, tokenizer = load_any_policy(ModelConfig(model_path=folder))
     infer.main(["--model_path", folder, *ASK])
     examples = load_examples("arithmetic", "test", limit=40)
     result = evaluate(make_engine("shared", model, tokenizer), Ranks(), examples, settings, seed=0)
@@ -228,7 +228,7 @@ def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
 
 
 def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
-    engine = make_engine("shared", *load_policy(ModelConfig(model_path=folder)))
+    engine = make_engine("shared", *load_any_policy(ModelConfig(model_path=folder)))
     real, settings = evaluation.sample_with_environment, replace(settings, generation_batch_size=2)
 
     def scripted(engine, environment, examples, *args, **kwargs):
@@ -283,7 +283,7 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, f
     (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')
     for name in "mine.py", "other.py":
         (tmp_path / name).write_text("def f(completions, **columns): ...\n")
-    monkeypatch.setattr(chat, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(chat, "load_any_policy", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=message) as error:
         infer.main(flags.replace("{tmp}", str(tmp_path)).split())
     assert "\n" not in str(error.value)

@@ -107,7 +107,7 @@ def test_the_page_has_curves_findings_settings_and_groups(tmp_path, monkeypatch)
 
 def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_the_one_it_began_with(tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(report, "load_tokenizer", lambda config: loaded.append(config.model_path) or byte_tokenizer())
+    monkeypatch.setattr(report, "load_any_tokenizer", lambda config: loaded.append(config.model_path) or byte_tokenizer())
     begun = tmp_path / "begun"
     begun.mkdir()
     folder = fake_run(tmp_path / "run", flags=["--model_path", str(begun)])

@@ -15,7 +15,7 @@ from conftest import QUICK, build_gpt2
 
 from config import ModelConfig
 from engine.model_files import check_model_path
-from engine.policy import load_policy, save_policy
+from engine.policy import load_any_policy, save_any_policy
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "a" * 40
@@ -65,7 +65,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path_factory, tokenizer):
     """The address of a hub that has one model, gpt2."""
     Hub.root = tmp_path_factory.mktemp("hub")
-    save_policy(build_gpt2(), tokenizer, Hub.root / "gpt2")
+    save_any_policy(build_gpt2(), tokenizer, Hub.root / "gpt2")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -107,9 +107,9 @@ def test_an_id_without_an_owner_is_downloaded_and_trained_and_later_loads_withou
 
 
 def test_a_folder_of_that_name_comes_before_the_hub(tmp_path, tokenizer, monkeypatch):
-    save_policy(build_gpt2(), tokenizer, tmp_path / "gpt2")
+    save_any_policy(build_gpt2(), tokenizer, tmp_path / "gpt2")
     monkeypatch.chdir(tmp_path)
-    assert load_policy(ModelConfig(model_path="gpt2"))[0].config.model_type == "gpt2"
+    assert load_any_policy(ModelConfig(model_path="gpt2"))[0].config.model_type == "gpt2"
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "a/b/c", "a b", ".hidden", "kaggle:google/gemma-2"])
@@ -122,4 +122,4 @@ def test_what_cannot_be_an_id_is_not_looked_up(path):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     build_gpt2().save_pretrained(tmp_path)                # some classes of tokenizers would make an empty one
     with pytest.raises(ValueError, match=f"^--model_path={tmp_path}: it has no tokenizer.json or "):
-        load_policy(ModelConfig(str(tmp_path)))
+        load_any_policy(ModelConfig(str(tmp_path)))

@@ -16,7 +16,7 @@ from config import ModelConfig
 from engine.devices import best_device, num_processes, shutdown
 from engine.recomputation import layers_of
 from engine.sharding import shard
-from engine.policy import frozen_copy, load_policy, move, save_policy
+from engine.policy import make_reference, load_any_policy, move, save_any_policy
 from model import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def test_every_architecture_is_loaded_as_in_one_process(tmp_path, processes, mes
     for name, build in (ARCHITECTURES | CURRENT_ARCHITECTURES | WITH_TOWERS).items():
         if not names or name in names:
             torch.manual_seed(0)
-            save_policy(build(), byte_tokenizer(), tmp_path / name)
+            save_any_policy(build(), byte_tokenizer(), tmp_path / name)
     printed = start_ranks(processes, __file__, str(tmp_path), json.dumps(mesh))
     assert re.findall(r"(\S+): the same", printed) == sorted(path.name for path in tmp_path.iterdir())
 
@@ -57,16 +57,16 @@ def compare(folder: Path, mesh: dict) -> None:
         config, processes = ModelConfig(model_path=str(path), **options), engine.sharding.num_processes
         torch.manual_seed(0)
         engine.sharding.num_processes = lambda: 1
-        whole, _ = load_policy(config)
+        whole, _ = load_any_policy(config)
         engine.sharding.num_processes = processes
         torch.manual_seed(0)
-        model, _ = load_policy(config)
+        model, _ = load_any_policy(config)
         held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
         total = sum(p.numel() for p in model.parameters())
         assert held <= 1.5 * total / num_processes(), f"{path.name}: {held} of {total}"
         move(model, device)
         shard(model, layers_of(model), mesh)
-        for other in [model] if options else [model, frozen_copy(model)]:
+        for other in [model] if options else [model, make_reference(model)]:
             tied = other.get_input_embeddings().weight is other.get_output_embeddings().weight
             assert tied == (whole.get_input_embeddings().weight is whole.get_output_embeddings().weight), path.name
             for name, tensor in (*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()):

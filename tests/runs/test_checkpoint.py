@@ -17,7 +17,7 @@ from conftest import assert_same, exhaustive, run_folder
 from forked import Ranks
 
 from engine.errors import RunError
-from engine.policy import load_policy
+from engine.policy import load_any_policy
 from runs import checkpoint
 import train
 from runs.checkpoint import find_damage, latest_checkpoint
@@ -181,7 +181,7 @@ def full_disk(monkeypatch):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "SHA256SUMS", "final.new"])
 def test_a_final_model_that_does_not_fit_leaves_the_one_before_it(tmp_path, full_disk, name):
-    (model, tokenizer), final = load_policy(train.ModelConfig()), tmp_path / "final"
+    (model, tokenizer), final = load_any_policy(train.ModelConfig()), tmp_path / "final"
     final.mkdir()
     (final / "before").touch()
     full_disk.append(name)
@@ -210,7 +210,7 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, 
     (tmp_path / "rollouts.jsonl").touch()
     flushed, flush = [], checkpoint.flush
     monkeypatch.setattr(checkpoint, "flush", lambda path: (flushed.append((path.name, list(target.parent.glob("step*")))), flush(path)))
-    monkeypatch.setattr(checkpoint, "save_policy", lambda model, tokenizer, folder, weights: folder.mkdir(parents=True))
+    monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: folder.mkdir(parents=True))
     target = tmp_path / "checkpoints/step-00000001"
     assert checkpoint.write_checkpoint(target.parent, 1, torch.nn.Linear(1, 1), None, None, STATE, keep=1) == target
     assert ("rollouts.jsonl", []) in flushed and find_damage(target) == ""
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_begun_is_said_and_nothing_is_left(tmp_path, exi
 
 def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_checkpoints_go(tmp_path, monkeypatch):
     saved = []
-    monkeypatch.setattr(checkpoint, "save_policy", lambda model, tokenizer, folder, weights: (
+    monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: (
         saved.append((model, folder.name, sorted(weights))), folder.mkdir(parents=True)))
     model, reference, adapter = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False), checkpoint.AdapterReference.__new__(checkpoint.AdapterReference)
     for step, other in enumerate([None, adapter, reference, reference], start=1):

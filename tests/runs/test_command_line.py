@@ -156,7 +156,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_model_and_overwrites_n
         (tmp_path / name).parent.mkdir(exist_ok=True)
         data_file(tmp_path, name, '{"model_type": "llama"}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr(setup, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(setup, "load_any_policy", lambda *_: pytest.fail("a model was loaded"))
 
     flags, message = MISTAKES[mistake]
     flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]

@@ -24,7 +24,7 @@ import sample
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
-from engine.policy import save_policy
+from engine.policy import save_any_policy
 from engine import ranks
 from runs.checkpoint import find_damage, latest_checkpoint
 from runs.errors import StopOnSignal, exit_on_errors
@@ -205,7 +205,7 @@ def bytes_of_a_full_cache(run, monkeypatch):
 ])
 def test_keys_and_values_of_a_full_rollout_are_those_of_a_cache(tmp_path, monkeypatch, tokenizer, architecture, flags):
     torch.manual_seed(0)
-    save_policy(ARCHITECTURES[architecture](), tokenizer, tmp_path / "model")
+    save_any_policy(ARCHITECTURES[architecture](), tokenizer, tmp_path / "model")
     run = start_run(tmp_path, "--use_grpo", "--model_path", str(tmp_path / "model"), "--engine", *flags.split())
     assert cache_bytes(run) == bytes_of_a_full_cache(run, monkeypatch) > 0
 
@@ -222,7 +222,7 @@ HEAD = 2 * 32 + 32 * 32 + 32 + 32 + 1                  # a norm, two layers
 def test_the_line_before_the_first_step_says_what_weights_gradients_adamw_and_reference_take(
     tmp_path, tokenizer, capsys, flags, weights, trained, reference
 ):
-    save_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path / "model")
+    save_any_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path / "model")
     run = start_run(tmp_path, "--use_grpo", "--use_kl_penalty", "true", "--model_path", str(tmp_path / "model"), *flags.split())
     line = " ".join(capsys.readouterr().out.partition("memory in GB: ")[2].split())
     found = {name: float(size) for name, size in re.findall(r"([a-zA-Z][a-zA-Z ]*) ([\d.e-]+)[,;]", line)}

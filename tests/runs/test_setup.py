@@ -12,7 +12,7 @@ from forked import Ranks
 import train
 from config import Config, ModelConfig
 from engine import shared
-from engine.policy import load_policy, save_policy
+from engine.policy import load_any_policy, save_any_policy
 from runs.setup import config_on_device
 
 
@@ -84,8 +84,8 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
     assert "plain rows instead" not in error and "--engine plain does without" in error
     train.main([*flags, "--check", "--engine", "plain"])
     assert "ok     plain rows   a row for each completion" in capsys.readouterr().out
-    model, tokenizer = load_policy(ModelConfig())
-    save_policy(model, tokenizer, tmp_path / "model")     # another one may have layers that carry state
+    model, tokenizer = load_any_policy(ModelConfig())
+    save_any_policy(model, tokenizer, tmp_path / "model")     # another one may have layers that carry state
     train.main([*flags, "--check", "--model_path", str(tmp_path / "model")])
     assert "note   packing      off: packed and plain rows differ by" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ import train
 from analysis import explain, replay
 from config import Config, ModelConfig
 from engine.adapters import merged_copy
-from engine.policy import load_policy, save_policy
+from engine.policy import load_any_policy, save_any_policy
 from runs.checkpoint import read_state, weights_of
 from runs.command_line import parse_config
 from runs.setup import set_up
@@ -25,12 +25,12 @@ FLAGS = dict(
 def teacher(tmp_path_factory):
     """The folder of the built-in model with other weights."""
     torch.manual_seed(7)
-    model, tokenizer = load_policy(ModelConfig())
+    model, tokenizer = load_any_policy(ModelConfig())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     folder = tmp_path_factory.mktemp("teacher")
-    save_policy(model, tokenizer, folder)
+    save_any_policy(model, tokenizer, folder)
     return folder
 
 
@@ -86,9 +86,9 @@ def test_a_run_with_a_teacher_is_resumed_bit_for_bit_and_its_checkpoints_name_it
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
     cut()
-    model, tokenizer = load_policy(ModelConfig(model_path=str(moved)))
+    model, tokenizer = load_any_policy(ModelConfig(model_path=str(moved)))
     model.model.norm.weight.data += 0.01
-    save_policy(model, tokenizer, moved)
+    save_any_policy(model, tokenizer, moved)
     with pytest.raises(ValueError, match=r"--reference_path=.*teacher: its weights are not those with which this run began"):
         set_up(parse_config(["--resume", "--output_dir", str(run)]))
 
@@ -96,14 +96,14 @@ def test_a_run_with_a_teacher_is_resumed_bit_for_bit_and_its_checkpoints_name_it
 def test_the_weights_of_an_adapter_and_of_its_base_tell_teachers_apart(tmp_path, teacher):
     base, adapter, found = shutil.copytree(teacher, tmp_path / "base"), tmp_path / "adapter", []
     for changed in None, "lora_A", "norm":
-        model, tokenizer = load_policy(ModelConfig(str(adapter if found else base), lora_rank=0 if found else 4))
+        model, tokenizer = load_any_policy(ModelConfig(str(adapter if found else base), lora_rank=0 if found else 4))
         for name, parameter in model.named_parameters():
             if changed and changed in name:
                 parameter.data += 0.01
-        save_policy(model, tokenizer, adapter)
+        save_any_policy(model, tokenizer, adapter)
         if changed == "norm":
-            save_policy(merged_copy(model), tokenizer, base)
-        found.append(weights_of(load_policy(ModelConfig(str(adapter)), trainable=False)[0], str(adapter)))
+            save_any_policy(merged_copy(model), tokenizer, base)
+        found.append(weights_of(load_any_policy(ModelConfig(str(adapter)), trainable=False)[0], str(adapter)))
     assert len({*found}) == 3 and [len(name) for name in found] == [129] * 3
 
 
@@ -124,10 +124,10 @@ def test_a_step_with_a_teacher_alone_is_explained_although_all_groups_are_tied(t
 
 
 def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same(tmp_path, teacher):
-    model, tokenizer = load_policy(ModelConfig(model_path=str(teacher)))
+    model, tokenizer = load_any_policy(ModelConfig(model_path=str(teacher)))
     model.resize_token_embeddings(300)
     model.config.pad_token_id = 299                       # as after add_special_tokens({"pad_token": "[PAD]"})
-    save_policy(model, tokenizer, tmp_path / "padded")
+    save_any_policy(model, tokenizer, tmp_path / "padded")
     kl = []
     for name, folder in ("as it is", teacher), ("padded", tmp_path / "padded"):
         train.train(run_of(tmp_path / name, folder, kl_estimator="exact", max_steps=1, save_steps=0))
@@ -136,16 +136,16 @@ def test_a_teacher_whose_head_is_padded_to_more_rows_teaches_the_same(tmp_path, 
 
 
 def test_the_exact_kl_to_a_head_of_fewer_rows_is_refused(tmp_path, teacher):
-    model, tokenizer = load_policy(ModelConfig(model_path=str(teacher)))
+    model, tokenizer = load_any_policy(ModelConfig(model_path=str(teacher)))
     model.resize_token_embeddings(300)
-    save_policy(model, tokenizer, tmp_path / "policy")
+    save_any_policy(model, tokenizer, tmp_path / "policy")
     with pytest.raises(ValueError, match=r"its head has 263 rows, that of the policy 300, .* --kl_estimator ratio_k3, or resize_token_embeddings\(263\)"):
         set_up(run_of(tmp_path, teacher, kl_estimator="exact", model_path=str(tmp_path / "policy")))
 
 
 def test_two_references_are_refused_and_one_without_weights_is_named_by_its_flag(tmp_path, teacher):
     with pytest.raises(ValueError, match="reference: --reference_path names another model; pass one of them"):
-        set_up(run_of(tmp_path, teacher), reference=load_policy(ModelConfig())[0])
+        set_up(run_of(tmp_path, teacher), reference=load_any_policy(ModelConfig())[0])
     empty = shutil.copytree(teacher, tmp_path / "empty")
     (empty / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"--reference_path.*empty"):
@@ -159,7 +159,7 @@ def test_a_teacher_that_reads_other_tokens_is_refused_before_the_policy_is_loade
     first, second = [token for token, number in vocabulary["model"]["vocab"].items() if number in (100, 101)]
     vocabulary["model"]["vocab"] |= {first: 101, second: 100}
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
-    monkeypatch.setattr("runs.setup.load_policy", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("runs.setup.load_any_policy", lambda *args, **kwargs: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"--reference_path=.*other: 2 of 263 tokens are others there \(.* is 10[01] here and 10[01] there\)"):
         set_up(run_of(tmp_path, other))
 

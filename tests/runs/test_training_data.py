@@ -9,7 +9,7 @@ from test_data import GSM8K, data_of, write_lines
 
 import train
 from config import ModelConfig
-from engine.policy import load_policy, save_policy
+from engine.policy import load_any_policy, save_any_policy
 from sources.batches import prompt_key
 
 
@@ -94,8 +94,8 @@ def test_demonstrations_that_lose_text_after_a_stop_token_are_counted_at_the_sta
 
 def test_a_demonstration_longer_than_the_models_positions_is_one_line_before_training(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": "p", "completion": "x" * n} for n in (9, 9, 99)])
-    model, tokenizer = load_policy(ModelConfig())
+    model, tokenizer = load_any_policy(ModelConfig())
     model.config.max_position_embeddings = 64
-    save_policy(model, tokenizer, tmp_path / "model")
+    save_any_policy(model, tokenizer, tmp_path / "model")
     with pytest.raises(ValueError, match=r"data.jsonl: example 3 and its completion have 10\d tokens, and the model 64 positions; leave it out, or shorten it"):
         start_run(tmp_path / "run", "--dataset", path, "--eval_limit", "0", "--model_path", str(tmp_path / "model"), "--generation_max_length", "8")

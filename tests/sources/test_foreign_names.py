@@ -15,7 +15,7 @@ from conftest import build_gpt2
 
 from analysis.infer_flags import parse_arguments
 from config import Config, FLAGS
-from engine.policy import save_policy
+from engine.policy import save_any_policy
 from model import byte_tokenizer
 from runs.command_line import parse_config
 from sources import foreign_names
@@ -138,7 +138,7 @@ def test_the_settings_that_the_page_gives_instead_are_accepted(system, tmp_path)
 def test_the_settings_that_the_page_gives_instead_train(system, type_line, tmp_path):
     """In place of the model there is a small GPT-2 with random weights; prompts and reward function are those of a user."""
     here = settings_here(system)
-    save_policy(build_gpt2(), byte_tokenizer(), tmp_path / here["model_path"])
+    save_any_policy(build_gpt2(), byte_tokenizer(), tmp_path / here["model_path"])
     (tmp_path / "prompts.json").write_text('{"prompts": ["Spell plank.", "1+1=?", "2+2=?"]}')
     (signature,) = re.findall(r"`(def .*?)` in `mine.py`", FIVE)
     (tmp_path / "mine.py").write_text(f"from typing import List\n{signature}:\n    return [float(sum(ids)) for ids in completions]\n")
