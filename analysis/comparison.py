@@ -210,10 +210,12 @@ def comparison_table(variants: dict[str, dict[str, float]], measure: str) -> str
 
 
 def mean_and_interval(values: list[float], form: str) -> str:
-    """Return "mean [low, high]", or "mean [?]" of a single value."""
+    """Return "mean [low, high]", or the mean alone of a single value."""
+    mean = f"{np.mean(values):{form}}"
+    if len(values) == 1:
+        return mean
     low, high = t_interval(np.array(values))
-    interval = f"[{low:{form}}, {high:{form}}]" if len(values) > 1 else "[?]"
-    return f"{np.mean(values):{form}} {interval}"
+    return f"{mean} [{low:{form}}, {high:{form}}]"
 
 
 if __name__ == "__main__":
