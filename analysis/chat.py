@@ -2,9 +2,8 @@
 Answers of a model to one prompt, in a conversation, or to a file of prompts, the evaluation of models, and
 adapters that are added to their weights. A model that is sampled wrongly is refused, as before training.
 
-Answers are printed while they are sampled, with the reasoning on a line of its own and control
-characters as escapes. With an environment, such as one with tools, an answer is all messages of the model and
-the environment up to the user's next turn.
+Answers are printed while they are sampled, control characters as escapes. With an environment, such as one
+with tools, an answer is all messages of the model and the environment up to the user's next turn.
 
 Left out on purpose: serving, and a cache kept between the user's turns: each forwards the whole conversation.
 """
@@ -15,7 +14,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 from transformers import TextStreamer
 
@@ -39,16 +37,12 @@ from reward_functions.loading import load_reward_function, refuse_equal_names, r
 from runs.command_line import section_of
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from runs.training_data import with_instruction
-from sample import Rollout, occurrences, stop_token_ids
+from sample import Rollout, stop_token_ids
 from sources import load_examples
 
 CONTROL = re.compile(             # characters that a terminal acts on, but for newline and tab
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-TAG_LABELS = {                  # printed instead of a tag
-    "<reasoning>": "reasoning: ", "</reasoning>": "\n", "<think>": "reasoning: ", "</think>": "\n",
-    "<answer>": "answer: ", "</answer>": "",
-}
 
 
 def escape(text: str) -> str:
@@ -57,11 +51,9 @@ def escape(text: str) -> str:
 
 
 class AnswerStreamer(TextStreamer):
-    """Print an answer while it is sampled. Tags hold no space, so they arrive whole."""
+    """Print an answer while it is sampled."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        for tag, label in TAG_LABELS.items():
-            text = text.replace(tag, label)
         print(escape(text), end="\n" if stream_end else "", flush=True)
 
 
@@ -162,33 +154,21 @@ def encode_conversation(
     return encode_prompt(tokenizer, prompt) + ids
 
 
-def write_answers(
-    chat_model: ChatModel, examples: list[dict], num_completions: int, batch_size: int, file: TextIO
-) -> None:
-    """Write a line of JSON for each answer: the example's columns, completion and finished.
-
-    batch_size  completions that are sampled before they are written; those of a prompt always are; 0: all
-    """
-    earlier = occurrences([example["prompt"] for example in examples])
-    prompts = max(1, batch_size // num_completions) if batch_size else len(examples)
-    for start in range(0, len(examples), prompts):
-        batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
-        rollout = chat_model.sample(batch, num_completions, earlier=repeats)
-        answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
-        for row, (completion, finished) in enumerate(answers):
-            record = batch[row // num_completions] | {"completion": completion, "finished": finished}
-            file.write(json.dumps(record, ensure_ascii=file is sys.stdout, default=str) + "\n")
-        file.flush()
-
-
 def answer_questions(args, source: ModelConfig) -> None:
-    """Write the answers to the prompts of --questions into the file --answers, or print them."""
+    """Write a line of JSON for each answer to --questions into the file --answers, or print it.
+
+    It has the example's columns, completion and finished.
+    """
     examples = load_dataset(args, args.questions, args.limit or None)
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
+    rollout = chat_model.sample(examples, args.samples)
+    answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
     with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:
-        write_answers(chat_model, examples, args.samples, args.generation_batch_size, file)
+        for row, (completion, finished) in enumerate(answers):
+            record = examples[row // args.samples] | {"completion": completion, "finished": finished}
+            file.write(json.dumps(record, ensure_ascii=not args.answers, default=str) + "\n")
     if args.answers:
-        print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
+        print(f"{args.answers}: {len(rollout.completions)} answers to {len(examples)} prompts")
 
 
 def run_evaluation(args, source: ModelConfig) -> None:
