@@ -233,7 +233,6 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
     ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
     ("--question q --against_model m", "--against_model: needs --evaluate"),
-    ("--evaluate arithmetic --against run", "--against: needs --report"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name --reward_functions that need none, or the column with --answer"),
     ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", r"correctness: needs the column answer.*a line of data.*\{"),
     ("--evaluate arithmetic --reward_functions safety", r"safety: needs the column forbidden, which arithmetic.*a line of data.*\{"),
