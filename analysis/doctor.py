@@ -25,7 +25,6 @@ class History:
     def __init__(self, rollouts: list[dict], flags: dict):
         self.rollouts, self.flags = rollouts, flags
         self.right = next((f"reward/{name}" for name in SUCCESS if f"reward/{name}" in rollouts[-1]), "")
-        self.taught = flags["reward_functions"] == ["none"]                      # by a teacher alone
 
     def start(self, name: str) -> float:
         """Return the mean over the first rollouts."""
@@ -72,10 +71,8 @@ class History:
         return next((name for name in ["mean_reward", *names] if self.fell(name)), "")
 
     def improves(self) -> bool:
-        """Check that more completions are right than at the start; where that is not known, that rewards
-        rose, or that the KL to a teacher fell.
-        """
-        return self.change("kl") < 0 if self.taught else self.change(self.right or "mean_reward") > 0
+        """Check that more completions are right than at the start, or, if that is unknown, that rewards rose."""
+        return self.change(self.right or "mean_reward") > 0
 
     def tied_beyond_chance(self) -> bool:
         """Check that most groups are tied, and more than chance ties if most completions are right."""
@@ -128,19 +125,15 @@ def find_problems(h: History) -> list[str]:
         ("length_collapse", h.growth("completion_tokens") < 0.5 and no_more_right,
          f"completions shrank {h.course('completion_tokens', '.0f')} tokens, and no more are right: see in "
          "rollouts.jsonl what they still earn, and lower its --reward_weights"),
-        ("entropy_falls", h.growth("entropy") < 0.5 and no_more_right and not h.end(h.right) > 0.8
-         and not h.taught,
+        ("entropy_falls", h.growth("entropy") < 0.5 and no_more_right and not h.end(h.right) > 0.8,
          f"entropy fell {h.course('entropy')} nat/token, and no more completions are right: "
          f"{smaller_updates} or --entropy_coef 0.01"),
-        ("ties", h.tied_beyond_chance() and not flags["use_value_head"] and not h.taught,
+        ("ties", h.tied_beyond_chance() and not flags["use_value_head"],
          f"{h.end('tied_groups'):.0%} of groups have equal rewards, of which nothing is learned: "
          f"{h.remedy_of_ties()}"),
         ("truncation", min(h.end("truncated"), h.start("truncated")) > 0.3,
          f"{h.end('truncated'):.0%} of the completions are truncated, and were from the start: raise "
          f"--generation_max_length (now {flags['generation_max_length']})"),
-        # The clip of gspo is so narrow that this is usual.
-        ("clipping", h.end("clip_fraction") > 0.3 and flags["loss_type"] != "gspo",
-         f"{h.end('clip_fraction'):.0%} of the tokens are clipped: {smaller_updates}"),
     ]
     return [f"{name}: {advice}" for name, holds, advice in rules if holds]
 
@@ -161,4 +154,5 @@ def diagnose(lines: list[dict], flags: dict) -> list[str]:
         parts = f", {right:.0%} all right and {tied - right:.0%} not" if h.right and right >= 0 else ""
         changes.append(f"tied groups {tied:.0%}{parts}")
     course = f"{', '.join(changes)} in {len(rollouts)} rollouts"
-    return [course, *(find_problems(h) if len(rollouts) >= LEAST else [])]
+    by_teacher = flags["reward_functions"] == ["none"]    # alone: rewards say nothing
+    return [course, *(find_problems(h) if len(rollouts) >= LEAST and not by_teacher else [])]
