@@ -71,7 +71,7 @@ class History:
         return next((name for name in ["mean_reward", *names] if self.fell(name)), "")
 
     def improves(self) -> bool:
-        """Check that more completions are right than at the start, or, if that is unknown, that rewards rose."""
+        """Check that more completions are right than at the start, or, if unknown, that rewards rose."""
         return self.change(self.right or "mean_reward") > 0
 
     def tied_beyond_chance(self) -> bool:
