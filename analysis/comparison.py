@@ -1,19 +1,20 @@
 """
-Compare variants: each is trained with several seeds from one cold start, and evaluated on the same problems.
+Compare variants: each is trained with several seeds from one cold start, with the same held-out problems.
 
     python -m analysis.comparison settings.json --variant base "" --variant gspo "--loss_type gspo"
     python -m analysis.comparison DIR                    the table of the runs in DIR again
 
     DIR/settings.json          the settings of all runs; DIR is --output_dir
     DIR/cold_start             the policy that they begin with, if there is a cold start
-    DIR/base/seed-0            a run folder; with evaluation.json, several completions for each problem
-    DIR/base/seed-0.txt        what its programs printed
+    DIR/base/seed-0            a run folder
+    DIR/base/seed-0.txt        what train.py printed
 
 Given again, the first command goes on: complete runs are skipped, others resumed. Left out on purpose:
 variants that start from other weights, or are evaluated on other problems.
 
-The unit is the seed: a variant's accuracy is the mean over its seeds, and its difference from the variant
-without flags, or the first by name, that over the seeds which both have, each with Student's t interval.
+The unit is the seed: a variant's value is the mean over its seeds of a run's last eval_accuracy, or another
+--metric. Its difference from the variant without flags, or the first by name, is that over the seeds which
+both have. Each has Student's t interval.
 """
 
 import json
@@ -27,8 +28,8 @@ import numpy as np
 
 from runs.command_line import OneLineParser, exit_on_mistake, parse_config
 from analysis.evaluation import t_interval
-from analysis.infer_flags import FLAGS_OF_CONFIG
 from config import START_FLAGS, Config
+from runs.folder import read_jsonl
 from sources.readers import READERS
 
 ROOT = Path(__file__).parents[1]
@@ -40,11 +41,10 @@ SAME = {                        # settings that a variant may not change: evalua
 }
 # A run that ends with its cold start: one step of GRPO, which changes nothing.
 COLD_START_ALONE = "--num_epochs", "1e-6", "--learning_rate", "0"
-SAMPLES = 4                     # completions for each held-out problem
 
 
 def main(words: list[str]) -> int:
-    """Train and evaluate the variants, if there are any, and print the table.
+    """Train the variants, if there are any, and print the table.
 
     returns  the exit code: 1 if a run is missing
     raises   ValueError, one line, before anything runs
@@ -54,13 +54,15 @@ def main(words: list[str]) -> int:
     add("path", type=Path, help="settings.json of all runs; or a folder of runs, for their table")
     add("--variant", nargs=2, action="append", metavar=("NAME", "FLAGS"), help="flags of a variant, quoted")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of each variant [0 1 2]")
+    add("--metric", default="eval_accuracy", help="of the held-out problems, in metrics.jsonl [%(default)s]")
     add("--output_dir", type=Path, default=Path("outputs/compare"), help="folder of the runs [%(default)s]")
     argv = list(words)
     for i in [i + 2 for i, word in enumerate(argv[:-2]) if word == "--variant"]:
         argv[i] += " "                                    # with a space argparse takes it for a value
     args = parser.parse_all(argv)
     complete = train_variants(args) if args.variant else True
-    print(comparison_table(*read_variants(args.output_dir if args.variant else args.path)))
+    variants = read_variants(args.output_dir if args.variant else args.path, args.metric)
+    print(comparison_table(variants, args.metric))
     return int(not complete)
 
 
@@ -68,7 +70,7 @@ def main(words: list[str]) -> int:
 
 
 def train_variants(args) -> bool:
-    """Train and evaluate all variants. Returns whether no run is missing."""
+    """Train all variants. Returns whether no run is missing."""
     config = parse_config([str(args.path)])
     variants = check_comparison(config, args)
     settings = config.given_flags | {"profile": config.training.profile}
@@ -86,8 +88,7 @@ def train_variants(args) -> bool:
     for seed in args.seeds:
         for name, flags in variants.items():
             folder = args.output_dir / name / f"seed-{seed}"
-            trained = train_run(folder, args.output_dir, [*flags, *begin, "--seed", str(seed)])
-            complete &= trained and evaluate_run(folder, config)
+            complete &= train_run(folder, args.output_dir, [*flags, *begin, "--seed", str(seed)])
     return complete
 
 
@@ -135,71 +136,55 @@ def write_once(text: str, path: Path) -> None:
 
 
 def train_run(folder: Path, parent: Path, flags: list[str]) -> bool:
-    """Train a run to its end, unless it has been. Returns whether it got there."""
+    """Train a run to its end, unless it has been, and print how it ended. Returns whether it got there."""
+    if (folder / "final").exists():
+        return True
     resume = ["--resume"] * (folder / "config.json").exists()
-    command = ["train.py", str(parent / "settings.json"), *flags, "--output_dir", str(folder), *resume]
-    return (folder / "final").exists() or run_program(command, folder)
-
-
-def evaluate_run(folder: Path, config: Config) -> bool:
-    """Write evaluation.json on the held-out problems, with the settings of sampling that all runs share."""
-    data, target = config.data, folder / "evaluation.json"
-    command = [
-        "infer.py", "--model_path", str(folder / "final"), "--evaluate", data.eval_dataset or data.dataset,
-        "--split", data.eval_split, "--limit", str(data.eval_limit), "--samples", str(SAMPLES),
-        "--json", str(target),
-    ]
-    values = flags_of(config)
-    for name in sorted({*FLAGS_OF_CONFIG} - {"model_path", "seed"}):
-        if value := values[name]:
-            words = value if isinstance(value, list) else [value]
-            command += [f"--{name}", *map(str, words)] if isinstance(value, list) else [f"--{name}={value}"]
-    return target.exists() or run_program(command, folder)
-
-
-def run_program(command: list[str], folder: Path) -> bool:
-    """Run a program of the project, its output in a file beside the run's folder, and print how it ended."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log = folder.with_suffix(".txt")
-    with log.open("a") as output:
-        words = [sys.executable, str(ROOT / command[0]), *command[1:]]
-        code = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT).returncode
-    end = f"ended with code {code}, see {log}" if code else "done"
-    print(f"{folder.parent.name}/{folder.name} {command[0]}: {end}", flush=True)
+    words = [str(parent / "settings.json"), *flags, "--output_dir", str(folder), *resume]
+    code = run_training(words, folder.with_suffix(".txt"))
+    end = f"ended with code {code}, see {folder}.txt" if code else "done"
+    print(f"{folder.parent.name}/{folder.name}: {end}", flush=True)
     return code == 0
+
+
+def run_training(words: list[str], log: Path) -> int:
+    """Run train.py with its output added to a file. Returns the exit code."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        program = [sys.executable, str(ROOT / "train.py"), *words]
+        return subprocess.run(program, stdout=output, stderr=subprocess.STDOUT).returncode
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
 
 
-def read_variants(folder: Path) -> tuple[dict[str, dict[str, float]], str]:
-    """Return {variant: {run: mean over the problems}}, the one without flags first, and what is measured.
+def read_variants(folder: Path, metric: str) -> dict[str, dict[str, float]]:
+    """Return {variant: {run: last value of a metric of held-out problems}}, the one without flags first.
 
-    raises  ValueError, one line, if there are no runs, or some were evaluated on other problems
+    raises  ValueError, one line, if there are no complete runs, or one does not have the metric
     """
     variants: dict[str, dict[str, float]] = {}
-    problems: list = []
-    files = sorted(folder.glob("*/seed-*/evaluation.json"))
-    for file in sorted(files, key=lambda file: (file.parents[1] / "flags.txt").read_text() != ""):
-        evaluation = json.loads(file.read_text())
-        (result,) = evaluation["results"]
-        prompts = [problem["prompt"] for problem in result["problems"]]
-        if prompts != (problems := problems or prompts):
-            raise ValueError(f"{file.parent}: evaluated on other problems than the runs before it")
-        names = {*evaluation["reward_functions"]}
-        known = "accuracy" in result["estimates"] and (not names or names & {"correctness", "none"})
-        measure = "accuracy" if known else "reward"
-        runs = variants.setdefault(file.parents[1].name, {})
-        runs[file.parent.name] = result["estimates"][measure]["mean"]
+    finals = sorted(folder.glob("*/seed-*/final"))
+    for run in (final.parent for final in sorted(finals, key=has_flags)):
+        last = [line for line in read_jsonl(run / "metrics.jsonl") if line["phase"] == "eval"][-1]
+        if last.get(metric) is None:
+            names = [name for name, value in last.items() if name.startswith("eval_") and value is not None]
+            raise ValueError(f"--metric={metric}: {run} has {' '.join(names)}")
+        variants.setdefault(run.parent.name, {})[run.name] = last[metric]
     if not variants:
-        raise ValueError(f"{folder}: no run in it is complete and evaluated")
-    return variants, f"{measure} of {len(problems)} held-out problems"
+        raise ValueError(f"{folder}: no run in it is complete")
+    return variants
 
 
-def comparison_table(variants: dict[str, dict[str, float]], measure: str) -> str:
+def has_flags(final: Path) -> bool:
+    """Check that the variant of a run has flags."""
+    return (final.parents[1] / "flags.txt").read_text() != ""
+
+
+def comparison_table(variants: dict[str, dict[str, float]], metric: str) -> str:
     """Return the table: each variant's mean and its difference from the first one, over seeds."""
     first, base = next(iter(variants.items()))
-    rows = [["variant", "seeds", measure, f"minus {first}, over seeds"]]
+    rows = [["variant", "seeds", metric, f"minus {first}, over seeds"]]
     for name, runs in variants.items():
         both = [runs[run] - base[run] for run in runs if run in base and name != first]
         difference = mean_and_interval(both, "+.3f") if both else ""

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,23 +20,22 @@ def test_students_interval_by_hand():
     assert (low, high) == (pytest.approx(3 - half, abs=1e-3), pytest.approx(3 + half, abs=1e-3))
 
 
-def write_run(folder, accuracy=None, reward=0.0, prompts=("p", "q"), functions=(), flags=""):
-    folder.mkdir(parents=True)
+def write_run(folder, *accuracies, flags=""):
+    (folder / "final").mkdir(parents=True)
     (folder.parent / "flags.txt").write_text(flags)
-    estimates = {"reward": {"mean": reward}} | ({"accuracy": {"mean": accuracy}} if accuracy is not None else {})
-    result = {"estimates": estimates, "problems": [{"prompt": prompt} for prompt in prompts]}
-    (folder / "evaluation.json").write_text(json.dumps({"reward_functions": list(functions), "results": [result]}))
+    lines = [{"phase": "eval", "step": step, "eval_accuracy": value, "eval_reward/length": 2.0} for step, value in enumerate(accuracies)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"phase": "grpo", "step": 9}]))
 
 
 def test_runs_are_paired_by_their_seeds_and_the_variant_without_flags_comes_first(tmp_path, capsys):
     for seed, accuracy in enumerate((0.25, 0.5, 0.75)):
-        write_run(tmp_path / f"zero/seed-{seed}", accuracy)
-        write_run(tmp_path / f"better/seed-{seed}", accuracy + 0.1 + seed / 100, flags="--loss_type gspo")
+        write_run(tmp_path / f"zero/seed-{seed}", 0.1, accuracy)
+        write_run(tmp_path / f"better/seed-{seed}", 0.1, accuracy + 0.1 + seed / 100, flags="--loss_type gspo")
     for seed in 2, 7:
         write_run(tmp_path / f"alone/seed-{seed}", 0.0, flags="--clip_low 0.1")
     assert main([str(tmp_path)]) == 0                     # the command for a folder prints the table
     rows = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == ["variant", "seeds", "accuracy of 2 held-out problems", "minus zero, over seeds"]
+    assert rows[0] == ["variant", "seeds", "eval_accuracy", "minus zero, over seeds"]
     half = 4.3027 * 0.25 / math.sqrt(3)                   # t of 2 degrees of freedom; standard deviation 0.25
     assert rows[1] == ["zero", "3", f"0.500 [{0.5 - half:.3f}, {0.5 + half:.3f}]"]
     assert rows[2] == ["alone", "2", "0.000 [0.000, 0.000]", "-0.750"], "seed 2 alone is of both"
@@ -46,27 +44,17 @@ def test_runs_are_paired_by_their_seeds_and_the_variant_without_flags_comes_firs
 
 
 def test_a_variant_without_a_common_seed_has_a_row():
-    rows = comparison_table({"a": {"seed-0": 1.0}, "b": {"seed-1": 0.5}}, "accuracy").splitlines()
+    rows = comparison_table({"a": {"seed-0": 1.0}, "b": {"seed-1": 0.5}}, "eval_accuracy").splitlines()
     assert rows[2].split() == ["b", "1", "0.500"]
 
 
-@pytest.mark.parametrize("accuracy,functions,measure", [
-    (0.5, [], "accuracy"), (0.5, ["correctness", "diversity"], "accuracy"), (0.5, ["none"], "accuracy"),
-    (0.5, ["mine.py:last_number"], "reward"), (None, ["correctness"], "reward"),
-])
-def test_rewards_are_compared_where_no_answer_is_known_or_correctness_is_no_reward(tmp_path, accuracy, functions, measure):
-    write_run(tmp_path / "a/seed-0", accuracy, 2.0, functions=functions)
-    variants, of = read_variants(tmp_path)
-    assert of == f"{measure} of 2 held-out problems" and variants["a"]["seed-0"] == (0.5 if measure == "accuracy" else 2.0)
-
-
-def test_runs_that_cannot_be_compared_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match="no run in it is complete and evaluated"):
-        read_variants(tmp_path)
-    write_run(tmp_path / "a/seed-0", 1.0)
-    write_run(tmp_path / "b/seed-0", 1.0, prompts=("p", "r"))
-    with pytest.raises(ValueError, match=r"b/seed-0: evaluated on other problems"):
-        read_variants(tmp_path)
+def test_other_metrics_are_compared_and_a_missing_one_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="no run in it is complete"):
+        read_variants(tmp_path, "eval_accuracy")
+    write_run(tmp_path / "a/seed-0", None)
+    assert read_variants(tmp_path, "eval_reward/length") == {"a": {"seed-0": 2.0}}
+    with pytest.raises(ValueError, match=r"^--metric=eval_accuracy: .*a/seed-0 has eval_reward/length$"):
+        read_variants(tmp_path, "eval_accuracy")
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -82,24 +70,23 @@ def folder(tmp_path):
 
 @pytest.fixture
 def programs(monkeypatch):
-    """The programs that would run. They write what is looked for afterwards, unless they are in `failing`."""
+    """The runs that would be trained. They write what is looked for afterwards, unless they are in `failing`."""
     class Programs(list):
         failing = ()
 
     ran = Programs()
 
-    def run_program(command, folder):
-        ran.append((command, folder))
+    def run_training(words, log):
+        folder = log.with_suffix("")
+        ran.append((words, folder))
         if folder.name in ran.failing:
-            return False
-        (folder / "final").mkdir(parents=True, exist_ok=True)
+            return 1
+        (folder / "final").mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-        if command[0] == "infer.py":
-            result = {"estimates": {"accuracy": {"mean": 1.0}}, "problems": [{"prompt": "p"}]}
-            Path(value_of("--json", command)).write_text(json.dumps({"reward_functions": [], "results": [result]}))
-        return True
+        (folder / "metrics.jsonl").write_text('{"phase": "eval", "step": 2, "eval_accuracy": 1.0}\n')
+        return 0
 
-    monkeypatch.setattr(comparison, "run_program", run_program)
+    monkeypatch.setattr(comparison, "run_training", run_training)
     return ran
 
 
@@ -117,7 +104,7 @@ TWO = "--variant", "a", "--loss_type gspo", "--variant", "b", "--learning_rate=1
 def test_every_run_begins_with_the_one_cold_start_and_has_its_seed(folder, programs, capsys):
     assert train_and_compare(folder, *TWO) == 0
     cold, *others = programs
-    trained = [(command, run.relative_to(folder / "out")) for command, run in others if command[0] == "train.py"]
+    trained = [(words, run.relative_to(folder / "out")) for words, run in others]
     seeds = {str(run): value_of("--seed", command) for command, run in trained}
     assert seeds == {"a/seed-3": "3", "a/seed-5": "5", "b/seed-3": "3", "b/seed-5": "5"}
     start = str(folder / "out/cold_start/final")
@@ -125,12 +112,7 @@ def test_every_run_begins_with_the_one_cold_start_and_has_its_seed(folder, progr
     for command, run in trained:
         assert value_of("--model_path", command) == start and value_of("--cold_start_steps", command) == "0"
         assert ("--loss_type" in command) == str(run).startswith("a") and "--resume" not in command
-    evaluations = [command for command, _ in programs if command[0] == "infer.py"]
-    settings = [[word for word in command if str(folder) not in word] for command in evaluations]
-    assert len(settings) == 4 and all(words == settings[0] for words in settings), "the same problems and settings of sampling"
-    assert value_of("--evaluate", settings[0]) == "arithmetic" and value_of("--limit", settings[0]) == "4" and value_of("--samples", settings[0]) == "4"
-    assert "--generation_max_length=8" in settings[0] and "--seed" not in " ".join(settings[0])
-    assert "accuracy of 1 held-out problems" in capsys.readouterr().out
+    assert "eval_accuracy" in capsys.readouterr().out
 
 
 def test_what_is_complete_is_skipped_and_what_has_begun_is_resumed(folder, programs, capsys):
@@ -142,9 +124,8 @@ def test_what_is_complete_is_skipped_and_what_has_begun_is_resumed(folder, progr
     programs.clear()
     programs.failing = ()
     assert train_and_compare(folder, *TWO) == 0
-    ran = [(command[0], str(run.relative_to(folder / "out")), "--resume" in command) for command, run in programs]
-    assert ran == [(program, f"{name}/seed-5", name == "b" and program == "train.py")
-                   for name in ("a", "b") for program in ("train.py", "infer.py")]
+    ran = [(str(run.relative_to(folder / "out")), "--resume" in words) for words, run in programs]
+    assert ran == [("a/seed-5", False), ("b/seed-5", True)]
     programs.clear()
     assert train_and_compare(folder, *TWO) == 0 and not programs
 
