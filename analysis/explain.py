@@ -141,9 +141,7 @@ def show(console: RunConsole, title: str, head: list[str], lines: list[list[str]
     console.rich.print(table, soft_wrap=False)
 
 
-def show_completions(
-    console: RunConsole, config: GRPOConfig, groups: Groups, experience: Experience
-) -> None:
+def show_completions(console: RunConsole, config: GRPOConfig, groups: Groups, experience: Experience) -> None:
     """Print the prompt, its completions, their points and advantages."""
     rollout, points = groups.rollout, groups.rewards
     console.print(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
@@ -165,10 +163,8 @@ def show_completions(
         [str(g), *(points_text(or_none(values[0, g])) for values in columns.values()), f"{advantage:+.4f}"]
         for g, advantage in enumerate(advantages)
     ])
-    penalty = ", less the KL penalty, centred" if config.kl_coef and config.kl_in == "reward" else ""
-    how = "by the value head, its mean over the tokens" if config.use_value_head else (
-        f"of the baseline {config.baseline} and the scale {config.scale}{penalty}")
-    console.print(f"   A is that {how}")
+    how = "value head" if config.use_value_head else f"baseline {config.baseline}, scale {config.scale}"
+    console.print(f"   A by {how}; where tokens have their own, the mean")
 
 
 def show_tokens(
