@@ -184,8 +184,8 @@ def run_evaluation(args, source: ModelConfig) -> None:
         if args.against_model:
             print(result["model_path"] or "built-in model")
         print(describe_estimates(result["estimates"], args.samples))
-        if result["note"]:
-            print(result["note"], file=sys.stderr)
+        if not result["tagged"] and result["estimates"].get("accuracy", {}).get("mean") == 0:
+            print("no completion has an <answer>...</answer>: ask for it with --instruction", file=sys.stderr)
     chosen = "generation_", "reward_", "environment", "max_turns", "split", "samples", "seed"
     written = {name: value for name, value in vars(args).items() if name.startswith(chosen)}
     written |= {"dataset": args.evaluate, "results": results}

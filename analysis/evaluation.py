@@ -82,9 +82,9 @@ def measure(
     """Evaluate a model with n completions of each problem. Options: as for sample_and_score.
 
     reward_functions  those of config, which has their weights, or none
-    returns           truncated (share of completions), note (see note_on_form), estimates (see summarise) and
-                      problems: prompt, answer; right (n bools) and majority (its majority_vote), None without
-                      an answer; points by name (n each, None: unscored). --json writes the same
+    returns           truncated and tagged (shares of completions, tagged: those with an <answer>), estimates
+                      (see summarise) and problems: prompt, answer; right (n bools) and majority (its
+                      majority_vote), None without an answer; points by name (n each, None: unscored)
     """
     groups = sample_and_score(
         engine, ranks, examples, config, num_completions=samples, reward_functions=reward_functions, **options
@@ -104,22 +104,11 @@ def measure(
             "majority": majority_vote(votes, answer) if known else None,
             "points": {name: list(map(or_none, values[p])) for name, values in rewards.items()},
         })
-    note = note_on_form([correctness, *reward_functions], points, completions)
-    truncated = float((~groups.rollout.finished).double().mean())
-    return {"truncated": truncated, "note": note, "estimates": summarise(problems), "problems": problems}
-
-
-def note_on_form(functions, points: dict[str, torch.Tensor], completions: list) -> str:
-    """Return a sentence if functions with <answer> in their docstring gave 0 points and no text has one."""
-    readers = [name_of(function) for function in functions if "<answer>" in (function.__doc__ or "")]
-    zero = " and ".join(name for name in dict.fromkeys(readers) if points[name].nan_to_num(-1).max() == 0)
-    if not zero or any("</answer>" in text_of(completion) for completion in completions):
-        return ""
-    return (
-        f"none of {len(completions)} completions contains <answer>...</answer>, read by {zero}: 0 points say "
-        "nothing about the answers; ask for the form, such as --instruction "
-        '"Think in <reasoning></reasoning>, then answer in <answer></answer>."'
-    )
+    return {
+        "truncated": float((~groups.rollout.finished).double().mean()),
+        "tagged": sum("</answer>" in text_of(completion) for completion in completions) / len(completions),
+        "estimates": summarise(problems), "problems": problems,
+    }
 
 
 # ---- estimates from samples --------------------------------------------------------------------------------

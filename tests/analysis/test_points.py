@@ -237,12 +237,8 @@ def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not
 
 def test_an_answer_form_that_no_completion_has_is_mentioned(folder, tmp_path, prompts, scripted, capsys):
     scripted += ["The sum is 7."]
-    sums = ["--model_path", folder, *SUMS]
-    noted = r"^none of 40 completions contains <answer>\.\.\.</answer>, read by correctness: 0 points say .*--instruction .*$"
-    assert re.search(noted, result_of(tmp_path, *sums)["results"][0]["note"]) and re.search(noted, capsys.readouterr().err)
-    numbers = ["--model_path", folder, "--evaluate", "countdown", "--limit", "3", "--reward_functions", "countdown", "repetition_penalty"]
-    infer.main([*numbers, "--generation_max_length", "4"])
-    assert "none of 3 completions contains <answer>...</answer>, read by countdown: " in capsys.readouterr().err
+    sums, noted = ["--model_path", folder, *SUMS], "no completion has an <answer>...</answer>: ask for it with --instruction\n"
+    assert result_of(tmp_path, *sums)["results"][0]["tagged"] == 0 and capsys.readouterr().err == noted
     infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:later", "repetition_penalty"])
     assert capsys.readouterr().err == "", "these do not read the answer"
     scripted[0] = "<answer>x</answer>"

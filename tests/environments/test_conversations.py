@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import pytest
