@@ -81,8 +81,8 @@ RECORDED_FINDINGS = {
     "healthy": [],
     "collapse at once": ["reward_hacking", "length_collapse", "entropy_falls", "ties"],
     "all tied": ["ties", "truncation"],
-    "length hacking": ["length_hacking", "reward_hacking", "collapse", "ties"],
-    "reward that pays for wrong answers": ["length_hacking", "reward_hacking", "collapse", "ties"],
+    "length hacking": ["length_hacking", "reward_hacking", "ties"],
+    "reward that pays for wrong answers": ["length_hacking", "reward_hacking", "ties"],
 }
 
 
