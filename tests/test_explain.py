@@ -136,11 +136,6 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
-def test_without_grpo_there_is_nothing_to_explain(tmp_path):
-    with pytest.raises(ValueError, match="add --use_grpo"):
-        explain.main(["--output_dir", str(tmp_path / "out")])
-
-
 # ---- by hand --------------------------------------------------------------------------------------------------------
 
 
@@ -249,14 +244,6 @@ def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp
     assert explain.mean_advantages(some).tolist() == [3.0, 0.0], "of tokens, without padding"
     some.advantages = torch.tensor([[-1.5], [2.0]])
     assert explain.mean_advantages(some).tolist() == [-1.5, 0.0]
-
-
-def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():
-    rollout = SimpleNamespace(
-        sampling_logp=torch.tensor([[-1.0, -9.0, -2.0, -3.0, -8.0, -0.1, -4.0, -5.0, -99.0], [-1.0, -3.0] + [0.0] * 7]),
-        completion_mask=torch.tensor([[True] * 8 + [False], [True] * 2 + [False] * 7]),
-    )
-    assert [explain.least_likely_tokens(rollout, row) for row in (0, 1)] == [[1, 2, 3, 4, 6, 7], [0, 1]]
 
 
 def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import statistics
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from analysis import evaluation
 from analysis.evaluation import estimate_points, share_interval, student_quantile
 from data import load_examples
 from engine.errors import RunError
-from environments import conversations
 
 T_TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 29: 2.045, 120: 1.980, 10**6: 1.960}        # of every textbook: two sides, 95 %
 TIMES = 500                     # 95 % of them is found to within 2 % by two standard deviations
@@ -203,23 +201,6 @@ def test_rows_without_an_answer_count_for_points_and_not_for_accuracy(folder, sc
     assert "reward/correctness 0.500 points [" in printed and "] of 2, 1 completions unscored" in printed
     infer.main(argv)
     assert capsys.readouterr().out.startswith("accuracy 0.500 [")
-
-
-def test_a_conversation_without_answers_is_evaluated_by_its_environment(folder, tmp_path, monkeypatch, capsys):
-    """The scenarios of examples/, with a model that greets in its first turn and then says what is needed."""
-    root = Path(__file__).parents[2]
-    turns = {1: "Hello, let me see.", 2: "30 days, receipt, 3 days, Saturday, 18, 20 cents a day, twice, 4 weeks, free, ticket 6 euros, box"}
-    real = conversations.Conversation.environment_step
-    monkeypatch.setattr(conversations.Conversation, "environment_step", lambda self, text: real(self, turns[self.num_turns + 1]))
-    monkeypatch.setattr("engine.sampler.stop_token_ids", lambda *_: list(range(263)))         # every token ends a turn
-    written = result_of(
-        tmp_path, "--model_path", folder, "--evaluate", str(root / "examples/customers.jsonl"), "--max_turns", "4",
-        "--environment", f"{root}/examples/customer_service.py:respond", "--reward_functions", "environment",
-        "--generation_max_length", "1000")
-    (result,) = written["results"]
-    assert [problem["points"]["reward/environment"] for problem in result["problems"]] == [[pytest.approx(0.05 + 1 - 0.1)]] * 8
-    assert all(problem["right"] is None for problem in result["problems"])
-    assert "reward/environment 0.950 points of 8" in capsys.readouterr().out
 
 
 def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted, capsys):

@@ -69,19 +69,6 @@ def test_hostile_text_stays_text(tmp_path, visit):
         assert page.locator("#list img, #list script").count() == 0
 
 
-@pytest.mark.parametrize("width", [360, 1600])
-def test_it_fits_narrow_and_wide(tmp_path, visit, width):
-    page = visit(write_report(fake_run(tmp_path / ("long_name" * 9))), width=width)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_an_empty_run_opens_without_complaint(tmp_path, visit):
-    folder = fake_run(tmp_path / "run")
-    (folder / "metrics.jsonl").unlink()
-    (folder / "rollouts.jsonl").unlink()
-    assert visit(write_report(folder)).is_visible("text=rollouts.jsonl holds no groups")
-
-
 def test_of_a_large_step_the_first_groups_are_shown_and_all_on_demand(tmp_path, visit):
     folder = fake_run(tmp_path / "run", steps=60, prompts=20, siblings=8, every=4, completion="a completion " * 20)
     page = visit(write_report(folder))
@@ -127,10 +114,3 @@ def test_cards_and_colours_by_hand(tmp_path, visit):
         page.select_option("#colour", name)
         found = [None if colour[3] < 0.01 else pytest.approx(colour, abs=0.006) for colour in colours(page, p, 0)]
         assert found == wanted, name
-
-
-def test_colours_that_a_run_did_not_save_are_not_offered_and_texts_need_no_tokenizer(tmp_path, visit):
-    page = visit(write_report(fake_run(tmp_path / "run")))
-    assert page.locator("#colour option").evaluate_all("all => all.map(option => option.value)") == ["log-probability", ""]
-    page = visit(write_report(fake_run(tmp_path / "texts", flags=["--model_path", "some/model"])))
-    assert "answer 10 of step 10" in card(page, 1, 0).inner_text()

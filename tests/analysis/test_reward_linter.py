@@ -69,12 +69,6 @@ def test_what_counts_as_wrong_comes_from_the_column_the_answer_or_another_exampl
     assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"] or "10" not in example.values()
 
 
-def test_malformed_tags_are_gold_with_and_without_the_tags_in_reversed_order():
-    texts = reward_linter.completions_of({"prompt": "p", "answer": "7", "completion": "so <answer>7</answer>."})
-    assert texts["reversed"] == "so </answer><answer>7." and texts["untagged"] == "so 7."
-    assert correctness([texts["reversed"], texts["untagged"]], answer=["7"] * 2) == [0.0, 0.0]
-
-
 def test_functions_of_tokens_see_one_for_each_word():
     rollout = reward_linter.texts_as_rollout(["a b a", "", [{"role": "assistant", "content": "b c"}]])
     first, empty, last = (ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask))
