@@ -2,8 +2,8 @@
 Answers of a model to one prompt, in a conversation, or to a file of prompts, the evaluation of models, and
 adapters that are added to their weights. A model that is sampled wrongly is refused, as before training.
 
-Answers are printed while they are sampled, control characters as escapes. With an environment, such as one
-with tools, an answer is all messages of the model and the environment up to the user's next turn.
+Answers are printed with control characters as escapes. With an environment, such as one with tools, an answer
+is all messages of the model and the environment up to the user's next turn.
 
 Left out on purpose: serving, and a cache kept between the user's turns: each forwards the whole conversation.
 """
@@ -14,8 +14,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from transformers import TextStreamer
 
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.infer_flags import sampling_config
@@ -48,13 +46,6 @@ CONTROL = re.compile(             # characters that a terminal acts on, but for 
 def escape(text: str) -> str:
     """Replace control characters by escapes such as \\x1b: a model's text must not control the terminal."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-class AnswerStreamer(TextStreamer):
-    """Print an answer while it is sampled."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        print(escape(text), end="\n" if stream_end else "", flush=True)
 
 
 @dataclass
@@ -91,25 +82,18 @@ class ChatModel:
         check_context_length(self.engine.model, longest, self.config.generation_max_length)
 
     @closing_environments()
-    def sample(self, examples: list[dict], num_completions: int = 1, **options) -> Rollout:
-        """Sample completions of the prompts. options: as for Engine.sample."""
+    def sample(self, examples: list[dict], num_completions: int = 1) -> Rollout:
+        """Sample completions of the prompts."""
         environment = load_environment(self.config.environment)
         refuse_missing_columns(self.config.environment, environment, examples)
         self.check_length([example["prompt"] for example in examples])
         return sample_with_environment(
-            self.engine, environment, examples, self.config, seed=self.seed, num_completions=num_completions,
-            **options,
-        )
+            self.engine, environment, examples, self.config, seed=self.seed, num_completions=num_completions)
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
-        """Print and return the answer to one prompt: text as it comes, a conversation when it is over."""
-        in_turns = bool(self.config.environment)
-        streamer = None if in_turns else AnswerStreamer(self.tokenizer, skip_special_tokens=True)
-        rollout = self.sample([{"prompt": prompt}], on_tokens=streamer and streamer.put)
-        if streamer:
-            streamer.end()
-        else:
-            print(escape(as_text(rollout.completions[0])))
+        """Print and return the answer to one prompt, in a conversation all messages of this turn."""
+        rollout = self.sample([{"prompt": prompt}])
+        print(escape(as_text(rollout.completions[0])))
         if not rollout.finished[0]:
             print(f"(truncated at --generation_max_length={self.config.generation_max_length})")
         return rollout.completions[0]

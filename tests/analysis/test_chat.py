@@ -36,18 +36,10 @@ def scripted(monkeypatch, tokenizer, *turns):
     return calls
 
 
-def test_a_question_is_answered_in_pieces(folder, tokenizer, capsys, monkeypatch):
+def test_a_question_is_answered(folder, tokenizer, capsys, monkeypatch):
     scripted(monkeypatch, tokenizer, "<reasoning>1 and 1</reasoning><answer>2</answer>")
-    pieces, real = [], chat.AnswerStreamer.on_finalized_text
-
-    def note(self, text, stream_end=False):
-        pieces.append(text)
-        real(self, text, stream_end)
-
-    monkeypatch.setattr(chat.AnswerStreamer, "on_finalized_text", note)
     infer.main(["--model_path", folder, "--question", "1+1=?"])
     assert capsys.readouterr().out == "<reasoning>1 and 1</reasoning><answer>2</answer>\n"
-    assert "".join(pieces) == "<reasoning>1 and 1</reasoning><answer>2</answer>" and len(list(filter(None, pieces))) > 2
 
 
 def test_a_single_answer_does_not_wait_for_the_check_of_packing_and_is_marked_if_truncated(folder, capsys, monkeypatch):
