@@ -5,7 +5,7 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
     python infer.py --model_path outputs/demo/final --chat --environment calculator --max_turns 4
     python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers out.jsonl --samples 4
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --against_model outputs/sft/final
-    python infer.py --report outputs/demo --against outputs/other
+    python infer.py --report outputs/demo
 """
 
 import sys
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     """Run the mode that the command line chooses."""
     args = parse_arguments(argv)
     if args.report:
-        print(write_report(Path(args.report), Path(args.against) if args.against else None))
+        print(write_report(Path(args.report)))
         return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
     source = section_of(args, ModelConfig)

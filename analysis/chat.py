@@ -2,9 +2,8 @@
 Answers of a model to one prompt, in a conversation, or to a file of prompts, the evaluation of models, and
 adapters that are added to their weights. A model that is sampled wrongly is refused, as before training.
 
-Answers are printed while they are sampled, with the reasoning on a line of its own and control
-characters as escapes. With an environment, such as one with tools, an answer is all messages of the model and
-the environment up to the user's next turn.
+Answers are printed with control characters as escapes. With an environment, such as one with tools, an answer
+is all messages of the model and the environment up to the user's next turn.
 
 Left out on purpose: serving, and a cache kept between the user's turns: each forwards the whole conversation.
 """
@@ -15,9 +14,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
-
-from transformers import TextStreamer
 
 from analysis.evaluation import describe_estimates, measure, summarise
 from analysis.infer_flags import sampling_config
@@ -39,30 +35,17 @@ from reward_functions.loading import load_reward_function, refuse_equal_names, r
 from runs.command_line import section_of
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from runs.training_data import with_instruction
-from sample import Rollout, occurrences, stop_token_ids
+from sample import Rollout, stop_token_ids
 from sources import load_examples
 
 CONTROL = re.compile(             # characters that a terminal acts on, but for newline and tab
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-TAG_LABELS = {                  # printed instead of a tag
-    "<reasoning>": "reasoning: ", "</reasoning>": "\n", "<think>": "reasoning: ", "</think>": "\n",
-    "<answer>": "answer: ", "</answer>": "",
-}
 
 
 def escape(text: str) -> str:
     """Replace control characters by escapes such as \\x1b: a model's text must not control the terminal."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-class AnswerStreamer(TextStreamer):
-    """Print an answer while it is sampled. Tags hold no space, so they arrive whole."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        for tag, label in TAG_LABELS.items():
-            text = text.replace(tag, label)
-        print(escape(text), end="\n" if stream_end else "", flush=True)
 
 
 @dataclass
@@ -99,25 +82,18 @@ class ChatModel:
         check_context_length(self.engine.model, longest, self.config.generation_max_length)
 
     @closing_environments()
-    def sample(self, examples: list[dict], num_completions: int = 1, **options) -> Rollout:
-        """Sample completions of the prompts. options: as for Engine.sample."""
+    def sample(self, examples: list[dict], num_completions: int = 1) -> Rollout:
+        """Sample completions of the prompts."""
         environment = load_environment(self.config.environment)
         refuse_missing_columns(self.config.environment, environment, examples)
         self.check_length([example["prompt"] for example in examples])
         return sample_with_environment(
-            self.engine, environment, examples, self.config, seed=self.seed, num_completions=num_completions,
-            **options,
-        )
+            self.engine, environment, examples, self.config, seed=self.seed, num_completions=num_completions)
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:
-        """Print and return the answer to one prompt: text as it comes, a conversation when it is over."""
-        in_turns = bool(self.config.environment)
-        streamer = None if in_turns else AnswerStreamer(self.tokenizer, skip_special_tokens=True)
-        rollout = self.sample([{"prompt": prompt}], on_tokens=streamer and streamer.put)
-        if streamer:
-            streamer.end()
-        else:
-            print(escape(as_text(rollout.completions[0])))
+        """Print and return the answer to one prompt, in a conversation all messages of this turn."""
+        rollout = self.sample([{"prompt": prompt}])
+        print(escape(as_text(rollout.completions[0])))
         if not rollout.finished[0]:
             print(f"(truncated at --generation_max_length={self.config.generation_max_length})")
         return rollout.completions[0]
@@ -162,33 +138,21 @@ def encode_conversation(
     return encode_prompt(tokenizer, prompt) + ids
 
 
-def write_answers(
-    chat_model: ChatModel, examples: list[dict], num_completions: int, batch_size: int, file: TextIO
-) -> None:
-    """Write a line of JSON for each answer: the example's columns, completion and finished.
-
-    batch_size  completions that are sampled before they are written; those of a prompt always are; 0: all
-    """
-    earlier = occurrences([example["prompt"] for example in examples])
-    prompts = max(1, batch_size // num_completions) if batch_size else len(examples)
-    for start in range(0, len(examples), prompts):
-        batch, repeats = examples[start : start + prompts], earlier[start : start + prompts]
-        rollout = chat_model.sample(batch, num_completions, earlier=repeats)
-        answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
-        for row, (completion, finished) in enumerate(answers):
-            record = batch[row // num_completions] | {"completion": completion, "finished": finished}
-            file.write(json.dumps(record, ensure_ascii=file is sys.stdout, default=str) + "\n")
-        file.flush()
-
-
 def answer_questions(args, source: ModelConfig) -> None:
-    """Write the answers to the prompts of --questions into the file --answers, or print them."""
+    """Write a line of JSON for each answer to --questions into the file --answers, or print it.
+
+    It has the example's columns, completion and finished.
+    """
     examples = load_dataset(args, args.questions, args.limit or None)
     chat_model = ChatModel.load(source, sampling_config(args), args.seed)
+    rollout = chat_model.sample(examples, args.samples)
+    answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
     with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:
-        write_answers(chat_model, examples, args.samples, args.generation_batch_size, file)
+        for row, (completion, finished) in enumerate(answers):
+            record = examples[row // args.samples] | {"completion": completion, "finished": finished}
+            file.write(json.dumps(record, ensure_ascii=not args.answers, default=str) + "\n")
     if args.answers:
-        print(f"{args.answers}: {len(examples) * args.samples} answers to {len(examples)} prompts")
+        print(f"{args.answers}: {len(rollout.completions)} answers to {len(examples)} prompts")
 
 
 def run_evaluation(args, source: ModelConfig) -> None:
@@ -204,8 +168,8 @@ def run_evaluation(args, source: ModelConfig) -> None:
         if args.against_model:
             print(result["model_path"] or "built-in model")
         print(describe_estimates(result["estimates"], args.samples))
-        if result["note"]:
-            print(result["note"], file=sys.stderr)
+        if not result["tagged"] and result["estimates"].get("accuracy", {}).get("mean") == 0:
+            print("no completion has an <answer>...</answer>: ask for it with --instruction", file=sys.stderr)
     chosen = "generation_", "reward_", "environment", "max_turns", "split", "samples", "seed"
     written = {name: value for name, value in vars(args).items() if name.startswith(chosen)}
     written |= {"dataset": args.evaluate, "results": results}

@@ -25,7 +25,6 @@ class History:
     def __init__(self, rollouts: list[dict], flags: dict):
         self.rollouts, self.flags = rollouts, flags
         self.right = next((f"reward/{name}" for name in SUCCESS if f"reward/{name}" in rollouts[-1]), "")
-        self.taught = flags["reward_functions"] == ["none"]                      # by a teacher alone
 
     def start(self, name: str) -> float:
         """Return the mean over the first rollouts."""
@@ -34,12 +33,6 @@ class History:
     def end(self, name: str, rollouts: int = WINDOW) -> float:
         """Return the mean over the last rollouts."""
         return mean_of(self.rollouts[-rollouts:], name)
-
-    def best(self, name: str) -> float:
-        """Return the highest mean."""
-        parts = range(0, len(self.rollouts), WINDOW)
-        means = [mean_of(self.rollouts[i : i + WINDOW], name) for i in parts]
-        return max((mean for mean in means if not math.isnan(mean)), default=math.nan)
 
     def noise(self, name: str) -> float:
         """Return ERRORS standard errors of a difference of means, from those of successive rollouts."""
@@ -60,22 +53,21 @@ class History:
         """Return the means at the start and the end as "from 0.97 to 0.00"."""
         return f"from {self.start(name):{form}} to {self.end(name):{form}}"
 
-    def fell(self, name: str) -> bool:
-        """Check that half of the best mean is lost, or of what it had gained since the start, and 0.01."""
-        best = self.best(name)
-        share = max(0.01, 0.5 * abs(best), 0.5 * (best - self.start(name)))
-        return best - self.end(name) > max(share, self.noise(name))
+    def best_reward(self) -> float:
+        """Return the highest mean reward over WINDOW rollouts."""
+        parts = range(0, len(self.rollouts), WINDOW)
+        means = [mean_of(self.rollouts[i : i + WINDOW], "mean_reward") for i in parts]
+        return max((mean for mean in means if not math.isnan(mean)), default=math.nan)
 
-    def fallen(self) -> str:
-        """Return "mean_reward" or the metric of right completions, if it fell, else ""."""
-        names = [self.right] if self.best(self.right) > 0.1 else []
-        return next((name for name in ["mean_reward", *names] if self.fell(name)), "")
+    def reward_fell(self) -> bool:
+        """Check that half of the best mean is lost, or of what it had gained since the start, and 0.01."""
+        best = self.best_reward()
+        share = max(0.01, 0.5 * abs(best), 0.5 * (best - self.start("mean_reward")))
+        return best - self.end("mean_reward") > max(share, self.noise("mean_reward"))
 
     def improves(self) -> bool:
-        """Check that more completions are right than at the start; where that is not known, that rewards
-        rose, or that the KL to a teacher fell.
-        """
-        return self.change("kl") < 0 if self.taught else self.change(self.right or "mean_reward") > 0
+        """Check that more completions are right than at the start, or, if unknown, that rewards rose."""
+        return self.change(self.right or "mean_reward") > 0
 
     def tied_beyond_chance(self) -> bool:
         """Check that most groups are tied, and more than chance ties if most completions are right."""
@@ -97,7 +89,7 @@ class History:
 
 def find_problems(h: History) -> list[str]:
     """Return "rule: advice" for each rule whose condition holds, the most severe first."""
-    flags, fallen, no_more_right = h.flags, h.fallen(), not h.improves()
+    flags, fell, no_more_right = h.flags, h.reward_fell(), not h.improves()
     rewards = [name for name in h.rollouts[-1] if name.startswith("reward/")]
     gained = max(rewards, key=h.change, default="")       # the function whose points rose most
     smaller_updates = (
@@ -110,16 +102,16 @@ def find_problems(h: History) -> list[str]:
         ("unscored", h.end("unscored") > 0.1,
          f"{h.end('unscored'):.0%} of the completions could not be scored, and nothing is learned from them: "
          "look for the reason in rollouts.jsonl, reward_errors.jsonl or with --check"),
-        ("length_hacking", h.growth("completion_tokens") > 1.5 and no_more_right and not h.fell("mean_reward")
+        ("length_hacking", h.growth("completion_tokens") > 1.5 and no_more_right and not fell
          and bool(h.right or h.end("truncated") > 0.3),
          f"completions grew {h.course('completion_tokens', '.0f')} tokens, and no more are right: see in "
          "rollouts.jsonl why, or take --overlong penalise"),
         ("reward_hacking", h.change("mean_reward") > 0 > h.change(h.right),
          f"the reward rose {h.course('mean_reward')} and {h.right} fell {h.course(h.right)}: {gained} pays "
          "for something else; run rewards.py --lint, and lower its --reward_weights"),
-        ("collapse", fallen != "",
-         f"{fallen} fell from {h.best(fallen):.2f}, its best, to {h.end(fallen):.2f}: begin a run from a "
-         f"checkpoint before that (--model_path), and {smaller_updates}"),
+        ("collapse", fell,
+         f"mean_reward fell from {h.best_reward():.2f}, its best, to {h.end('mean_reward'):.2f}: begin a run "
+         f"from a checkpoint before that (--model_path), and {smaller_updates}"),
         ("saturated", h.end(h.right) > 0.95 and h.end("tied_groups") > 0.5,
          f"{h.end(h.right):.0%} of the completions are correct: take harder problems"),
         ("kl_drift", h.end("kl") - h.start("kl") > 0.1 and no_more_right,
@@ -128,19 +120,15 @@ def find_problems(h: History) -> list[str]:
         ("length_collapse", h.growth("completion_tokens") < 0.5 and no_more_right,
          f"completions shrank {h.course('completion_tokens', '.0f')} tokens, and no more are right: see in "
          "rollouts.jsonl what they still earn, and lower its --reward_weights"),
-        ("entropy_falls", h.growth("entropy") < 0.5 and no_more_right and not h.end(h.right) > 0.8
-         and not h.taught,
+        ("entropy_falls", h.growth("entropy") < 0.5 and no_more_right and not h.end(h.right) > 0.8,
          f"entropy fell {h.course('entropy')} nat/token, and no more completions are right: "
          f"{smaller_updates} or --entropy_coef 0.01"),
-        ("ties", h.tied_beyond_chance() and not flags["use_value_head"] and not h.taught,
+        ("ties", h.tied_beyond_chance() and not flags["use_value_head"],
          f"{h.end('tied_groups'):.0%} of groups have equal rewards, of which nothing is learned: "
          f"{h.remedy_of_ties()}"),
         ("truncation", min(h.end("truncated"), h.start("truncated")) > 0.3,
          f"{h.end('truncated'):.0%} of the completions are truncated, and were from the start: raise "
          f"--generation_max_length (now {flags['generation_max_length']})"),
-        # The clip of gspo is so narrow that this is usual.
-        ("clipping", h.end("clip_fraction") > 0.3 and flags["loss_type"] != "gspo",
-         f"{h.end('clip_fraction'):.0%} of the tokens are clipped: {smaller_updates}"),
     ]
     return [f"{name}: {advice}" for name, holds, advice in rules if holds]
 
@@ -161,4 +149,5 @@ def diagnose(lines: list[dict], flags: dict) -> list[str]:
         parts = f", {right:.0%} all right and {tied - right:.0%} not" if h.right and right >= 0 else ""
         changes.append(f"tied groups {tied:.0%}{parts}")
     course = f"{', '.join(changes)} in {len(rollouts)} rollouts"
-    return [course, *(find_problems(h) if len(rollouts) >= LEAST else [])]
+    by_teacher = flags["reward_functions"] == ["none"]    # alone: rewards say nothing
+    return [course, *(find_problems(h) if len(rollouts) >= LEAST and not by_teacher else [])]

@@ -25,9 +25,6 @@ from rewards import (
 )
 from runs.folder import or_none
 
-Z = 1.96                        # 95 % of a normal distribution lie within this many standard deviations
-
-
 def evaluate(engine, ranks, examples: list[dict], config, *, seed: int, **options) -> dict:
     """Sample one completion of each problem and score it. Options: as for sample_and_score.
 
@@ -85,9 +82,9 @@ def measure(
     """Evaluate a model with n completions of each problem. Options: as for sample_and_score.
 
     reward_functions  those of config, which has their weights, or none
-    returns           truncated (share of completions), note (see note_on_form), estimates (see summarise) and
-                      problems: prompt, answer; right (n bools) and majority (its majority_vote), None without
-                      an answer; points by name (n each, None: unscored). --json writes the same
+    returns           truncated and tagged (shares of completions, tagged: those with an <answer>), estimates
+                      (see summarise) and problems: prompt, answer; right (n bools) and majority (its
+                      majority_vote), None without an answer; points by name (n each, None: unscored)
     """
     groups = sample_and_score(
         engine, ranks, examples, config, num_completions=samples, reward_functions=reward_functions, **options
@@ -107,22 +104,11 @@ def measure(
             "majority": majority_vote(votes, answer) if known else None,
             "points": {name: list(map(or_none, values[p])) for name, values in rewards.items()},
         })
-    note = note_on_form([correctness, *reward_functions], points, completions)
-    truncated = float((~groups.rollout.finished).double().mean())
-    return {"truncated": truncated, "note": note, "estimates": summarise(problems), "problems": problems}
-
-
-def note_on_form(functions, points: dict[str, torch.Tensor], completions: list) -> str:
-    """Return a sentence if functions with <answer> in their docstring gave 0 points and no text has one."""
-    readers = [name_of(function) for function in functions if "<answer>" in (function.__doc__ or "")]
-    zero = " and ".join(name for name in dict.fromkeys(readers) if points[name].nan_to_num(-1).max() == 0)
-    if not zero or any("</answer>" in text_of(completion) for completion in completions):
-        return ""
-    return (
-        f"none of {len(completions)} completions contains <answer>...</answer>, read by {zero}: 0 points say "
-        "nothing about the answers; ask for the form, such as --instruction "
-        '"Think in <reasoning></reasoning>, then answer in <answer></answer>."'
-    )
+    return {
+        "truncated": float((~groups.rollout.finished).double().mean()),
+        "tagged": sum("</answer>" in text_of(completion) for completion in completions) / len(completions),
+        "estimates": summarise(problems), "problems": problems,
+    }
 
 
 # ---- estimates from samples --------------------------------------------------------------------------------
@@ -135,8 +121,10 @@ def summarise(*models: list[dict]) -> dict[str, dict]:
     """
     answered = [row for row in zip(*models, strict=True) if all(problem["right"] for problem in row)]
     values = [values_by_problem(problems) for problems in zip(*answered, strict=True)]
-    estimate, count = (estimate_mean, estimate_difference)[len(models) - 1], {"problems": len(answered)}
-    shares = {name: estimate(*(side[name] for side in values)) | count for name in (values or [{}])[0]}
+    shares = {
+        name: estimate_mean(of_one) if len(models) == 1 else estimate_by_t(of_one - values[1][name])
+        for name, of_one in (values[0] if values else {}).items()
+    }
     return shares | {
         name: estimate_points(*([problem["points"][name] for problem in problems] for problems in models))
         for name in models[0][0].get("points", {})
@@ -151,14 +139,10 @@ def values_by_problem(problems: Sequence[dict]) -> dict[str, np.ndarray]:
     correct, n = [sum(problem["right"]) for problem in problems], len(problems[0]["right"])
     values = {"accuracy": np.array(correct) / n}
     if n > 1:
-        values |= {f"pass@{k}": np.array([pass_at_k(n, c, k) for c in correct]) for k in powers_of_two(n)}
+        powers = sorted({2**i for i in range(n.bit_length())} | {n})             # 1, 2, 4, ... and n
+        values |= {f"pass@{k}": np.array([pass_at_k(n, c, k) for c in correct]) for k in powers}
         values[f"majority@{n}"] = np.array([problem["majority"] for problem in problems], dtype=float)
     return values
-
-
-def powers_of_two(n: int) -> list[int]:
-    """Return 1, 2, 4, ... and n."""
-    return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -188,7 +172,7 @@ def majority_vote(completions: list, truth: str) -> float:
 
 
 def estimate_mean(values: np.ndarray) -> dict:
-    """Return {"mean", "low", "high", "interval"} of P values from 0 to 1: a 95 % interval and its name.
+    """Return {"mean", "low", "high", "problems"} of P values from 0 to 1, with a 95 % interval.
 
     The interval is Clopper and Pearson's (Biometrika 26, 1934), exact if every value is 0 or 1. Fractional
     values vary less, as if there were more problems: it is then that of the number of 0/1 problems with the
@@ -199,8 +183,7 @@ def estimate_mean(values: np.ndarray) -> dict:
     mean, extended = float(values.mean()), np.append(values, [0.0, 1.0])
     problems = len(values) * float(extended.mean() * (1 - extended.mean()) / extended.var())
     low, high = share_interval(mean * problems, problems)
-    name = "Clopper-Pearson" + ", effective number of problems" * (not np.isin(values, (0, 1)).all())
-    return {"mean": mean, "low": low, "high": high, "interval": name}
+    return {"mean": mean, "low": low, "high": high, "problems": len(values)}
 
 
 def share_interval(successes: float, n: float) -> tuple[float, float]:
@@ -222,20 +205,15 @@ def beta_quantile(share: float, a: float, b: float) -> float:
     return math.sin(np.interp(share, shares / shares[-1], edges)) ** 2
 
 
-def estimate_difference(left: np.ndarray, right: np.ndarray) -> dict:
-    """Return the mean of left - right over the same P problems and its 95 % interval, as estimate_mean does.
+def estimate_by_t(values: np.ndarray) -> dict:
+    """Return the same of P values without bounds, such as points or differences, with Student's t interval.
 
-    Paired, so the difficulty of a problem cancels. The interval is the normal one after adding two problems:
-    one that only the left model solves, and one that only the right one does (D. G. Bonett and R. M. Price,
-    J. Educ. Behav. Stat. 37, 2012). Without them it would be too short where few problems differ, and empty
-    where none does. Over few problems with many completions each it is longer than necessary.
+    From equal values, or one, no variation can be estimated: low and high are None.
     """
-    difference = left - right                                                    # (P,), -1 to 1
-    extended = np.append(difference, [1.0, -1.0])
-    centre, half = float(extended.mean()), Z * float(extended.std()) / math.sqrt(len(extended))
-    low, high = max(-1.0, centre - half), min(1.0, centre + half)
-    mean, name = float(difference.mean()), "paired, Bonett and Price"
-    return {"mean": mean, "low": low, "high": high, "interval": name}
+    mean, low, high = float(values.mean()) if len(values) else None, None, None
+    if len(values) and np.ptp(values) > 1e-12:
+        low, high = t_interval(values)
+    return {"mean": mean, "low": low, "high": high, "problems": len(values)}
 
 
 def estimate_points(*models: list[list[float | None]]) -> dict:
@@ -243,28 +221,19 @@ def estimate_points(*models: list[list[float | None]]) -> dict:
 
     models  points (P, n), None where unscored; problems without points are left out
 
-    Points have no bounds, so the interval is Student's t of the problems' means, or of their differences:
-    mean +- t s / sqrt(P). If all points are 0 or 1, and both occur, it is that of estimate_mean or
-    estimate_difference. From equal means, or one problem, no variation can be estimated: low, high are None.
+    The values are the problems' means, or their differences: paired, so that the difficulty of a problem
+    cancels. If all points of a model are 0 or 1, and both occur, the interval is that of estimate_mean.
     """
     points = np.ma.masked_invalid(np.array(models, dtype=float))                 # (models, P, n)
     means = points.mean(axis=2).filled(np.nan)
     means = means[:, ~np.isnan(means).any(axis=0)]                               # (models, scored problems)
-    counts = {"problems": means.shape[1], "unscored": int(np.ma.count_masked(points))}
-    if set(points.compressed()) == {0.0, 1.0}:
-        return (estimate_mean, estimate_difference)[len(models) - 1](*means) | counts
-    values = means[0] - sum(means[1:])
-    mean = float(values.mean()) if len(values) else None
-    if not len(values) or np.ptp(values) < 1e-12:
-        return {"mean": mean, "low": None, "high": None, "interval": "no interval"} | counts
-    low, high = t_interval(values)
-    return {"mean": mean, "low": low, "high": high, "interval": "Student's t"} | counts
+    shares = len(models) == 1 and set(points.compressed()) == {0.0, 1.0}
+    estimate = estimate_mean(means[0]) if shares else estimate_by_t(means[0] - sum(means[1:]))
+    return estimate | {"unscored": int(np.ma.count_masked(points))}
 
 
 def t_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return Student's 95 % interval of the mean of values (n,): mean +- t s / sqrt(n). NaN if n is 1."""
-    if len(values) < 2:
-        return math.nan, math.nan
+    """Return Student's 95 % interval of the mean of n > 1 values: mean +- t s / sqrt(n)."""
     half = student_quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
     return float(values.mean()) - half, float(values.mean()) + half
 
@@ -284,6 +253,5 @@ def describe_estimates(estimates: dict[str, dict], samples: int) -> str:
         shown = ("?" if mean is None else f"{mean:.3f}") + " points" * (unscored is not None)
         shown += "" if low is None else f" [{low:.3f}, {high:.3f}]"
         shown += f" of {estimate['problems']}" + f" x {samples}" * (samples > 1)
-        shown += f", {estimate['interval']}" if samples > 1 or low is None else ""
         lines.append(f"{name} {shown}" + (f", {unscored} completions unscored" if unscored else ""))
     return "\n".join(lines)

@@ -25,10 +25,10 @@ from config import GRPOConfig
 from data import as_text
 from engine.devices import num_processes
 from experience import Experience, Groups, log_probs_of_rollout
-from grpo import compute_group_advantages, kl_penalty, token_loss
+from grpo import kl_penalty, token_loss
 from runs.console import RunConsole, points_text
 from runs.groups import select
-from runs.folder import or_none, points_of_turns
+from runs.folder import or_none
 from runs.run import Run
 from runs.setup import set_up
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
 
 def explain(run: Run) -> None:
     """Print one step, number by number."""
-    config, console, progress = run.config.grpo, run.console, run.progress
+    config, console = run.config.grpo, run.console
     train_until_grpo(run)
     groups = find_group(run)
     if groups is None:
@@ -61,7 +61,7 @@ def explain(run: Run) -> None:
         return
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
     experience = train.compute_experience_of_groups(run, groups)
-    show_completions(console, config, groups, experience, progress.mean_reward)
+    show_completions(console, config, groups, experience)
     old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp             # (G, T)
     best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
@@ -76,7 +76,7 @@ def explain(run: Run) -> None:
     console.print(
         f"5. The update: gradient norm {norm:.4g}, clipped to {max_norm:g} if larger; "
         f"{type(run.optimizer).__name__}, learning rate {rate:.3g}")
-    if progress.skipped_in_a_row:
+    if run.progress.skipped_in_a_row:
         console.print("   loss or gradient is not finite: skipped, nothing has changed")
 
     new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp
@@ -141,10 +141,8 @@ def show(console: RunConsole, title: str, head: list[str], lines: list[list[str]
     console.rich.print(table, soft_wrap=False)
 
 
-def show_completions(
-    console: RunConsole, config: GRPOConfig, groups: Groups, experience: Experience, mean_reward: float
-) -> None:
-    """Print the prompt, its completions, their points and advantages. mean_reward: of the run so far."""
+def show_completions(console: RunConsole, config: GRPOConfig, groups: Groups, experience: Experience) -> None:
+    """Print the prompt, its completions, their points and advantages."""
     rollout, points = groups.rollout, groups.rewards
     console.print(f"\nprompt: {groups.examples[0]['prompt']!r}, answer: {groups.examples[0].get('answer')!r}")
     head = ["", "completion", "tokens", "log-probability", "ended"]
@@ -155,10 +153,6 @@ def show_completions(
             rollout.completions, rollout.completion_mask, rollout.sampling_logp, rollout.finished.tolist(),
             strict=True))
     ])
-    if rollout.turn_points is not None:
-        masks, turns = rollout.completion_mask.tolist(), rollout.turn_points.tolist()
-        for g, of_turns in enumerate(map(points_of_turns, masks, turns)):
-            console.print(f"   {g}: points of turns {' '.join(points_text(or_none(p)) for p in of_turns)}")
     weighted = zip(groups.per_function.items(), config.weights, strict=True)
     columns = {f"{name} x {weight:g}": values for (name, values), weight in weighted} | {"r": groups.scores}
     if not torch.equal(groups.scores.nan_to_num(), points.nan_to_num()):
@@ -169,25 +163,8 @@ def show_completions(
         [str(g), *(points_text(or_none(values[0, g])) for values in columns.values()), f"{advantage:+.4f}"]
         for g, advantage in enumerate(advantages)
     ])
-    if config.use_value_head:
-        console.print("   A is the mean over the completion's tokens: the value head gives each one (GAE)")
-        return
-    b, s = baseline_and_scale(config, points, mean_reward)
-    b = " ".join(f"{value:.4f}" for value in b.tolist())
-    names = {"none": "not scaled", "group": "standard deviation", "batch": "standard deviation"}
-    scale = names.get(config.scale, config.scale)
-    penalty = ", less the KL penalty, centred" if config.kl_coef and config.kl_in == "reward" else ""
-    console.print(f"   b = {b} ({config.baseline}), s = {s:.4f} ({scale}): A = (r - b) / s{penalty}")
-
-
-def baseline_and_scale(config: GRPOConfig, points: Tensor, mean_reward: float) -> tuple[Tensor, float]:
-    """Compute b, a value for all completions or one for each, and s, from r - b and (r - b) / s."""
-    options = dict(baseline=config.baseline, global_mean=mean_reward)
-    centred = compute_group_advantages(points, **options, scale="none")
-    g = int(centred.abs().argmax())
-    scaled = compute_group_advantages(points, **options, scale=config.scale)
-    b = (points - centred).flatten()
-    return b if config.baseline == "leave_one_out" else b[g : g + 1], float((centred / scaled).flatten()[g])
+    how = "value head" if config.use_value_head else f"baseline {config.baseline}, scale {config.scale}"
+    console.print(f"   A by {how}; where tokens have their own, the mean")
 
 
 def show_tokens(
@@ -214,20 +191,13 @@ def show_tokens(
 
 def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominators: dict) -> None:
     """Print the terms of the loss with their weights, and the denominators."""
-    aggregation = config.loss_entry.aggregation
     weights = {"policy_loss": 1.0, "kl": config.kl_coef, "entropy": -config.entropy_coef, "value_loss": 0.1}
     weights = {name: weight for name, weight in weights.items() if name in losses and weight}
     lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items()]
     lines.append(["total_loss", f"{losses['total_loss']:+.6f}", ""])
     show(console, "4. The loss", ["term", "value", "weight"], lines)
-    divided_by = {
-        "token_mean": "{num_tokens} tokens",
-        "sequence_mean": "its completion's length and {num_sequences} completions",
-        "constant": "{num_sequences} completions x {max_tokens} tokens, the limit",
-    }[aggregation].format(**denominators)
-    console.print(f"   {config.loss_type}, {aggregation}: a token's loss is divided by {divided_by}")
-    if aggregation != "token_mean" and {"kl", "entropy"} & set(weights):
-        console.print("   and so are its KL and entropy in total_loss; the table has their token means")
+    sizes = ", ".join(f"{name} {n}" for name, n in denominators.items())
+    console.print(f"   {config.loss_type}: {config.loss_entry.aggregation} of the tokens' losses, {sizes}")
     console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
 
 
@@ -240,11 +210,6 @@ def show_change(console: RunConsole, experience: Experience, old: Tensor, new: T
         [str(g), f"{a:+.4f}", f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f} nat"]
         for g, (a, start, end) in enumerate(zip(advantages, before, after, strict=True))
     ])
-    for sign, name, became in (1, "positive", "likelier"), (-1, "negative", "less likely"):
-        selected = advantages.sign() == sign
-        count = int(((after - before)[selected].sign() == sign).sum())
-        completions = f"{count} of {int(selected.sum())} completions with {name} advantage"
-        console.print(f"   {completions} became {became}")
 
 
 if __name__ == "__main__":

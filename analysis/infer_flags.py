@@ -11,7 +11,7 @@ from runs.command_line import OneLineParser, add_flags, section_of
 EXAMPLES = """
   python infer.py --model_path RUN/final --question "47+85=?"
   python infer.py --model_path RUN/final --evaluate arithmetic --limit 256
-  python infer.py --report RUN --against OTHER_RUN"""
+  python infer.py --report RUN"""
 FLAGS_OF_CONFIG = [
     "model_path", "prompt_column", "answer_column", "instruction", "reward_functions", "reward_weights",
     "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
@@ -19,7 +19,7 @@ FLAGS_OF_CONFIG = [
     "attn_implementation", "trust_remote_code", "device", "chat_template", "chat_template_kwargs",
 ]
 NEEDS = {                       # flag -> flags of which it needs one
-    "answers": ["questions"], "json": ["evaluate"], "against_model": ["evaluate"], "against": ["report"],
+    "answers": ["questions"], "json": ["evaluate"], "against_model": ["evaluate"],
     "reward_functions": ["evaluate"], "reward_weights": ["reward_functions"],
     "samples": ["evaluate", "questions"],
 }
@@ -41,7 +41,6 @@ def build_parser() -> OneLineParser:
           help="add the LoRA adapter to the weights and write them to FOLDER")
     modes("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
     add("--answers", metavar="FILE", help="write the answers to --questions there; without it, print them")
-    add("--against", metavar="RUN", default="", help="another run, shown beside the first one in the report")
     add("--samples", type=int, default=1,
         help="completions per problem [%(default)s]; with several, --evaluate prints pass@k too")
     add("--against_model", metavar="MODEL", default="", help="evaluate it too, and print the difference")

@@ -4,7 +4,7 @@ Losses of saved rollouts, computed again without sampling and without an update.
     python -m analysis.replay RUN/rollouts.jsonl                       with the settings of its run
     python -m analysis.replay RUN/rollouts.jsonl --loss_type gspo      with some changed: flags of train.py
 
-Prints a table on stderr, as trained | now; a file or pipe as stdout gets JSON with the keys of metrics.jsonl.
+Prints a line of JSON for each step, with the keys of metrics.jsonl.
 Rollouts and weights are the same each time, so the effect of a flag is isolated: loss, baseline, clip. The
 weights are those of --model_path, or of the run's newest checkpoint. With the checkpoint written just before
 a step, its numbers are those of the run, but with --baseline global_mean and --dynamic_sampling, whose
@@ -34,12 +34,10 @@ from model import ValueHead
 from reward_functions.loading import load_reward_function
 from rewards import name_of, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
-from runs.folder import RunFolder, or_none, read_jsonl, read_steps, warn_once
+from runs.folder import RunFolder, or_none, read_steps, warn_once
 from runs.reference import load_reference, load_teacher
 from runs.run import Progress, Run
 from sample import Rollout, left_pad, pad_rows
-
-SHOWN = "total_loss", "grad_norm", "policy_kl"            # in the table
 
 
 def main(argv: list[str]) -> None:
@@ -53,29 +51,18 @@ def main(argv: list[str]) -> None:
     if not first or "completion_ids" not in first[0]:
         raise ValueError(f"{path}: no rollouts in it; name the rollouts.jsonl or skipped.jsonl of a run")
     config = parse_config(["--resume", "--check", "--output_dir", str(path.parent), *argv[1:]])
-    grpo, weights = config.grpo, latest_checkpoint(path.parent, warn_once)
+    weights = latest_checkpoint(path.parent, warn_once)
     if {"--model_path", "--model-path"} & {word.partition("=")[0] for word in argv}:
         weights = Path(config.model.model_path)
     if weights is None:
         raise ValueError(f"{path}: no checkpoint beside it; name the weights with --model_path")
     run = load_run(config, weights)
-    lines = read_jsonl(path.parent / "metrics.jsonl")
-    logged = {line["step"]: line for line in lines if line["phase"] != "eval"}
-    how = "of the value head" if grpo.use_value_head else f"{grpo.baseline}, {grpo.scale}"
-    title = f"as trained | now ({grpo.loss_type}, advantages {how}), with the weights of {weights}"
-    table = [title, " step" + "".join(f"{n:>24}" for n in SHOWN)]
+    print(f"with the weights of {weights}; policy_kl is that to the weights that sampled", file=sys.stderr)
     for records in chain([first], steps):
         step, phase = records[0]["step"], records[0]["phase"]
         replay_step = replay_grpo_step if phase == "grpo" else replay_supervised_step
         metrics = {name: or_none(n) for name, n in replay_step(run, records).items()}
-        if not sys.stdout.isatty():
-            print(json.dumps({"step": step, "phase": phase} | metrics))
-        columns = [[row.get(name) for row in (logged.get(step, {}), metrics)] for name in SHOWN]
-        texts = [" | ".join("-" if value is None else f"{value:.4g}" for value in pair) for pair in columns]
-        table.append(f"{step:>5}" + "".join(f"{text:>24}" for text in texts))
-    print(*table, sep="\n", file=sys.stderr)
-    far = "if it is far from 0, compare two replays, or pass --model_path RUN/checkpoints/step-N"
-    print(f"policy_kl is that of these weights to those that sampled:\n{far}", file=sys.stderr)
+        print(json.dumps({"step": step, "phase": phase} | metrics))
 
 
 def load_run(config: Config, weights: Path) -> Run:

@@ -1,7 +1,7 @@
 """
 Draw the curves of a run, and write its report: one HTML page with them that needs no network.
 
-    python infer.py --report RUN [--against OTHER_RUN]          a run writes its own when it ends
+    python infer.py --report RUN                                a run writes its own when it ends
 
 report.html beside this module is its Jinja template. Text of models and data sets is not trusted: Jinja
 escapes what it inserts, completions are JSON in which no tag can begin, the script shows them as text and
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import cache, partial
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -49,46 +49,34 @@ PANELS = {                      # of the curves: title -> names of metrics (file
     "gradient norm": "grad_norm",
     "time (s)": "*_seconds",
 }
-STYLES = "-", "--"              # of the curves of two runs
 
 
-def write_report(folder: Path, against: Path | None = None) -> Path:
-    """Write folder/report.html on the run in it, with the curves and groups of another run beside it.
+def write_report(folder: Path) -> Path:
+    """Write folder/report.html on the run in it, and its curves to folder/curves.png.
 
-    Without another run write its curves to folder/curves.png too.
-
-    raises  ValueError in one line, if a folder is not a run or a file in it is damaged
+    raises  ValueError in one line, if the folder is not a run or a file in it is damaged
     """
-    folders = [folder] if against is None else [folder, against]
     defaults = {name: value for section in SECTIONS for name, value in asdict(section()).items()}
-    configs = [defaults | read_settings(path / "config.json") for path in folders]
-    runs = [read_run(path, config) for path, config in zip(folders, configs, strict=True)]
-    steps = [saved | {"run": number} for number, run in enumerate(runs) for saved in run["steps"]]
-    steps.sort(key=lambda saved: (saved["step"], -saved["run"]))                 # the last one is shown first
-    curves = draw_curves(runs)
-    if curves and against is None:
+    config = defaults | read_settings(folder / "config.json")
+    run = read_run(folder, config)
+    curves = draw_curves(run)
+    if curves:
         (folder / "curves.png").write_bytes(curves)
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     target = folder / "report.html"
     replace_text(target, page.from_string(template).render(
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        runs=runs, curves=base64.b64encode(curves).decode(), steps=steps,
-        settings=list_settings(configs, defaults), saved={name for run in runs for name in run["saved"]},
+        run, script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        curves=base64.b64encode(curves).decode(), settings=list_settings(config, defaults),
     ))
     return target
 
 
-def list_settings(configs: list[dict], defaults: dict) -> list[dict]:
-    """Return the settings of which a run has another value than the default. Differing ones come first."""
-    rows = []
-    for name in dict.fromkeys(name for config in configs for name in config):
-        texts = (json.dumps(config.get(name), ensure_ascii=False) for config in (*configs, defaults))
-        *values, default = [text.strip('"') or text for text in texts]
-        if set(values) != {default}:
-            rows.append({"name": name, "values": values, "default": default, "differs": len(set(values)) > 1})
-    return sorted(rows, key=lambda row: not row["differs"])
+def list_settings(config: dict, defaults: dict) -> list[tuple[str, str, str]]:
+    """Return (name, value, default) of the settings that differ from the default, as JSON."""
+    rows = ((name, value, defaults.get(name)) for name, value in config.items())
+    return [(name, json.dumps(own), json.dumps(default)) for name, own, default in rows if own != default]
 
 
 def read_run(folder: Path, config: dict) -> dict:
@@ -116,16 +104,16 @@ def metric_series(lines: list[dict]) -> dict[str, dict[int, float]]:
     return series
 
 
-def draw_curves(runs: list[dict]) -> bytes:
-    """Return the curves of one or two runs as PNG, empty if there are no numbers yet.
+def draw_curves(run: dict) -> bytes:
+    """Return the curves of a run as PNG, empty if there are no numbers yet.
 
-    The second run is dashed, dotted lines are the starts of its phases, bands 95 % intervals.
+    Dotted lines are the starts of its phases, bands 95 % intervals.
     """
     from matplotlib import rc_context  # slow to import
     from matplotlib.figure import Figure
 
-    names = sorted({name for run in runs for name in run["series"]})
-    shown = {title: matching(names, patterns) for title, patterns in PANELS.items()}
+    series = run["series"]
+    shown = {title: matching(sorted(series), patterns) for title, patterns in PANELS.items()}
     panels = {title: metrics for title, metrics in shown.items() if metrics}
     if not panels:
         return b""
@@ -134,14 +122,14 @@ def draw_curves(runs: list[dict]) -> bytes:
         figure, axes = Figure(figsize=(12, 2.5 * num_rows), layout="constrained"), None
         for place, (title, metrics) in enumerate(panels.items(), start=1):
             axes = figure.add_subplot(num_rows, 2, place, title=title, sharex=axes)
-            for (i, metric), (run, style) in product(enumerate(metrics), zip(runs, STYLES, strict=False)):
-                series, low, high = (run["series"].get(name, {}) for name in with_limits(metric))
-                marker, label = "." if metric.startswith("eval") else "", metric if run is runs[0] else None
-                axes.plot([*series], [*series.values()], style, marker=marker, color=f"C{i}", label=label)
+            for i, metric in enumerate(metrics):
+                values, low, high = (series.get(name, {}) for name in with_limits(metric))
+                marker = "." if metric.startswith("eval") else ""
+                axes.plot([*values], [*values.values()], marker=marker, color=f"C{i}", label=metric)
                 both = [step for step in low if step in high]
                 ends = [low[step] for step in both], [high[step] for step in both]
                 axes.fill_between(both, *ends, color=f"C{i}", alpha=0.2, linewidth=0)
-            for step in (step for run in runs for step in run["starts"]):
+            for step in run["starts"]:
                 axes.axvline(step, color="grey", linestyle=":")
             axes.legend(fontsize="small")
         figure.supxlabel("optimiser step")
@@ -175,24 +163,20 @@ def read_completions(folder: Path, config: dict) -> dict:
     dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
     try:
         for records in read_steps(path, every):
-            of_groups = groupby(records, key=lambda record: record["group"])
-            groups = [describe_group(list(group), tokenizer) for _, group in of_groups]
+            groups = []
+            for number, group in groupby(records, key=lambda record: record["group"]):
+                first, *others = group
+                groups.append({
+                    "title": f"step {first['step']}, group {number}", "tied": bool(first.get("tied")),
+                    "prompt": prompt_text(first["prompt"], tokenizer),
+                    "completions": [describe_completion(row, tokenizer) for row in (first, *others)],
+                })
+                saved.update(groups[-1]["completions"][0]["numbers"])
             groups.sort(key=lambda group: group["tied"])
-            saved.update(*(completion["numbers"] for group in groups for completion in group["completions"]))
             steps.append({"step": records[0]["step"], "groups": htmlsafe_json_dumps(groups, dumps=dumps)})
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"--report: {path} is damaged: {type(error).__name__}: {error}") from None
     return {"steps": steps, "every": every, "saved": saved}
-
-
-def describe_group(group: list[dict], tokenizer) -> dict:
-    """Return what the page shows of a group: its place, its prompt and its completions."""
-    first = group[0]
-    return {
-        "title": f"step {first['step']}, group {first['group']}", "tied": bool(first.get("tied")),
-        "prompt": prompt_text(first["prompt"], tokenizer),
-        "completions": [describe_completion(record, tokenizer) for record in group],
-    }
 
 
 def describe_completion(record: dict, tokenizer) -> dict:

@@ -9,20 +9,20 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 
 from torch import Tensor
 
 from config import GRPOConfig
 from data import as_text, demonstration
-from reward_functions.loading import BUILT_IN
-from reward_functions.answers import as_texts
 from reward_functions.calling import wrap_reward_functions
-from reward_functions.formats import LETTERS, choice_of
-from reward_functions.loading import RESERVED, missing_columns
+from reward_functions.loading import RESERVED
 from rewards import compute_rewards_for_completions, extract_answer, name_of, text_of
+from runs.folder import read_steps
 from sample import pad_rows
+from sources.batches import prompt_key
 
 KINDS = {
     "gold": "the completion of the data set, or its answer between the expected tags",
@@ -38,13 +38,13 @@ KINDS = {
 SLOW = 0.1                      # seconds per completion
 
 
-def completions_of(example: dict, other: dict | None = None, choices: Sequence = ()) -> dict[str, str]:
+def completions_of(example: dict, other: dict | None = None) -> dict[str, str]:
     """Return the text of each kind for one example; without a gold: empty, wrong, form, echo.
 
-    other    another example, whose gold is wrong here
-    choices  adds gold with the letter or text of each choice: kinds `right choice: B`, `other choice: A`, ...
-    For a conversation the texts are its last turn. Not in the table: gold without the tags of the answer
-    (`untagged`), and with </answer> before <answer> (`reversed`).
+    other  another example, whose gold is wrong here
+    For a conversation the texts are its last turn. Not in the table: gold with a newline in place of the
+    first space of its reasoning (`newline`), without the tags of the answer (`untagged`), and with </answer>
+    before <answer> (`reversed`).
     """
     answer, gold = example.get("answer"), text_of(example.get("completion") or "")
     answer = answer[0] if isinstance(answer, list) and answer else answer
@@ -53,7 +53,7 @@ def completions_of(example: dict, other: dict | None = None, choices: Sequence =
     form, echo = demonstration("...", "..."), as_text(example["prompt"])
     if not gold:
         return {"empty": "", "wrong": "I do not know.", "form": form, "echo": echo}
-    correct, spam, named = extract_answer(gold) or answer, "", {}
+    correct, spam = extract_answer(gold) or answer, ""
     wrong = text_of((other or {}).get("completion") or "I do not know.")
     if answer and correct:
         changed = re.sub(r"\d{1,9}", lambda digits: str(2 * int(digits[0]) + 7), answer, count=1)
@@ -63,20 +63,17 @@ def completions_of(example: dict, other: dict | None = None, choices: Sequence =
         tail += closing
         wrong = head + wrong_answer + tail if found else wrong_answer
         answers = (f"<answer>{text}</answer>" for text in (wrong_answer, correct, f"{wrong_answer}1"))
-        spam = "<reasoning>One of these.</reasoning>" + "".join(answers)
-        right = choice_of(answer, choices)
-        for letter, choice in zip(LETTERS, choices if right else (), strict=False):
-            kind = "right choice" if choice == right else "other choice"
-            named |= {f"{kind}: {name}": head + name + tail if found else name for name in (letter, choice)}
+        spam = "<reasoning>One of these.</reasoning>" + "".join(answers) if "<answer>" in gold else ""
     if isinstance(column := example.get("wrong"), str):
         wrong = column or wrong
     spam = spam or f"{wrong}\n{gold}\n{wrong}"
     start = "<reasoning>" if "<reasoning>" in wrong else ""
     confident = wrong.replace(start, start + "I am absolutely certain of this and have checked it twice. ", 1)
     bare = gold.replace("</answer>", "")
-    return named | {
+    return {
         "gold": gold, "empty": "", "wrong": wrong, "confident": confident, "form": form, "spam": spam,
         "repeated": "\n".join([gold] * 3), "truncated": gold[: len(gold) // 2], "echo": echo,
+        "newline": re.sub(r"(<(?:reasoning|think)>\S*) ", r"\1\n", gold, count=1),
         "untagged": bare.replace("<answer>", ""), "reversed": bare.replace("<answer>", "</answer><answer>"),
     }
 
@@ -116,12 +113,12 @@ def score_kinds(function: Callable, examples: list[dict]) -> tuple[dict[str, flo
         if used and all(example.get(name) is None for name in used):
             continue
         other = next((e for e in examples[i + 1 :] + examples[:i] if used <= e.keys()), None)
-        texts = completions_of(example, other, as_texts(example.get("choices") if "choices" in used else ""))
+        texts = completions_of(example, other)
         completions = list(texts.values())
         total, _, failed = score_texts([function], [1.0], completions, [columns | example] * len(texts))
         for kind, value in zip(texts, total[:, 0].tolist(), strict=True):
             if not math.isnan(value):
-                points.setdefault(kind.partition(":")[0], []).append(value)
+                points.setdefault(kind, []).append(value)
         failures += failed
         count += len(texts)
     means = {kind: sum(values) / len(values) for kind, values in points.items()}
@@ -138,8 +135,8 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
     if len(points) > 1 and max(points.values()) - min(points.values()) < 1e-9:
         return [f"gives {max(points.values()):g} to every completion, so nothing can be learned from it here"]
     flags = []
-    orders = {"wrong": ["empty", "form", "spam", "echo", "other choice"], "untagged": ["reversed"]}
-    for lower, kinds in {"gold": [*KINDS], "right choice": ["gold"], **orders}.items():
+    orders = {"wrong": ["empty", "form", "spam", "echo"], "newline": ["gold"], "untagged": ["reversed"]}
+    for lower, kinds in {"gold": [*KINDS], **orders}.items():
         limit = points.get(lower, math.inf) + 1e-9
         above = [f"{kind} ({points[kind]:.2f})" for kind in kinds if points.get(kind, -math.inf) > limit]
         if above:
@@ -181,8 +178,26 @@ def lint(
     return table, flags
 
 
-def applicable_functions(examples: list[dict]) -> list[Callable]:
-    """Return the built-in functions that have their columns and packages, and score some of the examples."""
-    columns = {name for example in examples for name in example}
-    functions = [function for name, function in BUILT_IN.items() if name != "environment"]
-    return [f for f in functions if not missing_columns(f, columns) and score_kinds(f, examples)[0]]
+def examples_of_run(path: Path, data: Iterable[dict]) -> list[dict]:
+    """Return the examples of a run's saved GRPO groups, newest first, with a group's best completion as gold.
+
+    data  has the examples, found by their prompts
+    A group in which no reward is above another shows nothing, and is left out; of a prompt's groups the
+    newest counts. Raises ValueError, one line, if no group is left.
+    """
+    best: dict[str, str | list[dict]] = {}
+    for records in read_steps(path):
+        rows = [row for row in records if row["phase"] == "grpo" and row["reward"] is not None]
+        for _, of_group in itertools.groupby(rows, key=lambda row: row["group"]):
+            group = sorted(of_group, key=lambda row: row["reward"])
+            if group[0]["reward"] < group[-1]["reward"]:
+                key = prompt_key(group[0]["prompt"])
+                best.pop(key, None)                       # so that it becomes the last one
+                best[key] = group[-1]["completion"]
+    examples = {key: example for example in data if (key := prompt_key(example["prompt"])) in best}
+    if not examples:
+        raise ValueError(
+            f"--rollouts={path}: none of its prompts with unequal rewards is in the data; name the "
+            "rollouts.jsonl of a run, and its --dataset and --prompt_column")
+    newest = reversed(best.items())
+    return [examples[key] | {"completion": completion} for key, completion in newest if key in examples]

@@ -13,7 +13,6 @@ from conftest import QUICK, start_run
 from analysis import explain
 import train
 from runs.folder import completion_records, read_jsonl
-from config import GRPOConfig
 from runs.command_line import parse_config
 from runs.setup import set_up
 
@@ -66,30 +65,11 @@ def test_its_numbers_are_those_of_a_training_step_on_the_same_group(tmp_path, ca
     assert [c["completion"] for c in completions] == rollout.completions
     assert value(printed, "gradient norm") == pytest.approx(metrics["grad_norm"], rel=1e-3)
     assert value(printed, "total_loss") == pytest.approx(metrics["total_loss"], abs=2e-6)
-    assert f"divided by {len(before)}" not in printed
-    tokens = sum(c["tokens"] for c in completions)
-    assert (f"divided by {tokens} tokens" in printed) == (not more)
+    assert f"num_tokens {sum(c['tokens'] for c in completions)}, num_sequences 4" in printed
     after = run.engine.log_probs(rollout, None, policy).logp.sum(dim=1).tolist()
     for row, (advantage, shown_before, shown_after) in changes(printed).items():
         assert advantage == pytest.approx(completions[row]["advantage"], abs=1e-3)
         assert (shown_before, shown_after) == pytest.approx((before[row], after[row]), abs=2e-3)
-    lengths = torch.tensor([float(len(c["completion"])) for c in completions])
-    assert f"b = {lengths.mean():.4f} (group_mean), s = {lengths.std():.4f}" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_type,near_0", [("dapo", True), ("reinforce", False)])
-def test_what_is_said_of_the_loss_holds(tmp_path, capsys, loss_type, near_0):
-    printed = explained(tmp_path, capsys, "--loss_type", loss_type, "--baseline", "leave_one_out")
-    assert "every ratio is still 1: the value of policy_loss says little, its gradient counts" in printed
-    loss = float(re.search(r"policy_loss +([-+][\d.]+)", printed.partition("4. The loss")[2])[1])
-    assert (abs(loss) < 0.05) == near_0, loss
-    table = printed.partition("2. Points")[2].partition("3. ")[0]
-    rows = [line.split() for line in table.splitlines() if re.match(r" +\d ", line)]
-    rewards, shown = [float(row[2]) for row in rows], re.search(r"b = ([-\d. ]+) \(leave_one_out\), s = ([\d.]+)", table)
-    siblings = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
-    assert [float(b) for b in shown[1].split()] == pytest.approx(siblings, abs=0.01), table
-    assert [(r - b) / float(shown[2]) for r, b in zip(rewards, siblings)] == pytest.approx([float(row[-1]) for row in rows], abs=0.01)
 
 
 def test_nothing_is_written(tmp_path, capsys):
@@ -111,8 +91,6 @@ def test_a_group_that_is_not_tied_is_searched_for_and_its_absence_is_reported(tm
     monkeypatch.setattr(explain, "BATCHES", 3)
     printed = explained(tmp_path, capsys, body="1.0")
     assert "all groups of 3 batches are tied" in printed and "gradient norm" not in printed
-    told = explained(tmp_path, capsys, "--use_kl_penalty", "true", body="1.0")
-    assert "all groups of 3 batches are tied" in told, "the KL to a copy of the policy teaches nothing"
     calls, sample = [], train.sample_groups
     lengths = torch.tensor([[1.0, 2.0, 3.0, 3.0]])
 
@@ -156,11 +134,6 @@ def test_the_next_step_of_a_run_is_explained_and_a_finished_one_is_not(tmp_path,
     (fourth,) = [line for line in read_jsonl(tmp_path / "out/metrics.jsonl") if line["step"] == 4 and line["phase"] == "grpo"]
     assert value(capsys.readouterr().out, "gradient norm") == pytest.approx(fourth["grad_norm"], rel=1e-3)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-
-
-def test_without_grpo_there_is_nothing_to_explain(tmp_path):
-    with pytest.raises(ValueError, match="add --use_grpo"):
-        explain.main(["--output_dir", str(tmp_path / "out")])
 
 
 # ---- by hand --------------------------------------------------------------------------------------------------------
@@ -223,7 +196,7 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     for g, line in enumerate(lines):
         wanted = [g, first[g], second[g], rewards[g], points[g], advantages[g]]
         assert list(map(float, line)) == pytest.approx(wanted, abs=0.0051)
-    assert f"b = {mean:.4f} (group_mean), s = {std:.4f} (standard deviation)" in printed
+    assert "A by baseline group_mean, scale group" in printed
 
     order = sorted(range(4), key=lambda g: -advantages[g])
     picked = []
@@ -253,47 +226,24 @@ def test_every_table_by_hand(tmp_path, capsys, tables):
     per_token = 0.05 * rows_of["kl"][0] - 0.01 * rows_of["entropy"][0]
     total = rows_of["policy_loss"][0] + per_token * sum(map(len, logp)) / (4 * 12)
     assert rows_of["total_loss"][0] == pytest.approx(total, abs=2e-6)
-    assert "and so are its KL and entropy in total_loss; the table has their token means" in printed
-    assert "dr_grpo, constant: a token's loss is divided by 4 completions x 12 tokens, the limit" in printed
+    assert f"dr_grpo: constant of the tokens' losses, num_tokens {sum(map(len, logp))}, num_sequences 4, max_tokens 12" in printed
     assert "learning rate 5e-05\n" in printed, "of this step, not of the next one"
 
     became = [(float(line[1]), float(line[2]), float(line[3]), float(line[4].removesuffix(" nat"))) for line in tables["7"][1]]
     for g, (advantage, start, end, change) in enumerate(became):
         assert advantage == pytest.approx(advantages[g], abs=1e-3) and start == pytest.approx(sum(logp[g].tolist()), abs=1e-2)
         assert change == pytest.approx(end - start, abs=2e-4) and change != 0
-    up, down = ([change for a, _, _, change in became if a * sign > 0] for sign in (1, -1))
-    assert f"{sum(c > 0 for c in up)} of {len(up)} completions with positive advantage became likelier" in printed
-    assert f"{sum(c < 0 for c in down)} of {len(down)} completions with negative advantage became less likely" in printed
 
 
 def test_a_value_head_gives_each_token_its_own_advantage_and_the_loss_a_term(tmp_path, capsys, tables):
     printed = explained(tmp_path, capsys, "--use_value_head")
-    assert "A is the mean over the completion's tokens" in printed and "b = " not in printed
+    assert "A by value head" in printed
     assert [line[2] for line in tables["4"][1] if line[0] == "value_loss"] == ["+0.1"]
     mask = torch.tensor([[True, True, False], [False] * 3])
     some = SimpleNamespace(mask=mask, advantages=torch.tensor([[2.0, 4.0, 9.0], [1.0, 1.0, 1.0]]))
     assert explain.mean_advantages(some).tolist() == [3.0, 0.0], "of tokens, without padding"
     some.advantages = torch.tensor([[-1.5], [2.0]])
     assert explain.mean_advantages(some).tolist() == [-1.5, 0.0]
-
-
-def test_the_least_likely_tokens_are_picked_in_their_order_and_never_padding():
-    rollout = SimpleNamespace(
-        sampling_logp=torch.tensor([[-1.0, -9.0, -2.0, -3.0, -8.0, -0.1, -4.0, -5.0, -99.0], [-1.0, -3.0] + [0.0] * 7]),
-        completion_mask=torch.tensor([[True] * 8 + [False], [True] * 2 + [False] * 7]),
-    )
-    assert [explain.least_likely_tokens(rollout, row) for row in (0, 1)] == [[1, 2, 3, 4, 6, 7], [0, 1]]
-
-
-@pytest.mark.parametrize("flags,b,s", [
-    ({}, 0.25, 0.5), ({"baseline": "group_median"}, 0.0, 0.5), ({"baseline": "leave_one_out"}, [1 / 3] * 3 + [0.0], 0.5),
-    ({"baseline": "global_mean"}, 1.5, 0.5), ({"normalize_advantages": False}, 0.25, 1.0),
-])
-def test_baseline_and_scale_by_hand(flags, b, s):
-    """Of rewards 0, 0, 0 and 1, whose standard deviation is 0.5; the mean over the run is 1.5."""
-    points = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
-    found, scale = explain.baseline_and_scale(GRPOConfig(**flags), points, 1.5)
-    assert found.tolist() == pytest.approx(b if isinstance(b, list) else [b], abs=1e-6) and scale == pytest.approx(s)
 
 
 def test_a_cold_start_is_taken_in_part_and_grpo_begins_anew(tmp_path, capsys, monkeypatch):

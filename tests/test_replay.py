@@ -104,27 +104,6 @@ def test_what_cannot_be_replayed_is_one_line_of_error(finished, flags, message):
         main([flag.replace("{run}", str(finished)) for flag in flags])
 
 
-def test_the_table_has_the_numbers_as_trained_beside_those_of_now_and_names_the_weights(finished, capsys):
-    logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] != "eval"}
-    capsys.readouterr()
-    main([str(finished / "rollouts.jsonl"), "--loss_type", "dr_grpo"])
-    printed = capsys.readouterr()
-    now = {line["step"]: line for line in map(json.loads, printed.out.splitlines())}
-    table = [line for line in printed.err.splitlines() if "warning" not in line.lower()]
-    title = next(i for i, line in enumerate(table) if line.startswith("as trained | now"))
-    assert table[title].endswith(f"with the weights of {max((finished / 'checkpoints').iterdir())}")
-    assert table[title + 1].split() == ["step", "total_loss", "grad_norm", "policy_kl"]
-    end = next(i for i, line in enumerate(table) if line.startswith("policy_kl is that of these weights"))
-    rows = table[title + 2 : end]
-    assert len(rows) == len(now) > 2 and max(map(len, rows)) <= 80
-    for row in rows:
-        step, *cells = row.replace("|", " ").split()
-        step = int(step)
-        expected = [line[name] for name in ("total_loss", "grad_norm", "policy_kl") for line in (logged[step], now[step]) if name in line]
-        assert [float(cell) for cell in cells if cell != "-"] == pytest.approx(expected, rel=1e-3)
-        assert step not in now or logged[step]["phase"] != "grpo" or logged[step]["grad_norm"] != now[step]["grad_norm"]
-
-
 @pytest.mark.slow
 def test_groups_that_a_function_failed_on_stay_unscored(tmp_path, capsys):
     (tmp_path / "fails.py").write_text(

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis import chat, lint_command
+from analysis import lint_command
 import infer
 
 import train
-from model import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/your-own-task.md").read_text()
@@ -53,11 +52,6 @@ def test_every_command_of_the_page_runs(ran):
     for program, code, output in results:
         assert not code or "has_answer" in output, f"{program}: {output}"
     assert (folder / "outputs/words/report.html").exists() and (folder / "outputs/turns/final").is_dir()
-
-
-def test_the_answer_is_shown_as_the_page_says(capsys):
-    chat.AnswerStreamer(byte_tokenizer()).on_finalized_text("<answer>aklnp</answer>", stream_end=True)
-    assert f"The last command prints `{capsys.readouterr().out.strip()}`" in PAGE
 
 
 def test_the_linter_says_what_the_page_says(ran):

@@ -70,25 +70,19 @@ GENERATED = {                   # lines, the findings, words in the first one
         changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.3}), ["ties"], "30% are right, 50% wrong: --dynamic_sampling 3 replaces them"),
     "problems that are nearly all right": (
         changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.7}), ["ties"], "nearly all of them are right: take harder problems"),
-    "NaN": (changed(lambda t, line: {"skipped": 1.0}), ["not_finite"], "skipped.jsonl"),
     "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now 5e-06)"),
     "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["unscored"], "reward_errors.jsonl"),
-    "a reward that fails now and then": (changed(lambda t, line: {"unscored": 0.25}), ["unscored"], "could not be scored"),
     "a short limit": (
         [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"],
         "raise --generation_max_length (now 256)"),
     "short texts for a format": (changed(lambda t, line: {"completion_tokens": max(5, 23 * 0.95**t)}), ["length_collapse"], "what they still earn"),
-    "many updates on a rollout": (changed(lambda t, line: {"clip_fraction": 0.5}), ["clipping"], "--learning_rate"),
 }
 RECORDED_FINDINGS = {
     "healthy": [],
-    "healthy, with a KL penalty": [],
-    "collapse over 20 rollouts": ["collapse", "ties"],
     "collapse at once": ["reward_hacking", "length_collapse", "entropy_falls", "ties"],
     "all tied": ["ties", "truncation"],
-    "length hacking": ["length_hacking", "reward_hacking", "collapse", "ties"],
-    "reward that is noise": ["length_hacking", "collapse", "kl_drift"],
-    "reward that pays for wrong answers": ["length_hacking", "reward_hacking", "collapse", "ties"],
+    "length hacking": ["length_hacking", "reward_hacking", "ties"],
+    "reward that pays for wrong answers": ["length_hacking", "reward_hacking", "ties"],
 }
 
 
@@ -123,18 +117,9 @@ def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
     assert diagnose([{"phase": "supervised", "loss": 1.0}], flags_of()) == []
 
 
-def test_flags_decide_what_is_usual():
-    assert findings(GENERATED["many updates on a rollout"][0], loss_type="gspo") == {}
+def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_judged():
     assert findings(GENERATED["problems of unequal difficulty"][0], use_value_head=True) == {}
-
-
-def test_a_run_with_a_teacher_alone_is_judged_by_its_kl():
-    flags = dict(reward_functions=["none"], use_kl_penalty=True, reference_path="teacher")
-    tied = [{"tied_groups": 1.0, "mean_reward": 0.0, "reward/none": 0.0, "completion_tokens": 20.0} for _ in range(60)]
-    falls = [line | {"kl": 1 / (1 + n), "entropy": 1 / (1 + n)} for n, line in enumerate(tied)]
-    assert findings(falls, **flags) == {} != findings(falls)
-    rises = [line | {"kl": 0.02 * n, "entropy": 1.0} for n, line in enumerate(tied)]
-    assert list(findings(rises, **flags)) == ["kl_drift"]
+    assert findings(GENERATED["KL + 0.005 a rollout"][0], reward_functions=["none"], use_kl_penalty=True, reference_path="teacher") == {}
 
 
 def test_a_higher_limit_is_advised_only_where_it_was_too_low_from_the_start():

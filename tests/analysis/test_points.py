@@ -4,17 +4,15 @@ import json
 import math
 import re
 import statistics
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import infer
 from analysis import evaluation
-from analysis.evaluation import estimate_difference, estimate_points, share_interval, student_quantile
+from analysis.evaluation import estimate_points, share_interval, student_quantile
 from data import load_examples
 from engine.errors import RunError
-from environments import conversations
 
 T_TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 29: 2.045, 120: 1.980, 10**6: 1.960}        # of every textbook: two sides, 95 %
 TIMES = 500                     # 95 % of them is found to within 2 % by two standard deviations
@@ -29,7 +27,7 @@ def test_the_interval_of_points_is_students_over_problems_not_over_completions()
     points = [[1.0, 3.0], [-5.0, -6.0], [4.0, 4.0], [0.5, -0.5], [2.0, 8.0], [0.0, 1.0], [7.0, -9.0], [3.0, 3.0]]
     means = [statistics.mean(row) for row in points]
     found, half = estimate_points(points), T_TABLE[7] * statistics.stdev(means) / math.sqrt(8)
-    assert found["mean"] == pytest.approx(statistics.mean(means)) and found["interval"] == "Student's t"
+    assert found["mean"] == pytest.approx(statistics.mean(means))
     assert (found["low"], found["high"]) == pytest.approx((found["mean"] - half, found["mean"] + half), abs=2e-3)
     assert (found["problems"], found["unscored"]) == (8, 0)
     tripled = estimate_points([row * 3 for row in points])
@@ -56,12 +54,9 @@ def test_what_was_not_scored_is_counted_and_is_no_zero():
 def test_points_of_0_and_1_are_shares_and_equal_points_have_no_interval():
     rows = [[float(i < 3)] for i in range(40)]
     assert (estimate_points(rows)["low"], estimate_points(rows)["high"]) == pytest.approx(share_interval(3, 40))
-    left, right = np.array(rows)[:, 0], np.zeros(40)
-    compared, expected = estimate_points(rows, right[:, None].tolist()), estimate_difference(left, right)
-    assert {name: compared[name] for name in expected} == expected
     for alone in ([[0.3]], [[0.1]] * 9, [[0.0]] * 9, [[1.0]] * 9):
         found = estimate_points(alone)
-        assert (found["low"], found["high"], found["interval"]) == (None, None, "no interval")
+        assert found["low"] is None is found["high"]
         assert found["mean"] == pytest.approx(alone[0][0])
 
 
@@ -141,7 +136,7 @@ def test_prompts_without_answers_are_evaluated_by_ones_own_function(folder, tmp_
     means = [statistics.mean(of_problem["reward/length"]) for of_problem in points]
     half = T_TABLE[7] * statistics.stdev(means) / math.sqrt(8)
     low, high = statistics.mean(means) - half, statistics.mean(means) + half
-    line = re.search(r"^reward/length (\S+) points \[(\S+), (\S+)\] of 8 x 3, Student's t$", printed.out, flags=re.MULTILINE)
+    line = re.search(r"^reward/length (\S+) points \[(\S+), (\S+)\] of 8 x 3$", printed.out, flags=re.MULTILINE)
     assert [float(number) for number in line.groups()] == pytest.approx([statistics.mean(means), low, high], abs=0.01)
     for of_problem in points:
         pairs = zip(of_problem["reward/length"], of_problem["reward/repetition_penalty"])
@@ -157,9 +152,9 @@ def test_what_a_function_could_not_score_is_counted_and_left_out(folder, tmp_pat
     assert points[0]["reward/later"] == [None, None] and points[0]["reward"] == points[0]["reward/length"]
     means = [statistics.mean(of_problem["reward/length"]) + 2 * (p > 0) for p, of_problem in enumerate(points)]
     printed = capsys.readouterr().out
-    assert "reward/later 2.000 points of 7 x 2, no interval, 2 completions unscored" in printed
+    assert "reward/later 2.000 points of 7 x 2, 2 completions unscored" in printed
     assert result["estimates"]["reward"]["mean"] == pytest.approx(statistics.mean(means))        # as in training
-    assert re.search(rf"\nreward {statistics.mean(means):.3f} points \[.*\] of 8 x 2, Student's t\n", printed)
+    assert re.search(rf"\nreward {statistics.mean(means):.3f} points \[.*\] of 8 x 2\n", printed)
     (result,) = result_of(tmp_path, *argv, "--reward_weights", "1", "0")["results"]
     assert all(problem["points"]["reward"] == problem["points"]["reward/length"] for problem in result["problems"])
 
@@ -173,7 +168,7 @@ def test_a_function_that_raises_is_one_line_or_unscored(folder, tmp_path, prompt
     assert [problem["points"]["reward"] for problem in result["problems"]] == [[None if p == 2 else 1.0] for p in range(8)]
     (both,) = result_of(tmp_path, *argv, f"{tmp_path}/mine.py:length", "--reward_errors", "none")["results"]
     assert [problem["points"]["reward"][0] is None for problem in both["problems"]] == [p == 2 for p in range(8)]
-    assert "reward/strict 1.000 points of 7, no interval, 1 completions unscored" in capsys.readouterr().out
+    assert "reward/strict 1.000 points of 7, 1 completions unscored" in capsys.readouterr().out
 
 
 def test_answers_are_evaluated_as_well_and_two_models_compared(folder, scripted, tmp_path, capsys):
@@ -191,7 +186,7 @@ def test_answers_are_evaluated_as_well_and_two_models_compared(folder, scripted,
         assert result["estimates"]["pass@2"]["problems"] == 40 and "majority@2" in result["estimates"]
     assert set(written["differences"]) == set(written["results"][0]["estimates"])
     assert written["differences"]["reward"]["mean"] == 0 and written["differences"]["reward"]["low"] is None
-    assert f"{folder} minus {folder}\naccuracy 0.000 [" in printed and "\nreward 0.000 points of 40 x 2, no interval" in printed
+    assert f"{folder} minus {folder}\naccuracy 0.000 of 40 x 2\n" in printed and "\nreward 0.000 points of 40 x 2" in printed
 
 
 def test_rows_without_an_answer_count_for_points_and_not_for_accuracy(folder, scripted, tmp_path, capsys):
@@ -206,23 +201,6 @@ def test_rows_without_an_answer_count_for_points_and_not_for_accuracy(folder, sc
     assert "reward/correctness 0.500 points [" in printed and "] of 2, 1 completions unscored" in printed
     infer.main(argv)
     assert capsys.readouterr().out.startswith("accuracy 0.500 [")
-
-
-def test_a_conversation_without_answers_is_evaluated_by_its_environment(folder, tmp_path, monkeypatch, capsys):
-    """The scenarios of examples/, with a model that greets in its first turn and then says what is needed."""
-    root = Path(__file__).parents[2]
-    turns = {1: "Hello, let me see.", 2: "30 days, receipt, 3 days, Saturday, 18, 20 cents a day, twice, 4 weeks, free, ticket 6 euros, box"}
-    real = conversations.Conversation.environment_step
-    monkeypatch.setattr(conversations.Conversation, "environment_step", lambda self, text: real(self, turns[self.num_turns + 1]))
-    monkeypatch.setattr("engine.sampler.stop_token_ids", lambda *_: list(range(263)))         # every token ends a turn
-    written = result_of(
-        tmp_path, "--model_path", folder, "--evaluate", str(root / "examples/customers.jsonl"), "--max_turns", "4",
-        "--environment", f"{root}/examples/customer_service.py:respond", "--reward_functions", "environment",
-        "--generation_max_length", "1000")
-    (result,) = written["results"]
-    assert [problem["points"]["reward/environment"] for problem in result["problems"]] == [[pytest.approx(0.05 + 1 - 0.1)]] * 8
-    assert all(problem["right"] is None for problem in result["problems"])
-    assert "reward/environment 0.950 points of 8, no interval" in capsys.readouterr().out
 
 
 def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not_right(folder, tmp_path, scripted, capsys):
@@ -240,12 +218,8 @@ def test_a_conversation_whose_environment_raises_is_one_line_or_unscored_and_not
 
 def test_an_answer_form_that_no_completion_has_is_mentioned(folder, tmp_path, prompts, scripted, capsys):
     scripted += ["The sum is 7."]
-    sums = ["--model_path", folder, *SUMS]
-    noted = r"^none of 40 completions contains <answer>\.\.\.</answer>, read by correctness: 0 points say .*--instruction .*$"
-    assert re.search(noted, result_of(tmp_path, *sums)["results"][0]["note"]) and re.search(noted, capsys.readouterr().err)
-    numbers = ["--model_path", folder, "--evaluate", "countdown", "--limit", "3", "--reward_functions", "countdown", "repetition_penalty"]
-    infer.main([*numbers, "--generation_max_length", "4"])
-    assert "none of 3 completions contains <answer>...</answer>, read by countdown: " in capsys.readouterr().err
+    sums, noted = ["--model_path", folder, *SUMS], "no completion has an <answer>...</answer>: ask for it with --instruction\n"
+    assert result_of(tmp_path, *sums)["results"][0]["tagged"] == 0 and capsys.readouterr().err == noted
     infer.main(["--model_path", folder, *prompts, "--reward_functions", f"{tmp_path}/mine.py:later", "repetition_penalty"])
     assert capsys.readouterr().err == "", "these do not read the answer"
     scripted[0] = "<answer>x</answer>"

@@ -42,11 +42,11 @@ class Page(HTMLParser):
             self.data[self.open] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def panels_of(monkeypatch, *folders):
-    """{title: axes} of the curves of the runs in some folders."""
+def panels_of(monkeypatch, folder):
+    """{title: axes} of the curves of the run in a folder."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_curves([read_run(folder, settings_of(folder)) for folder in folders])
+    draw_curves(read_run(folder, settings_of(folder)))
     return {axes.get_title(): axes for axes in drawn[0].axes}
 
 
@@ -73,14 +73,12 @@ def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_ph
     assert [line.get_xdata() for line in held_out.lines if line.get_linestyle() == ":"] == [[2, 2]]
 
 
-def test_the_curves_of_a_second_run_are_dashed_and_names_are_no_formulas(tmp_path, monkeypatch):
-    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", steps=40)
-    with (other / "metrics.jsonl").open("a") as file:
+def test_names_of_metrics_are_no_formulas(tmp_path):
+    folder = fake_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 41, "phase": "grpo", "reward/$\\no$": 2.5, "mean_reward": True, "kl": math.nan}) + "\n")
-    runs = [read_run(folder, settings_of(folder)) for folder in (ours, other)]
-    assert draw_curves(runs).startswith(b"\x89PNG") and draw_curves([runs[0] | {"series": {}}]) == b""
-    lines = panels_of(monkeypatch, ours, other)["reward (points)"].lines
-    assert [line.get_data()[0].tolist() for line in lines if line.get_linestyle() == "--"][:2] == [[*range(2, 41)], [41]]
+    run = read_run(folder, settings_of(folder))
+    assert draw_curves(run).startswith(b"\x89PNG") and draw_curves(run | {"series": {}}) == b""
 
 
 def test_the_page_has_curves_findings_settings_and_groups(tmp_path, monkeypatch):
@@ -94,8 +92,8 @@ def test_the_page_has_curves_findings_settings_and_groups(tmp_path, monkeypatch)
     assert base64.b64decode(picture.partition("base64,")[2]) == (folder / "curves.png").read_bytes()
     course, finding = page.texts[page.texts.index("Training doctor") + 1 :][:2]
     assert course.startswith("mean_reward 0.33 -> ") and finding.startswith("not_finite: ")
-    assert list(page.data) == ["step-0-2", "step-0-6", "step-0-10"]
-    groups = page.data["step-0-6"]
+    assert list(page.data) == ["step-2", "step-6", "step-10"]
+    groups = page.data["step-6"]
     assert [group["title"] for group in groups] == [f"step 6, group {p}" for p in (1, 2, 3, 0)], "the tied one is last"
     assert [group["tied"] for group in groups] == [False] * 3 + [True] and groups[0]["prompt"] == "prompt 1"
     completion = groups[0]["completions"][1]
@@ -120,18 +118,16 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
     assert loaded == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
 
 
-def test_settings_stand_beside_the_defaults_and_those_of_the_other_run(tmp_path):
-    ours, other = fake_run(tmp_path / "ours"), fake_run(tmp_path / "other", flags=["--learning_rate", "0.05"])
-    theirs = json.loads((other / "config.json").read_text())
-    theirs["grpo"]["of_a_later_version"] = ["a", 7]
-    (other / "config.json").write_text(json.dumps(theirs))
-    texts = Page(write_report(ours, other)).texts
+def test_settings_stand_beside_the_defaults(tmp_path):
+    folder = fake_run(tmp_path / "run", flags=["--learning_rate", "0.05"])
+    settings = json.loads((folder / "config.json").read_text())
+    settings["grpo"]["of_a_later_version"] = ["a", 7]
+    (folder / "config.json").write_text(json.dumps(settings))
+    texts = Page(write_report(folder)).texts
     cells = texts[texts.index("flag") : texts.index("Groups", texts.index("flag"))]
-    assert cells[:4] == ["flag", str(ours), str(other), "default"]
-    rows = dict(zip(cells[4::4], zip(cells[5::4], cells[6::4], cells[7::4], strict=True), strict=True))
-    assert list(rows)[:2] == ["--learning_rate", "--of_a_later_version"], "what differs between the runs is first"
-    assert rows["--learning_rate"] == ("0.0001", "0.05", "5e-06") and rows["--of_a_later_version"] == ("null", '["a", 7]', "null")
-    assert rows["--use_grpo"] == ("true", "true", "false") and rows["--profile"] == ("demo", "demo", '""')
+    rows = dict(zip(cells[3::3], zip(cells[4::3], cells[5::3], strict=True), strict=True))
+    assert rows["--learning_rate"] == ("0.05", "5e-06") and rows["--of_a_later_version"] == ('["a", 7]', "null")
+    assert rows["--use_grpo"] == ("true", "false") and rows["--profile"] == ('"demo"', '""')
     assert not {"--ppo_epochs", "--resume"} & set(rows)
 
 
@@ -160,8 +156,8 @@ def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
     lines = {"step": 13, "phase": "grpo", hostile: 1.0, f"reward/{hostile}": 1.0}, {"step": 14, "phase": hostile}
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    page = Page(write_report(folder, folder))
-    assert page.kinds - {("tr", ("class",))} == harmless.kinds and page.scripts == harmless.scripts
+    page = Page(write_report(folder))
+    assert page.kinds == harmless.kinds and page.scripts == harmless.scripts
     assert f"--{hostile}" in page.texts and any(text.endswith(f"{hostile} until step 14") for text in page.texts), "they are shown"
     for head in f'"step": {json.dumps(hostile)}', f'"step": 10, "x": 1, "step": {json.dumps(hostile)}', '"step": null':
         folder = fake_run(tmp_path / str(len(head)))
@@ -169,7 +165,7 @@ def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
             text = (folder / name).read_text().replace('"step": 10', head)
             (folder / name).write_text(text)
         page = Page(write_report(folder))
-        assert page.kinds == harmless.kinds and list(page.data) == ["step-0-2", "step-0-6"]
+        assert page.kinds == harmless.kinds and list(page.data) == ["step-2", "step-6"]
 
 
 def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
@@ -189,10 +185,10 @@ def test_numbers_of_tokens_have_four_decimals_and_none_where_they_are_not_finite
         reward=None, advantage=math.nan, sampling_logp=[-math.inf, None], logp_after=[-1.0, None], entropies=[math.nan] * 2)
         if record["step"] == 10 else None)
     data = Page(write_report(folder)).data
-    assert data["step-0-6"][0]["completions"][0]["numbers"] == {
+    assert data["step-6"][0]["completions"][0]["numbers"] == {
         "log-probability": [-0.25, -1.0, -2.5, None, -1.0], "change": [0.0, 0.0002, -0.1235, None, 0.5],
         "entropy": [0.0, 0.0001, 0.6931, None, 2.3026]}
-    last = data["step-0-10"][0]["completions"][0]
+    last = data["step-10"][0]["completions"][0]
     assert last["reward"] == "reward ?"
     assert set(map(tuple, last["numbers"].values())) <= {(None, None), (math.inf, None)}
     edit_rollouts(folder, lambda record, i: record["logp_after"].append(0.0))
@@ -217,7 +213,7 @@ def test_files_are_read_up_to_what_is_damaged_with_one_line_for_each(tmp_path, c
     lines, rollouts = (folder / "metrics.jsonl").read_text().splitlines(), (folder / "rollouts.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "rollouts.jsonl").write_bytes(b"".join(rollouts[:32]))             # 8 of the 12 of step 10
     page = Page(write_report(folder))
-    assert list(page.data) == ["step-0-2", "step-0-6"] and "grpo until step 12" in str(page.texts)
+    assert list(page.data) == ["step-2", "step-6"] and "grpo until step 12" in str(page.texts)
     write_report(folder)
     assert capsys.readouterr().err.splitlines() == [
         f"{folder}/metrics.jsonl: line {len(lines)} is damaged, as a kill leaves it; left out from there on",
@@ -229,8 +225,8 @@ def test_of_very_many_completions_every_nth_saved_step_is_shown(tmp_path, monkey
     folder = fake_run(tmp_path / "run", steps=40)
     monkeypatch.setattr(report, "MAX_BYTES", (folder / "rollouts.jsonl").stat().st_size // 3 + 1)
     page = Page(write_report(folder))
-    assert list(page.data) == [f"step-0-{step}" for step in (2, 14, 26, 38)]
-    assert f"Of {folder}, 1 of 3 saved steps is shown; rollouts.jsonl holds all." in str(page.texts)
+    assert list(page.data) == [f"step-{step}" for step in (2, 14, 26, 38)]
+    assert "1 of 3 saved steps is shown; rollouts.jsonl holds all." in str(page.texts)
 
 
 def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
@@ -246,7 +242,7 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
 
 def test_without_a_tokenizer_the_page_has_texts_and_no_numbers_of_tokens(tmp_path):
     page = Page(write_report(fake_run(tmp_path / "run", flags=["--model_path", "some/model"])))
-    completion = page.data["step-0-2"][-1]["completions"][0]
+    completion = page.data["step-2"][-1]["completions"][0]
     assert completion["pieces"] == ["answer 00 of step 2"] and completion["numbers"] == {}
 
 
@@ -256,7 +252,7 @@ def test_without_a_tokenizer_the_page_has_texts_and_no_numbers_of_tokens(tmp_pat
 ])
 def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
     page = Page(write_report(fake_run(tmp_path / "run", prompt=prompt)))
-    assert page.data["step-0-2"][0]["prompt"] == shown
+    assert page.data["step-2"][0]["prompt"] == shown
 
 
 @pytest.mark.parametrize("break_it,message", [
@@ -269,16 +265,14 @@ def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
 def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):
     folder = fake_run(tmp_path / "run")
     break_it(folder)
-    for flags in ["--report", str(folder)], ["--report", str(fake_run(tmp_path / "fine")), "--against", str(folder)]:
-        with pytest.raises(ValueError, match=message) as error:
-            infer.main(flags)
-        assert "\n" not in str(error.value) and not (folder / "report.html").exists()
+    with pytest.raises(ValueError, match=message) as error:
+        infer.main(["--report", str(folder)])
+    assert "\n" not in str(error.value) and not (folder / "report.html").exists()
 
 
 def test_the_command_says_where_the_page_is_and_the_newest_step_is_shown_first(tmp_path, capsys):
     folder = fake_run(tmp_path / "run")
-    infer.main(["--report", str(folder), "--against", str(fake_run(tmp_path / "other"))])
+    infer.main(["--report", str(folder)])
     assert capsys.readouterr().out == f"{folder}/report.html\n"
     options = [dict(attributes) for tag, attributes in Page(folder / "report.html").tags if tag == "option"]
-    assert [option["value"] for option in options if "selected" in option] == ["step-0-10"]
-    assert [option["value"] for option in options][:4] == ["step-1-2", "step-0-2", "step-1-6", "step-0-6"]
+    assert [option["value"] for option in options if "selected" in option] == ["step-10"]

@@ -1,5 +1,7 @@
 """The linter finds the flaws it looks for, and docs/rewards.md has its table of points."""
 
+import json
+import os
 import time
 from pathlib import Path
 
@@ -21,7 +23,8 @@ def flags_for(function, examples=EXAMPLES):
 
 def test_correctness_has_no_flags():
     points, _, _ = reward_linter.score_kinds(correctness, EXAMPLES)
-    assert points.pop("gold") == 1 and set(points) == {*reward_linter.KINDS, "untagged", "reversed"} - {"gold"} and set(points.values()) == {0}
+    assert points.pop("gold") == 1 and points.pop("newline") == 1
+    assert set(points) == {*reward_linter.KINDS, "untagged", "reversed"} - {"gold"} and set(points.values()) == {0}
     assert flags_for(correctness) == []
 
 
@@ -34,6 +37,7 @@ def test_correctness_has_no_flags():
         (lambda completions, **columns: [float("..." in c) for c in completions], "form (1.00) than to wrong"),
         (lambda completions, answer, **columns: [float(f">{a}<" in c) for c, a in zip(completions, answer)], "as much to spam"),
         (lambda completions, prompts, **columns: [float(p in c) for c, p in zip(completions, prompts)], "echo (1.00) than to gold"),
+        (lambda completions, **columns: [float("<answer>" in c and "\n" not in c) for c in completions], "more to gold (1.00) than to newline (0.00)"),
         (lambda completions, **columns: [0.5 for c in completions], "gives 0.5 to every completion"),
         (lambda completions, **columns: [None for c in completions], "scores none of the examples"),
         (lambda completions, **columns: [1 / len(c) for c in completions], "failed on '': ZeroDivisionError"),
@@ -65,52 +69,6 @@ def test_what_counts_as_wrong_comes_from_the_column_the_answer_or_another_exampl
     assert "<answer>27</answer><answer>10</answer><answer>271</answer>" in texts["spam"] or "10" not in example.values()
 
 
-CHOICES = [
-    {"prompt": "4-2?", "answer": "2", "choices": ["5", "4", "3", "2"]},
-    {"prompt": "Which is a fruit?", "answer": "B", "choices": ["stone", "apple"], "completion": "I say <answer>B</answer>, a fruit."},
-    *({"prompt": f"{n}+1=?", "answer": "AC"[n % 2], "choices": [f"{n}+1", "no number", str(n + 1), "0"]} for n in range(8)),
-]
-
-
-def test_a_function_that_credits_a_wrong_choice_or_denies_the_right_one_is_flagged():
-    def letters_alone(completions, answer, choices, **columns):
-        return correctness(completions, answer)
-
-    def any_choice(completions, answer, choices, **columns):
-        return [float(any(f">{choice}<" in text for choice in options)) for text, options in zip(completions, choices, strict=True)]
-
-    examples = load_examples(CHOICES)
-    assert flags_for(BUILT_IN["multiple_choice"], examples) == flags_for(BUILT_IN["multiple_choice"], examples[:1]) == []
-    assert "any_choice gives more to other choice (0.50) than to wrong (0.00)" in flags_for(any_choice, examples[1:])
-    assert flags_for(letters_alone, examples[1:]) == ["letters_alone gives more to gold (1.00) than to right choice (0.50)"]
-
-
-def test_a_function_that_does_not_read_the_choices_is_not_compared_on_them():
-    def short(completions, answer, **columns):
-        return [right and 1 / (1 + len(text)) for right, text in zip(correctness(completions, answer), completions)]
-
-    points, _, _ = reward_linter.score_kinds(short, load_examples(CHOICES))
-    assert not {"other choice", "right choice"} & set(points) and flags_for(short, load_examples(CHOICES)) == []
-    _, flags = reward_linter.lint([BUILT_IN["multiple_choice"], short], [1.0, 0.2], load_examples(CHOICES[1:]))
-    assert flags == [], "and a total has only what all functions have"
-
-
-def test_malformed_tags_are_gold_with_and_without_the_tags_in_reversed_order():
-    texts = reward_linter.completions_of({"prompt": "p", "answer": "7", "completion": "so <answer>7</answer>."})
-    assert texts["reversed"] == "so </answer><answer>7." and texts["untagged"] == "so 7."
-    assert correctness([texts["reversed"], texts["untagged"]], answer=["7"] * 2) == [0.0, 0.0]
-
-
-def test_the_texts_of_choices_are_gold_with_each_letter_and_text():
-    choices = ["stone", "apple"]
-    texts = reward_linter.completions_of(load_examples(CHOICES)[1], choices=choices)
-    named = {kind: text for kind, text in texts.items() if "choice" in kind}
-    assert named == {f"{kind} choice: {name}": f"I say <answer>{name}</answer>, a fruit."
-                     for kind, names in (("other", ["A", "stone"]), ("right", ["B", "apple"])) for name in names}
-    unnamed = reward_linter.completions_of({"prompt": "p", "answer": "C"}, choices=choices)
-    assert not any("choice" in kind for kind in unnamed), "the answer is none of them"
-
-
 def test_functions_of_tokens_see_one_for_each_word():
     rollout = reward_linter.texts_as_rollout(["a b a", "", [{"role": "assistant", "content": "b c"}]])
     first, empty, last = (ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask))
@@ -135,13 +93,6 @@ def test_the_exit_code_tells_flags_from_mistakes(capsys, tmp_path):
     printed = capsys.readouterr()
     assert "error: --reward_functions no_such" in printed.err and printed.out == ""
     assert "--datset: unknown flag; did you mean --dataset?" in printed.err and len(printed.err.splitlines()) == 4
-
-
-def test_without_names_the_functions_are_those_that_score_something(capsys):
-    lint_command.main(["--lint", "--limit", "2"])
-    printed = capsys.readouterr().out
-    assert "| `correctness` |" in printed and "environment" not in printed, "it needs an environment"
-    assert "multiple_choice" not in printed and "passes_tests" not in printed and "failed" not in printed
 
 
 def test_data_is_read_as_training_reads_it(capsys, tmp_path):
@@ -176,13 +127,108 @@ def test_countdown_is_linted_on_its_own_data():
     assert flags == [] and table[-1] == "| `countdown` | 1.00 |" + " 0.00 |" * 8, "docs/rewards.md says: 1 to gold, 0 to the others"
 
 
+# ---- completions of a run -----------------------------------------------------------------------------------------
+
+
+def make_run(folder, form="<reasoning>{a} and {b} more</reasoning><answer>{answer}</answer>", answer=str, **settings):
+    """Six groups of a run, in each two right completions and one that is too large by one; the first group is tied."""
+    sums = [(20, 7), (31, 5), (608, 7), (44, 4), (1200, 34), (63, 6)]
+    data = [{"prompt": f"{a}+{b}=?", "answer": answer(a + b)} for a, b in sums]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    records = [
+        {"step": 1 + p // 2, "phase": "grpo", "prompt": data[p]["prompt"], "group": p % 2, "completions_of_step": 6,
+         "completion": form.format(a=a, b=b, answer=answer(a + b + more)), "reward": float(more == 0 or p == 0)}
+        for p, (a, b) in enumerate(sums) for more in (1, 0, 0)
+    ]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"dataset": str(folder / "data.jsonl"), "reward_functions": ["correctness"]} | settings
+    (folder / "config.json").write_text(json.dumps({"section": settings}))
+    return str(folder / "rollouts.jsonl")
+
+
+def lint_run(capsys, folder, source=None, *flags, **run):
+    """Return the flags for a function `reward` of some source, or for the functions of the run, and what is printed."""
+    if source:
+        (folder / "own.py").write_text(source)
+        flags = ["--reward_functions", f"{folder}/own.py:reward", *flags]
+    lint_command.main(["--lint", "--rollouts", make_run(folder, **run), *flags])
+    printed = capsys.readouterr().out
+    return [line[2:] for line in printed.splitlines() if line.startswith("- ")], printed
+
+
+BUGS = {                        # of published rewards: source, the run, the flag
+    "huggingface/open-r1#86, #293: a gold answer that is not LaTeX cannot be parsed, and all get full points": (
+        """from rewards import extract_answer
+def reward(completions, answer, **columns):
+    return [1.0 if "$" not in a else float(a == extract_answer(c)) for c, a in zip(completions, answer)]
+""", dict(answer=lambda n: f"x = {n} or 5"), "reward gives 1 to every completion"),
+    "unslothai/unsloth#1761, huggingface/open-r1#237: the form may have no newlines": (
+        """import re
+def reward(completions, **columns):
+    return [float(bool(re.match("<reasoning>.*?</reasoning>.*?<answer>.*?</answer>", c))) for c in completions]
+""", {}, "reward gives more to gold (1.00) than to newline (0.00)"),
+    "the answer counts anywhere": (
+        """def reward(completions, answer, **columns):
+    return [float(a in c) for c, a in zip(completions, answer)]
+""", {}, "spam (1.00) than to wrong (0.00)"),
+    "the answer counts in any box": (
+        r"""import re
+def reward(completions, answer, **columns):
+    return [float(a in re.findall(r"boxed{\s*(.*?)\s*}", c)) for c, a in zip(completions, answer)]
+""", dict(form="{a} and {b} more: \\boxed{{{answer}}}."), "spam (1.00) than to wrong (0.00)"),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bugs_of_published_rewards_are_named(capsys, tmp_path, name):
+    source, run, expected = BUGS[name]
+    flags, _ = lint_run(capsys, tmp_path, source, **run)
+    assert any(expected in flag for flag in flags), flags
+
+
+@pytest.mark.parametrize("settings", [{}, {"reward_functions": ["environment", "correctness"], "environment": "calculator", "max_turns": 2}])
+def test_correct_rewards_have_no_flags(capsys, tmp_path, settings):
+    flags, printed = lint_run(capsys, tmp_path, **settings)
+    assert flags == [] and "| `correctness` | 1.00 | 0.00 |" in printed
+    assert ("environment is left out" in printed) == ("environment" in settings)
+
+
+def test_gold_is_the_best_completion_of_the_newest_group_that_is_not_tied(tmp_path):
+    path, data = Path(make_run(tmp_path)), load_examples(str(tmp_path / "data.jsonl"))
+    best = reward_linter.examples_of_run(path, data)
+    assert [example["prompt"] for example in best] == [f"{a}=?" for a in ("63+6", "1200+34", "44+4", "608+7", "31+5")]
+    assert all(f"<answer>{example['answer']}</answer>" in example["completion"] for example in best)
+    again = [json.loads(line) | {"step": 9, "completions_of_step": 3} for line in path.read_text().splitlines()[3:6]]
+    again[0] |= {"completion": "<answer>of step 9</answer>", "reward": 2.0}
+    path.write_text(path.read_text() + "".join(json.dumps(record) + "\n" for record in again))
+    newest, *_ = others = reward_linter.examples_of_run(path, data)
+    assert newest["prompt"] == "31+5=?" and newest["completion"] == "<answer>of step 9</answer>" and len(others) == 5
+
+
+def test_mistakes_with_a_run_are_one_line(capsys, tmp_path, monkeypatch):
+    def mistake(*argv):
+        assert exit_code(["--lint", "--rollouts", *argv]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1
+        return printed.err
+
+    (tmp_path / "own.py").write_text("def reward(completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    rollouts = make_run(tmp_path, reward_functions=[f"{tmp_path}/own.py:reward"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: -1)
+        assert "give again --reward_functions" in mistake(rollouts), "the folder is another user's"
+    assert "is in the data" in mistake(rollouts, "--reward_functions", "correctness", "--dataset", "countdown")
+    (tmp_path / "config.json").unlink()
+    assert "config.json: not a readable JSON file" in mistake(rollouts)
+
+
 FLAGS = [                       # of the built-in functions on docs/reward_examples.jsonl, each alone
     "reasoning_coherence gives more to form (1.00) than to wrong (0.91)",
     "explanation_quality gives more to form (1.00), spam (1.00) than to wrong (0.89)",
     "xml_tags gives more to form (1.00) than to wrong (0.50)",
-    "diversity gives more to empty (1.00), wrong (0.91), confident (0.95), form (1.00), spam (0.83), "
-    "repeated (0.74), truncated (0.81), echo (1.00) than to gold (0.72)",
-    "diversity gives more to empty (1.00), form (1.00), echo (1.00) than to wrong (0.91)",
+    "diversity gives more to empty (1.00), wrong (0.90), confident (0.95), form (1.00), spam (0.82), "
+    "repeated (0.69), truncated (0.79), echo (1.00) than to gold (0.66)",
+    "diversity gives more to empty (1.00), form (1.00), echo (1.00) than to wrong (0.90)",
     "safety gives more to empty (1.00), form (1.00), echo (1.00) than to wrong (0.00)",
     "match_format_exactly gives more to form (3.00), spam (3.00) than to wrong (2.67)",
     "match_format_exactly gives more to reversed (3.00) than to untagged (0.00)",
