@@ -75,7 +75,7 @@ def lint_run(path: Path, given: dict) -> tuple[list[str], list[str]]:
     config.grpo.validate_functions()
     from analysis.rollout_linter import lint_rollouts, read_groups  # slow to import
     from reward_functions.loading import load_reward_function, require_columns
-    from runs.training_data import load_data
+    from sources.training_data import load_data
 
     groups, line = read_groups(path, load_data(config)[0], max(0, given.get("limit", 0)))
     weights = dict(zip(config.grpo.reward_functions, config.grpo.weights, strict=True))

@@ -95,7 +95,7 @@ class Run:
     reference: torch.nn.Module | AdapterReference | None = None                  # None without a KL penalty
     value_head: ValueHead | None = None
     evaluated_at: int | None = None                       # step of the last evaluation
-    seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/metrics.py
+    seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/groups.py
 
     @property
     def console(self) -> RunConsole:

@@ -21,6 +21,7 @@ from engine.plain import Engine
 from engine.policy import check_context_length, load_policy, load_tokenizer, move
 from engine.precision import resolve_precision
 from engine.ranks import ManyRanks, OneRank, make_ranks
+from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from engine.sharding import replicated_sums, shard
 from engine.vllm_engine import VLLM, refuse_engine
 from environments.instances import tools_of
@@ -30,13 +31,12 @@ from reward_functions.loading import as_name, load_reward_function, refuse_equal
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.folder import RunFolder
 from runs.phases import plan_phases
-from runs.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from runs.run import Run
 from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine, refuse_broken
-from runs.training_data import (
+from sample import stop_token_ids
+from sources.training_data import (
     describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
 )
-from sample import stop_token_ids
 
 
 def name_objects(config: Config, given: dict) -> Config:

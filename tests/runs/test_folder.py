@@ -24,7 +24,7 @@ from grpo import compute_group_advantages
 from reward_functions.calling import Reports
 from runs.command_line import parse_config
 from runs.folder import RunFolder, Tracker, completion_records, cut_after, read_jsonl, read_steps
-from runs.metrics import summarize_groups
+from runs.groups import summarize_groups
 
 
 def test_the_run_folder_holds_what_it_promises(finished):
