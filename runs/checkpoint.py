@@ -10,7 +10,6 @@ run that is killed, or a disk that is full, leaves the previous checkpoint intac
 """
 
 import hashlib
-import os
 import platform
 import random
 import shutil
@@ -132,25 +131,12 @@ def write_checksums(folder: Path) -> None:
 
 def checksums(folder: Path) -> list[str]:
     """Return a line for each other file in a folder: its SHA-256 in hexadecimal, and its path there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-    return [f"{checksum(path)}  {path.relative_to(folder)}" for path in files]
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def weights_of(model, path: str) -> str:
-    """Return the commit of a model from a hub, and the SHA-256 of its files of weights. Call on all ranks.
-
-    path  that it was loaded from: of an adapter another one than that of the model
-    """
-    folders = sorted({Path(path), Path(model.config.name_or_path)}) if is_main() else []
-    files = [file for folder in folders for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}")]
-    commit = getattr(model.config, "_commit_hash", None)
-    return all_gather_object(" ".join([commit or "", *map(checksum, sorted(files))]).strip())[0]
+    lines = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {path.relative_to(folder)}")
+    return lines
 
 
 def find_damage(folder: Path) -> str:
@@ -170,8 +156,8 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
     raises  ValueError if all are damaged, OSError if the folder of checkpoints cannot be read
     """
     parent = folder / "checkpoints"
-    names = os.listdir(parent) if parent.exists() else []     # glob would find none where it may not read
-    checkpoints = sorted((parent / name for name in names if name.startswith("step-")), reverse=True)
+    paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
+    checkpoints = sorted((path for path in paths if path.name.startswith("step-")), reverse=True)
     for checkpoint in checkpoints:
         problem = find_damage(checkpoint)
         if not problem:
@@ -196,14 +182,10 @@ def versions() -> dict:
 
 
 def random_states() -> dict:
-    """Return the states of the global random generators, which reward functions may use."""
+    """Return the states of the global random generators of the CPU, which reward functions may use."""
     numbers = np.random.get_state(legacy=False)
     numbers["state"]["key"] = numbers["state"]["key"].tolist()
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator:
-        states["accelerator"] = accelerator.type, torch.get_device_module(accelerator).get_rng_state()
-    return states
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
 
 
 def set_random_states(states: dict) -> None:
@@ -212,7 +194,3 @@ def set_random_states(states: dict) -> None:
     random.setstate(states["python"])
     states["numpy"]["state"]["key"] = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state(states["numpy"])
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind, state = states.get("accelerator", (None, None))
-    if accelerator and kind == accelerator.type:
-        torch.get_device_module(accelerator).set_rng_state(state)

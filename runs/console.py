@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from config import Config
 from engine.adapters import has_adapter
@@ -40,18 +39,14 @@ PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervise
 
 
 class RunConsole:
-    """Print the lines of a run above a progress bar for each phase. quiet: on ranks that print nothing."""
+    """Print the lines of a run. quiet: on ranks that print nothing."""
 
     def __init__(self, config: Config, quiet: bool):
         self.config = config
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=self.rich, disable=quiet, speed_estimate_period=3600,
-        )
 
     def print(self, text: str = "") -> None:
-        """Print a line on the console, above the progress bar."""
+        """Print a line."""
         wraps = self.rich.is_terminal                     # lines in a file stay whole
         with suppress(SystemExit):                        # rich's end of `train.py | head`: a run goes on
             self.rich.print(text, markup=False, emoji=False, soft_wrap=not wraps)
@@ -88,15 +83,9 @@ class RunConsole:
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
-        if phase not in [bar.description for bar in self.progress.tasks]:
-            for bar in self.progress.tasks:               # a cold start may end early
-                self.progress.update(bar.id, total=bar.completed)
-            self.progress.add_task(phase)
-        bar = self.progress.tasks[-1]
-        self.progress.update(bar.id, completed=step, total=total)
-        left = bar.time_remaining
+        steps_left = (total - step) / metrics.get("updates", 1)
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
-        end = "" if left is None else f"  left {timedelta(seconds=left)}"
+        end = f"  left {timedelta(seconds=round(steps_left * metrics['step_seconds']))}"
         optional = "unscored", "skipped", "truncated"
         for name, form in UNITS.items():
             value = metrics.get(name, math.nan)

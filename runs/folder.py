@@ -30,13 +30,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from config import Config
-from data import as_text
 from engine.devices import all_gather_object, is_main
 from engine.errors import RunError
 from logprobs import completion_lengths
 from runs.console import RunConsole
 
-COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # of the table that a service shows
 # How a line of a file begins. Steps are found by it, because parsing gigabytes takes minutes.
 HEAD = re.compile(rb'\s*{\s*"step":\s*(\d{1,15}),\s*"phase":\s*"(\w+)"')
 
@@ -50,8 +48,6 @@ class RunFolder:
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
         whole = Path(os.path.abspath(self.path))
-        if max(map(len, map(os.fsencode, whole.parts))) > 255:     # Python 3.14's exists() would be silent
-            raise ValueError(f"--output_dir={self.path}: File name too long; name a shorter one")
         if not training.resume:
             self.refuse_other_run(ValueError)
         existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
@@ -127,11 +123,6 @@ class RunFolder:
             numbers.pop("step")
             self.tracker.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
 
-    def show(self, step: int, completions: list[dict]) -> None:
-        """Pass completions to the tracker."""
-        if self.tracker:
-            self.tracker.show(step, completions)
-
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
         """Append records to a file of the folder."""
         if not self.writes:
@@ -141,11 +132,9 @@ class RunFolder:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
     def __enter__(self):
-        self.console.progress.start()
         return self
 
     def __exit__(self, *exception):
-        self.console.progress.stop()
         if self.tracker:
             self.tracker.close()
         if self.lock:
@@ -153,11 +142,11 @@ class RunFolder:
 
 
 class Tracker:
-    """Send metrics, named phase/metric, and completions to TensorBoard, wandb or trackio; "none": nowhere.
+    """Send metrics, named phase/metric, to TensorBoard, wandb or trackio; "none": nowhere.
 
     No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline;
     trackio writes into a folder of its own. last_step is the step that a run continues after, 0 for a new
-    run: a service continues its entry, TensorBoard drops later events. Left out on purpose: several at once.
+    run: a service continues its entry, TensorBoard drops later events.
     """
 
     def __init__(self, report_to: str, folder: Path, settings: dict, last_step: int):
@@ -183,15 +172,6 @@ class Tracker:
         elif self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
-
-    def show(self, step: int, completions: list[dict]) -> None:
-        """Log completions as a table of a service. TensorBoard has none; report.html shows them."""
-        if self.service:
-            from pandas import DataFrame  # comes with datasets
-
-            table = DataFrame(completions, columns=list(COLUMNS))
-            table = table.assign(prompt=table.prompt.map(as_text), completion=table.completion.map(as_text))
-            self.service.log({"completions": self.service.Table(dataframe=table)}, step=step)
 
     def close(self) -> None:
         """Write what is not written yet."""

@@ -184,7 +184,7 @@ def set_up(
     if training.use_grpo and config.grpo.reference_path:
         if reference is not None:
             raise ValueError("reference: --reference_path names another model; pass one of them")
-        compare_tokenizers(tokenizer, config, console.print)
+        compare_tokenizers(tokenizer, config)
     elif training.use_grpo and names == ["none"] and reference is None:
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
     tokenizer.tools = tools_of(environment)               # for the chat template
