@@ -15,7 +15,6 @@ from config import Config
 from engine.adapters import has_adapter
 from data import as_text
 from engine.devices import num_processes
-from engine.text_model import has_experts
 
 UNITS = {                       # the console line: metric, label; in order of importance, as not all may fit
     "loss": "loss {:.3f}",
@@ -47,9 +46,8 @@ class RunConsole:
 
     def print(self, text: str = "") -> None:
         """Print a line."""
-        wraps = self.rich.is_terminal                     # lines in a file stay whole
         with suppress(SystemExit):                        # rich's end of `train.py | head`: a run goes on
-            self.rich.print(text, markup=False, emoji=False, soft_wrap=not wraps)
+            self.rich.print(text, markup=False, emoji=False)
 
     def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""
@@ -73,8 +71,6 @@ class RunConsole:
         if config.data.instruction:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
-        if config.model.lora_rank and has_experts(model):
-            self.print("  note   experts and routers get no adapter; docs/scale.md, Mixtures of experts")
         for phase in phases:
             group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
             rows = training.batch_size * group_size

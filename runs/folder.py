@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import compress, groupby, pairwise
@@ -241,29 +241,24 @@ def points_of_turns(chosen: list[bool], points: list) -> list:
 
 def or_none(value) -> float | None:
     """Return a number for JSON: None for NaN, infinities and None."""
-    with suppress(OverflowError):                         # an integer beyond all floats
-        return float(value) if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
-def parse_record(line: bytes) -> dict | None:
-    """Return the record in a line, with an integer step and a phase; None if the line is cut or damaged."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    known = isinstance(record, dict) and type(record.get("step")) is int
-    return record if known and isinstance(record.get("phase"), str) else None
+def parse_lines(lines: Iterable[bytes]) -> Iterator[dict]:
+    """Yield the records in lines up to the first that is cut, damaged or has no integer step and phase."""
+    with suppress(ValueError, AttributeError):            # AttributeError: no object
+        for record in map(json.loads, lines):
+            if type(record.get("step")) is not int or type(record.get("phase")) is not str:
+                return
+            yield record
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """Read metrics.jsonl or a short file of records up to its first damaged line, [] if there is none."""
-    records: list[dict] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        if (record := parse_record(line)) is None:
-            number = len(records) + 1
-            warn_once(f"{path}: line {number} is damaged, as a kill leaves it; left out from there on")
-            break
-        records.append(record)
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    records = list(parse_lines(lines))
+    if len(records) < len(lines):
+        warn_once(f"{path}: line {len(records) + 1} is damaged, as a kill leaves it; left out from there on")
     return records
 
 
@@ -282,8 +277,8 @@ def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
         for number, (_, lines) in enumerate(groupby(file, key=head)):
             if number % every:
                 continue
-            records = [parse_record(line) for line in lines]
-            if None in records or records[0].get("completions_of_step") != len(records):
+            records = list(parse_lines(lines))
+            if not records or records[0].get("completions_of_step") != len(records):
                 warn_once(f"{path}: saved step {number + 1} is not whole; left out from there on")
                 return
             yield records

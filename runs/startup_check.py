@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
+from analysis.reward_linter import completions_of, flags_of, score_texts
 from config import GRPOConfig
 from data import encode, encode_prompt
 from engine import make_engine
@@ -20,9 +20,6 @@ from engine.plain import Engine
 from engine.precision import is_exact
 from experience import compare_with_sampler, log_probs_of_rollout
 from logprobs import LogProbs
-from reward_functions.calling import wrap_reward_functions
-from reward_functions.loading import data_example
-from rewards import compute_rewards_for_completions
 from sample import Rollout, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
@@ -84,7 +81,7 @@ def check_setup(engine: Engine, examples: list[dict], config, reward_functions: 
     if isinstance(examples[0]["prompt"], list) and not tokenizer.chat_template:
         missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
         findings.append(Finding("template", None, missing))
-    if reward_functions and not config.environment:
+    if reward_functions and not config.environment and config.reward_functions != ["none"]:
         answered = next((example for example in examples if example.get("answer")), examples[0])
         findings += check_rewards(answered, config, reward_functions)
     return findings
@@ -221,24 +218,19 @@ def compare(model, name: str, what: str, left, right, fix: str) -> Finding:
 def check_rewards(example: dict, config, reward_functions: list) -> list[Finding]:
     """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points."""
     texts = completions_of(example)
-    rollout = texts_as_rollout(list(texts.values()))
-    functions, reports = wrap_reward_functions(reward_functions, rollout, config)
-    scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
-        functions, config.weights, rollout, [example] * len(texts))
+    scores, per_function, failures = score_texts(                                # (number of kinds, 1)
+        reward_functions, config.weights, list(texts.values()), [example] * len(texts), config)
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))
     totals = {kind: total for kind, total in totals.items() if not math.isnan(total)}
     if not totals:
         found = f"{', '.join(per_function)} returned None or NaN for each of {len(texts)} completions"
-        examples = "".join(map(data_example, reward_functions))
-        fix = f"the data may lack columns that it needs, such as answers{examples}"
-        if reports.failures:
-            found = "{function} failed on {completion!r:.60}: {error}".format(**reports.failures[0])
-            fix = "correct the function"
-        return [Finding("rewards", False, found, f"nothing could be scored: {fix}")]
+        if failures:
+            found = "{function} failed on {completion!r:.60}: {error}".format(**failures[0])
+        fix = "nothing could be scored: correct the function, or add the columns it needs, such as answers"
+        return [Finding("rewards", False, found, fix)]
     by_function = "; ".join(
         f"{name} {', '.join(f'{p:g}' for p in row[:, 0].tolist())}" for name, row in per_function.items()
     )
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
-    told = list(per_function) == ["none"]                 # nothing is to be learned from points
-    flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True) if not told]
+    flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True)]
     return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]

@@ -1,10 +1,8 @@
 """What a run prints: its settings, a line for each step, completions, what was learned."""
 
-import io
 import math
 
 from conftest import QUICK, length_reward, run_folder
-from rich.console import Console
 
 import pytest
 import train
@@ -59,16 +57,6 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
 def test_a_completion_is_one_line_and_cannot_control_the_terminal(base, capsys, prompt, completion, shown):
     base.folder.console.print_completions([dict(prompt=prompt, completion=completion, reward=1.0, advantage=0.5)])
     assert f"  {shown}: +1.00 points\n" in capsys.readouterr().out
-
-
-def test_lines_wrap_between_words_in_a_terminal_and_stay_whole_in_a_file(base):
-    words = ["advice"] * 40
-    for terminal in True, False:
-        base.folder.console.rich = Console(file=io.StringIO(), force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
-        base.folder.console.print(" ".join(words))
-        lines = base.folder.console.rich.file.getvalue().splitlines()
-        assert (max(map(len, lines)) <= 80) == terminal and (len(lines) == 1) != terminal
-        assert " ".join(line.strip() for line in lines).split() == words, "no word is broken"
 
 
 @pytest.mark.slow

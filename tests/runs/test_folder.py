@@ -137,8 +137,7 @@ def test_lines_of_later_steps_are_cut_off_without_reading_the_file_into_memory(t
     assert peak < 9_000_000, f"{peak} bytes for lines of 2 MB"
 
 
-DAMAGED = [b"no JSON\n", b"\0" * 64 + b"\n", b"\xff\xfe\n", b"[1]\n", b"\n", b'{"kl": 1}\n', b'{"step": "3", "phase": "grpo"}\n',
-           b'{"step": true, "phase": "grpo"}\n', b'{"step": 3, "phase": null}\n', b'{"step": 3, "phase": "gr']
+DAMAGED = [b"no JSON\n", b"\0" * 64 + b"\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "3", "phase": "grpo"}\n', b'{"step": 3, "phase": "gr']
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
