@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from config import Config
-from engine.adapters import has_adapter
 from data import as_text
 from engine.devices import num_processes
 
@@ -58,12 +57,10 @@ class RunConsole:
             self.print(f"profile {training.profile or 'none'}: {settings}")
         size = sum(p.numel() for p in model.parameters()) / 1e6
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-        count = num_processes()
+        name, count = config.model.model_path or "built-in tiny Gemma 3", num_processes()
         where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
-        part = "the adapter" if has_adapter(model) else "the text model"
-        trained = f", {trainable:.2f}M of them in {part} that is trained" if trainable < size else ""
-        name = config.model.model_path or "built-in tiny Gemma 3"
-        self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{trained}")
+        numbers = f"{size:.1f}M parameters, {trainable:.2f}M of them trained"
+        self.print(f"model {name}: {numbers}, {config.model.precision}, {where}")
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         if training.use_grpo:
             weighted = zip(config.grpo.reward_functions, config.grpo.weights, strict=True)

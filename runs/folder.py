@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import compress, groupby, pairwise
@@ -60,7 +60,7 @@ class RunFolder:
         if training.resume and not read_only:             # before a checkpoint is chosen
             ranks.gather(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
-        self.tracker: Tracker | None = None
+        self.send = self.close_tracker = None             # see open_tracker
 
     def refuse_other_run(self, error: type[Exception]) -> None:
         """Raise the error if the folder of a new run holds a run already."""
@@ -101,8 +101,8 @@ class RunFolder:
             cut_after(self.path / name, last_step)
         for name in "metrics.jsonl", "rollouts.jsonl":
             (self.path / name).touch()
-        config = self.config
-        self.tracker = Tracker(config.training.report_to, self.path, config.as_dict(), last_step)
+        self.send, self.close_tracker = open_tracker(
+            self.config.training.report_to, self.path, self.config.as_dict(), last_step)
 
     def write_config(self, config: Config) -> None:
         """Write config.json, on the first rank."""
@@ -118,10 +118,8 @@ class RunFolder:
             line.setdefault(name, or_none(value) if isinstance(value, float) else value)
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self.tracker:
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-            numbers.pop("step")
-            self.tracker.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        self.send(step, {f"{phase}/{name}": value for name, value in numbers.items() if name != "step"})
 
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
         """Append records to a file of the folder."""
@@ -135,50 +133,45 @@ class RunFolder:
         return self
 
     def __exit__(self, *exception):
-        if self.tracker:
-            self.tracker.close()
+        if self.close_tracker:
+            self.close_tracker()
         if self.lock:
             self.lock.release(force=True)
 
 
-class Tracker:
-    """Send metrics, named phase/metric, to TensorBoard, wandb or trackio; "none": nowhere.
+def open_tracker(
+    report_to: str, folder: Path, settings: dict, last_step: int
+) -> tuple[Callable[[int, dict], None], Callable[[], None]]:
+    """Return functions that send numbers of a step, named phase/metric, to a tracker, and that close it.
 
     No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline;
-    trackio writes into a folder of its own. last_step is the step that a run continues after, 0 for a new
-    run: a service continues its entry, TensorBoard drops later events.
+    trackio writes into a folder of its own.
+
+    report_to  tensorboard, wandb, trackio or none
+    last_step  that a run continues after, 0 for a new run: a service continues its entry, TensorBoard drops
+               later events
     """
+    if report_to == "none":
+        return lambda step, values: None, lambda: None
+    if report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-    def __init__(self, report_to: str, folder: Path, settings: dict, last_step: int):
-        self.board = self.service = None
-        if report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
+        board = SummaryWriter(folder / "tensorboard", purge_step=last_step + 1)
 
-            self.board = SummaryWriter(folder / "tensorboard", purge_step=last_step + 1)
-        elif report_to != "none":                         # trackio has the interface of wandb
-            self.service, file = importlib.import_module(report_to), folder / "tracker_name"
-            if last_step == 0 or not file.exists():
-                file.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
-            options = {"project": "plain-grpo", "resume": "allow", "config": settings}
-            if report_to == "wandb":
-                options |= {"id": file.read_text(), "dir": str(folder)}
-                options["project"] = os.environ.get("WANDB_PROJECT") or options["project"]
-            self.service.init(name=file.read_text(), **options)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers of a step."""
-        if self.service:
-            self.service.log(values, step=step)
-        elif self.board:
+        def log(step: int, values: dict) -> None:
             for name, value in values.items():
-                self.board.add_scalar(name, value, step)
+                board.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Write what is not written yet."""
-        if self.service:
-            self.service.finish()
-        elif self.board:
-            self.board.close()
+        return log, board.close
+    service, file = importlib.import_module(report_to), folder / "tracker_name"
+    if last_step == 0 or not file.exists():
+        file.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
+    options = {"project": "plain-grpo", "resume": "allow", "config": settings, "name": file.read_text()}
+    if report_to == "wandb":                              # trackio has the same interface otherwise
+        options |= {"id": file.read_text(), "dir": str(folder)}
+        options["project"] = os.environ.get("WANDB_PROJECT") or options["project"]
+    service.init(**options)
+    return lambda step, values: service.log(values, step=step), service.finish
 
 
 # ---- records -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from analysis.reward_linter import completions_of, flags_of, score_texts
 from config import GRPOConfig
-from data import encode, encode_prompt
+from data import encode_prompt
 from engine import make_engine
 from engine.errors import first_line
 from engine.text_model import has_experts
@@ -97,10 +97,7 @@ def refuse_wrong_sampler(engine: Engine) -> None:
     """Raise ValueError if an engine, plain or shared, samples by other probabilities than its model's."""
     config = GRPOConfig(
         generation_max_length=8, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    prompts = of_two_lengths(encode(engine.tokenizer, "1+1=?"))
-    rollout = engine.sample(prompts, config, seed=0, num_completions=2)
-    plain = make_engine("plain", engine.model, engine.tokenizer)
-    refuse_broken([check_head(plain, rollout), check_sampler(plain, rollout, config)])
+    refuse_broken(check_setup(engine, [{"prompt": "1+1=?"}], config, []))
 
 
 def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:

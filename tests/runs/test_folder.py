@@ -23,7 +23,7 @@ from experience import Groups, compute_experience, shape_rewards
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
 from runs.command_line import parse_config
-from runs.folder import RunFolder, Tracker, completion_records, cut_after, read_jsonl, read_steps
+from runs.folder import RunFolder, completion_records, cut_after, open_tracker, read_jsonl, read_steps
 from runs.groups import summarize_groups
 
 
@@ -245,11 +245,11 @@ def test_a_service_gets_every_number_once_and_continues_after_a_resume(tmp_path,
 def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch):
     calls = fake_service(monkeypatch, "wandb")
     for last_step in 0, 3, 0:
-        Tracker("wandb", tmp_path, {}, last_step)
+        open_tracker("wandb", tmp_path, {}, last_step)
     first, resumed, again = [options["id"] for options in calls.inits]
     assert resumed == first != again and calls.inits[0]["project"] == "plain-grpo"
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    Tracker("wandb", tmp_path, {}, 0)
+    open_tracker("wandb", tmp_path, {}, 0)
     assert calls.inits[-1]["project"] == "mine"
 
 
@@ -260,10 +260,10 @@ def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
 
 def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes(tmp_path):
     for last_step, value in (0, 1.0), (2, 2.0):
-        board = Tracker("tensorboard", tmp_path, {}, last_step)
+        log, close = open_tracker("tensorboard", tmp_path, {}, last_step)
         for step in range(last_step + 1, 5):
-            board.log(step, {"grpo/loss": value})
-        board.close()
+            log(step, {"grpo/loss": value})
+        close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("grpo/loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
