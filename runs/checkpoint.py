@@ -101,18 +101,17 @@ def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
 
 
 def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
-    """Restore the result of optimizer_state, but keep the new learning rate, betas and weight decay."""
+    """Restore the result of optimizer_state, but keep the new peak learning rates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = state["optimizer"]["state"]
     for i, tensors in moments.items():
         moments[i] = {name: sharded_like(tensor, parameters[i]) for name, tensor in tensors.items()}
-    names = "initial_lr", "betas", "weight_decay"         # as far as the optimiser has them
-    new = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    peaks = scheduler.base_lrs                            # a flag may have changed it
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    scheduler.base_lrs = [settings["initial_lr"] for settings in new]            # a flag may have changed it
-    for group, settings, lr in zip(optimizer.param_groups, new, scheduler.get_lr(), strict=True):
-        group.update(settings, lr=lr)
+    scheduler.base_lrs = peaks
+    for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
+        group.update(initial_lr=peak, lr=lr)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
 

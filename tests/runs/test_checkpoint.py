@@ -174,18 +174,6 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, 
     assert ("rollouts.jsonl", []) in flushed and find_damage(target) == ""
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_folder_that_cannot_be_begun_is_said_and_nothing_is_left(tmp_path, exists):
-    def fails(partial):
-        if exists:
-            partial.mkdir()
-        raise RuntimeError("no\nroom")
-
-    with pytest.raises(RunError, match=f"^could not save {tmp_path}/b: no$"):
-        checkpoint.write_folder(tmp_path / "a", tmp_path / "b", fails)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_checkpoints_go(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(checkpoint, "save_policy", lambda model, tokenizer, folder, weights: (

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -17,13 +19,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 import train
-from config import GRPOConfig
+from config import Config, GRPOConfig
+from engine.errors import RunError
 from engine.ranks import OneRank
-from experience import Groups, compute_experience, shape_rewards
+from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
 from runs.command_line import parse_config
-from runs.folder import RunFolder, completion_records, cut_after, open_tracker, read_jsonl, read_steps
+from runs.folder import RunFolder, cut_after, open_tracker, read_jsonl, read_steps
 from runs.groups import summarize_groups
 
 
@@ -87,6 +90,47 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
     assert seen == [[1, 2, 3]] and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
+# ---- one writer -----------------------------------------------------------------------------------------------------
+
+HOLD = "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print('locked', flush=True); time.sleep(60)"
+
+
+def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(RunError, match=f"^{tmp_path}: another process writes to it; wait for its end"):
+        folder_of("--output_dir", tmp_path).open(0)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="another process writes to it"):
+        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())    # before it reads a checkpoint
+    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True), OneRank())  # which writes nothing
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank())      # a notebook's run that failed, and the next one
+    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), OneRank()).lock.is_locked
+
+
+def test_a_run_locks_its_folder_until_it_ends(tmp_path):
+    with folder_of("--output_dir", tmp_path / "run") as folder:
+        folder.open(0)
+        code = f"import filelock; filelock.FileLock({str(folder.path / 'lock')!r}, blocking=False).acquire()"
+        assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def folder_of(*flags):
+    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]), OneRank())
+
+
+def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):
+    first, second = (folder_of("--output_dir", tmp_path / "same", "--seed", seed) for seed in (1, 2))
+    first.open(0)
+    with pytest.raises(RunError, match=r"--output_dir=.*same: holds another run"):
+        second.open(0)
+    assert json.loads((tmp_path / "same/config.json").read_text())["training"]["seed"] == 1
+    first.open(0)                                         # a notebook that goes on after Ctrl-C
+
+
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
@@ -100,16 +144,6 @@ def test_rollouts_hold_whole_groups(finished):
         for r in group:
             weights = {"correctness": 1.0, "length": 0.5}
             assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))
-
-
-def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
-    config = GRPOConfig(generation_max_length=12, overlong="penalise", reward_clip=2.0)
-    rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
-    rewards = shape_rewards(config, rollout, scores)
-    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards, reports=Reports())
-    experience = compute_experience(groups, compute_group_advantages(rewards), config, base.engine, base.ranks)
-    assert [(r["reward"], r["tied"]) for r in completion_records(experience)] == [
-        (1.0, False), (1.0, False), (3.0, True), (4.0, True)], "one penalised for its length; two clipped to 2"
 
 
 def test_rollouts_hold_the_log_probabilities_and_entropies_after_the_update(finished):
