@@ -19,7 +19,7 @@ from analysis.report import write_report
 from config import ModelConfig
 from engine.devices import keep_freed_memory
 from environments.loading import load_environment
-from runs.training_data import with_instruction
+from sources.training_data import with_instruction
 
 
 def main(argv: list[str]) -> None:

@@ -36,8 +36,7 @@ from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
 from runs.errors import exit_on_errors, halved_when_out_of_memory
-from runs.groups import replace_tied, sample_on_all_ranks
-from runs.metrics import summarize_groups, summarize_updates, timed
+from runs.groups import replace_tied, sample_on_all_ranks, summarize_groups, summarize_updates, timed
 from runs.phases import Phase, is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup

@@ -34,7 +34,7 @@ from environments.messages import encode_demonstration, with_known_role
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import section_of
 from runs.startup_check import choose_engine, refuse_wrong_sampler
-from runs.training_data import with_instruction
+from sources.training_data import with_instruction
 from sample import Rollout, stop_token_ids
 from sources import load_examples
 

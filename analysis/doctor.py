@@ -9,7 +9,7 @@ tests/analysis/test_doctor.py.
 import math
 from itertools import pairwise
 
-from runs.metrics import SUCCESS, mean_of
+from runs.groups import SUCCESS, mean_of
 
 WINDOW = 5                      # rollouts that a metric is averaged over
 LEAST = 10                      # rollouts below which nothing is found

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
     from analysis.reward_linter import examples_of_run, lint  # slow to import
     from reward_functions.loading import load_reward_function, require_columns
-    from runs.training_data import load_data
+    from sources.training_data import load_data
 
     examples = load_data(config)[0]
     if "rollouts" in given:

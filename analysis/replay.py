@@ -34,8 +34,8 @@ from model import ValueHead
 from reward_functions.loading import load_reward_function
 from rewards import name_of, weighted_sum
 from runs.checkpoint import latest_checkpoint, read_state
+from engine.reference import load_reference, load_teacher
 from runs.folder import RunFolder, or_none, read_steps, warn_once
-from runs.reference import load_reference, load_teacher
 from runs.run import Progress, Run
 from sample import Rollout, left_pad, pad_rows
 

@@ -91,11 +91,16 @@ def texts_as_rollout(completions: list) -> SimpleNamespace:
 
 
 def score_texts(
-    functions: list[Callable], weights: list[float], completions: list, examples: list[dict]
+    functions: list[Callable], weights: list[float], completions: list, examples: list[dict],
+    config: GRPOConfig | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], list[dict]]:
-    """Return what compute_rewards_for_completions does, for completions of P examples, and failed calls."""
+    """Return what compute_rewards_for_completions does, for completions of P examples, and failed calls.
+
+    config  None: errors of functions leave points out
+    """
     rollout = texts_as_rollout(completions)
-    wrapped, reports = wrap_reward_functions(functions, rollout, GRPOConfig(reward_errors="none"))
+    wrapped, reports = wrap_reward_functions(
+        functions, rollout, config or GRPOConfig(reward_errors="none"))
     return *compute_rewards_for_completions(wrapped, weights, rollout, examples), reports.failures
 
 

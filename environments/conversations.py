@@ -205,18 +205,6 @@ def parse_step(returned) -> tuple[dict | None, float]:
     return message | {"content": content}, float(points)
 
 
-def run_scripted_turns(conversation: Conversation, turns: list[str]) -> tuple[list[dict], float]:
-    """Run a conversation with given turns of the policy. Return the messages and the total points."""
-    total, turns = 0.0, turns[: conversation.config.max_turns]
-    for number, text in enumerate(turns, start=1):
-        message, points = conversation.environment_step(text)
-        total += points
-        if message is None or number == len(turns):
-            break
-        conversation.messages.append(message)
-    return conversation.messages[conversation.num_prompt_messages :], total + conversation.final_points()
-
-
 def describe_conversations(rollout) -> dict:
     """Return metrics, means over completions: turns of the policy, and tokens of the environment."""
     if rollout.turn_points is None:

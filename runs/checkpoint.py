@@ -10,7 +10,6 @@ run that is killed, or a disk that is full, leaves the previous checkpoint intac
 """
 
 import hashlib
-import os
 import platform
 import random
 import shutil
@@ -102,18 +101,17 @@ def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
 
 
 def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
-    """Restore the result of optimizer_state, but keep the new learning rate, betas and weight decay."""
+    """Restore the result of optimizer_state, but keep the new peak learning rates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = state["optimizer"]["state"]
     for i, tensors in moments.items():
         moments[i] = {name: sharded_like(tensor, parameters[i]) for name, tensor in tensors.items()}
-    names = "initial_lr", "betas", "weight_decay"         # as far as the optimiser has them
-    new = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    peaks = scheduler.base_lrs                            # a flag may have changed it
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    scheduler.base_lrs = [settings["initial_lr"] for settings in new]            # a flag may have changed it
-    for group, settings, lr in zip(optimizer.param_groups, new, scheduler.get_lr(), strict=True):
-        group.update(settings, lr=lr)
+    scheduler.base_lrs = peaks
+    for group, peak, lr in zip(optimizer.param_groups, peaks, scheduler.get_lr(), strict=True):
+        group.update(initial_lr=peak, lr=lr)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
 
@@ -132,25 +130,12 @@ def write_checksums(folder: Path) -> None:
 
 def checksums(folder: Path) -> list[str]:
     """Return a line for each other file in a folder: its SHA-256 in hexadecimal, and its path there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-    return [f"{checksum(path)}  {path.relative_to(folder)}" for path in files]
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def weights_of(model, path: str) -> str:
-    """Return the commit of a model from a hub, and the SHA-256 of its files of weights. Call on all ranks.
-
-    path  that it was loaded from: of an adapter another one than that of the model
-    """
-    folders = sorted({Path(path), Path(model.config.name_or_path)}) if is_main() else []
-    files = [file for folder in folders for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}")]
-    commit = getattr(model.config, "_commit_hash", None)
-    return all_gather_object(" ".join([commit or "", *map(checksum, sorted(files))]).strip())[0]
+    lines = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {path.relative_to(folder)}")
+    return lines
 
 
 def find_damage(folder: Path) -> str:
@@ -170,8 +155,8 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
     raises  ValueError if all are damaged, OSError if the folder of checkpoints cannot be read
     """
     parent = folder / "checkpoints"
-    names = os.listdir(parent) if parent.exists() else []     # glob would find none where it may not read
-    checkpoints = sorted((parent / name for name in names if name.startswith("step-")), reverse=True)
+    paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
+    checkpoints = sorted((path for path in paths if path.name.startswith("step-")), reverse=True)
     for checkpoint in checkpoints:
         problem = find_damage(checkpoint)
         if not problem:
@@ -196,14 +181,10 @@ def versions() -> dict:
 
 
 def random_states() -> dict:
-    """Return the states of the global random generators, which reward functions may use."""
+    """Return the states of the global random generators of the CPU, which reward functions may use."""
     numbers = np.random.get_state(legacy=False)
     numbers["state"]["key"] = numbers["state"]["key"].tolist()
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator:
-        states["accelerator"] = accelerator.type, torch.get_device_module(accelerator).get_rng_state()
-    return states
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
 
 
 def set_random_states(states: dict) -> None:
@@ -212,7 +193,3 @@ def set_random_states(states: dict) -> None:
     random.setstate(states["python"])
     states["numpy"]["state"]["key"] = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state(states["numpy"])
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind, state = states.get("accelerator", (None, None))
-    if accelerator and kind == accelerator.type:
-        torch.get_device_module(accelerator).set_rng_state(state)

@@ -10,13 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from config import Config
-from engine.adapters import has_adapter
 from data import as_text
 from engine.devices import num_processes
-from engine.text_model import has_experts
 
 UNITS = {                       # the console line: metric, label; in order of importance, as not all may fit
     "loss": "loss {:.3f}",
@@ -40,21 +37,16 @@ PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervise
 
 
 class RunConsole:
-    """Print the lines of a run above a progress bar for each phase. quiet: on ranks that print nothing."""
+    """Print the lines of a run. quiet: on ranks that print nothing."""
 
     def __init__(self, config: Config, quiet: bool):
         self.config = config
         self.rich = Console(soft_wrap=True, highlight=False, quiet=quiet)
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=self.rich, disable=quiet, speed_estimate_period=3600,
-        )
 
     def print(self, text: str = "") -> None:
-        """Print a line on the console, above the progress bar."""
-        wraps = self.rich.is_terminal                     # lines in a file stay whole
+        """Print a line."""
         with suppress(SystemExit):                        # rich's end of `train.py | head`: a run goes on
-            self.rich.print(text, markup=False, emoji=False, soft_wrap=not wraps)
+            self.rich.print(text, markup=False, emoji=False)
 
     def describe(self, model, device, num_train: int, num_eval: int, phases: list) -> None:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""
@@ -65,12 +57,10 @@ class RunConsole:
             self.print(f"profile {training.profile or 'none'}: {settings}")
         size = sum(p.numel() for p in model.parameters()) / 1e6
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
-        count = num_processes()
+        name, count = config.model.model_path or "built-in tiny Gemma 3", num_processes()
         where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
-        part = "the adapter" if has_adapter(model) else "the text model"
-        trained = f", {trainable:.2f}M of them in {part} that is trained" if trainable < size else ""
-        name = config.model.model_path or "built-in tiny Gemma 3"
-        self.print(f"model {name}: {size:.1f}M parameters, {config.model.precision}, {where}{trained}")
+        numbers = f"{size:.1f}M parameters, {trainable:.2f}M of them trained"
+        self.print(f"model {name}: {numbers}, {config.model.precision}, {where}")
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         if training.use_grpo:
             weighted = zip(config.grpo.reward_functions, config.grpo.weights, strict=True)
@@ -78,8 +68,6 @@ class RunConsole:
         if config.data.instruction:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
-        if config.model.lora_rank and has_experts(model):
-            self.print("  note   experts and routers get no adapter; docs/scale.md, Mixtures of experts")
         for phase in phases:
             group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
             rows = training.batch_size * group_size
@@ -88,15 +76,9 @@ class RunConsole:
 
     def print_step(self, phase: str, step: int, total: int, step_of_run: int, metrics: dict) -> None:
         """Print a line for a step, with the time that its phase has left. step, total: of the phase."""
-        if phase not in [bar.description for bar in self.progress.tasks]:
-            for bar in self.progress.tasks:               # a cold start may end early
-                self.progress.update(bar.id, total=bar.completed)
-            self.progress.add_task(phase)
-        bar = self.progress.tasks[-1]
-        self.progress.update(bar.id, completed=step, total=total)
-        left = bar.time_remaining
+        steps_left = (total - step) / metrics.get("updates", 1)
         line = f"{phase} {step_of_run:>4}/{step_of_run - step + total}"
-        end = "" if left is None else f"  left {timedelta(seconds=left)}"
+        end = f"  left {timedelta(seconds=round(steps_left * metrics['step_seconds']))}"
         optional = "unscored", "skipped", "truncated"
         for name, form in UNITS.items():
             value = metrics.get(name, math.nan)

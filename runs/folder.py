@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import compress, groupby, pairwise
@@ -30,13 +30,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from config import Config
-from data import as_text
 from engine.devices import all_gather_object, is_main
 from engine.errors import RunError
 from logprobs import completion_lengths
 from runs.console import RunConsole
 
-COLUMNS = "prompt", "completion", "reward", "advantage", "finished"    # of the table that a service shows
 # How a line of a file begins. Steps are found by it, because parsing gigabytes takes minutes.
 HEAD = re.compile(rb'\s*{\s*"step":\s*(\d{1,15}),\s*"phase":\s*"(\w+)"')
 
@@ -50,8 +48,6 @@ class RunFolder:
         self.path = Path(all_gather_object(training.output_dir or default)[0])   # the same on all ranks
         self.config = config
         whole = Path(os.path.abspath(self.path))
-        if max(map(len, map(os.fsencode, whole.parts))) > 255:     # Python 3.14's exists() would be silent
-            raise ValueError(f"--output_dir={self.path}: File name too long; name a shorter one")
         if not training.resume:
             self.refuse_other_run(ValueError)
         existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
@@ -64,7 +60,7 @@ class RunFolder:
         if training.resume and not read_only:             # before a checkpoint is chosen
             ranks.gather(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
-        self.tracker: Tracker | None = None
+        self.send = self.close_tracker = None             # see open_tracker
 
     def refuse_other_run(self, error: type[Exception]) -> None:
         """Raise the error if the folder of a new run holds a run already."""
@@ -105,8 +101,8 @@ class RunFolder:
             cut_after(self.path / name, last_step)
         for name in "metrics.jsonl", "rollouts.jsonl":
             (self.path / name).touch()
-        config = self.config
-        self.tracker = Tracker(config.training.report_to, self.path, config.as_dict(), last_step)
+        self.send, self.close_tracker = open_tracker(
+            self.config.training.report_to, self.path, self.config.as_dict(), last_step)
 
     def write_config(self, config: Config) -> None:
         """Write config.json, on the first rank."""
@@ -122,15 +118,8 @@ class RunFolder:
             line.setdefault(name, or_none(value) if isinstance(value, float) else value)
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self.tracker:
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-            numbers.pop("step")
-            self.tracker.log(step, {f"{phase}/{name}": value for name, value in numbers.items()})
-
-    def show(self, step: int, completions: list[dict]) -> None:
-        """Pass completions to the tracker."""
-        if self.tracker:
-            self.tracker.show(step, completions)
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        self.send(step, {f"{phase}/{name}": value for name, value in numbers.items() if name != "step"})
 
     def append(self, name: str, step: int, phase: str, records: list[dict]) -> None:
         """Append records to a file of the folder."""
@@ -141,64 +130,48 @@ class RunFolder:
             file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
     def __enter__(self):
-        self.console.progress.start()
         return self
 
     def __exit__(self, *exception):
-        self.console.progress.stop()
-        if self.tracker:
-            self.tracker.close()
+        if self.close_tracker:
+            self.close_tracker()
         if self.lock:
             self.lock.release(force=True)
 
 
-class Tracker:
-    """Send metrics, named phase/metric, and completions to TensorBoard, wandb or trackio; "none": nowhere.
+def open_tracker(
+    report_to: str, folder: Path, settings: dict, last_step: int
+) -> tuple[Callable[[int, dict], None], Callable[[], None]]:
+    """Return functions that send numbers of a step, named phase/metric, to a tracker, and that close it.
 
     No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline;
-    trackio writes into a folder of its own. last_step is the step that a run continues after, 0 for a new
-    run: a service continues its entry, TensorBoard drops later events. Left out on purpose: several at once.
+    trackio writes into a folder of its own.
+
+    report_to  tensorboard, wandb, trackio or none
+    last_step  that a run continues after, 0 for a new run: a service continues its entry, TensorBoard drops
+               later events
     """
+    if report_to == "none":
+        return lambda step, values: None, lambda: None
+    if report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-    def __init__(self, report_to: str, folder: Path, settings: dict, last_step: int):
-        self.board = self.service = None
-        if report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
+        board = SummaryWriter(folder / "tensorboard", purge_step=last_step + 1)
 
-            self.board = SummaryWriter(folder / "tensorboard", purge_step=last_step + 1)
-        elif report_to != "none":                         # trackio has the interface of wandb
-            self.service, file = importlib.import_module(report_to), folder / "tracker_name"
-            if last_step == 0 or not file.exists():
-                file.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
-            options = {"project": "plain-grpo", "resume": "allow", "config": settings}
-            if report_to == "wandb":
-                options |= {"id": file.read_text(), "dir": str(folder)}
-                options["project"] = os.environ.get("WANDB_PROJECT") or options["project"]
-            self.service.init(name=file.read_text(), **options)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers of a step."""
-        if self.service:
-            self.service.log(values, step=step)
-        elif self.board:
+        def log(step: int, values: dict) -> None:
             for name, value in values.items():
-                self.board.add_scalar(name, value, step)
+                board.add_scalar(name, value, step)
 
-    def show(self, step: int, completions: list[dict]) -> None:
-        """Log completions as a table of a service. TensorBoard has none; report.html shows them."""
-        if self.service:
-            from pandas import DataFrame  # comes with datasets
-
-            table = DataFrame(completions, columns=list(COLUMNS))
-            table = table.assign(prompt=table.prompt.map(as_text), completion=table.completion.map(as_text))
-            self.service.log({"completions": self.service.Table(dataframe=table)}, step=step)
-
-    def close(self) -> None:
-        """Write what is not written yet."""
-        if self.service:
-            self.service.finish()
-        elif self.board:
-            self.board.close()
+        return log, board.close
+    service, file = importlib.import_module(report_to), folder / "tracker_name"
+    if last_step == 0 or not file.exists():
+        file.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
+    options = {"project": "plain-grpo", "resume": "allow", "config": settings, "name": file.read_text()}
+    if report_to == "wandb":                              # trackio has the same interface otherwise
+        options |= {"id": file.read_text(), "dir": str(folder)}
+        options["project"] = os.environ.get("WANDB_PROJECT") or options["project"]
+    service.init(**options)
+    return lambda step, values: service.log(values, step=step), service.finish
 
 
 # ---- records -----------------------------------------------------------------------------------------------
@@ -261,29 +234,24 @@ def points_of_turns(chosen: list[bool], points: list) -> list:
 
 def or_none(value) -> float | None:
     """Return a number for JSON: None for NaN, infinities and None."""
-    with suppress(OverflowError):                         # an integer beyond all floats
-        return float(value) if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
-def parse_record(line: bytes) -> dict | None:
-    """Return the record in a line, with an integer step and a phase; None if the line is cut or damaged."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    known = isinstance(record, dict) and type(record.get("step")) is int
-    return record if known and isinstance(record.get("phase"), str) else None
+def parse_lines(lines: Iterable[bytes]) -> Iterator[dict]:
+    """Yield the records in lines up to the first that is cut, damaged or has no integer step and phase."""
+    with suppress(ValueError, AttributeError):            # AttributeError: no object
+        for record in map(json.loads, lines):
+            if type(record.get("step")) is not int or type(record.get("phase")) is not str:
+                return
+            yield record
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """Read metrics.jsonl or a short file of records up to its first damaged line, [] if there is none."""
-    records: list[dict] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        if (record := parse_record(line)) is None:
-            number = len(records) + 1
-            warn_once(f"{path}: line {number} is damaged, as a kill leaves it; left out from there on")
-            break
-        records.append(record)
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    records = list(parse_lines(lines))
+    if len(records) < len(lines):
+        warn_once(f"{path}: line {len(records) + 1} is damaged, as a kill leaves it; left out from there on")
     return records
 
 
@@ -302,8 +270,8 @@ def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
         for number, (_, lines) in enumerate(groupby(file, key=head)):
             if number % every:
                 continue
-            records = [parse_record(line) for line in lines]
-            if None in records or records[0].get("completions_of_step") != len(records):
+            records = list(parse_lines(lines))
+            if not records or records[0].get("completions_of_step") != len(records):
                 warn_once(f"{path}: saved step {number + 1} is not whole; left out from there on")
                 return
             yield records

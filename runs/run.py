@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from runs.checkpoint import (
     load_optimizer_state, optimizer_state, random_states, read_state, reference_state, set_random_states,
-    versions, weights_of, write_checkpoint,
+    versions, write_checkpoint,
 )
 from runs.console import RunConsole, held_out_text
 from runs.errors import StopOnSignal, halved_when_out_of_memory
@@ -93,7 +93,7 @@ class Run:
     reference: torch.nn.Module | AdapterReference | None = None                  # None without a KL penalty
     value_head: ValueHead | None = None
     evaluated_at: int | None = None                       # step of the last evaluation
-    seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/metrics.py
+    seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/groups.py
 
     @property
     def console(self) -> RunConsole:
@@ -289,8 +289,7 @@ class Run:
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
             "engine": type(self.engine).__name__, "shared_prompt": self.engine.shares_prompts,
-            "handed_in": self.handed_in, "weights_of_teacher": self.weights_of_teacher,
-            "random_states": all_gather_object(random_states()),
+            "handed_in": self.handed_in, "random_states": all_gather_object(random_states()),
             "reference_adapter": reference_state(self.reference),
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         checkpoint = write_checkpoint(
@@ -308,12 +307,6 @@ class Run:
         """Return which objects of the caller replace those of the flags and have a part in checkpoints."""
         passed = self.teacher is not None and not self.config.grpo.reference_path
         return {"optimizer": self.make_optimizer is not None, "reference": passed}
-
-    @cached_property
-    def weights_of_teacher(self) -> str:
-        """Return what tells the weights of --reference_path from others, "" without it. Call on all ranks."""
-        path = self.config.grpo.reference_path
-        return weights_of(self.teacher, path) if self.teacher is not None and path else ""
 
     def save_base_of_adapter(self) -> None:
         """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
@@ -338,12 +331,6 @@ class Run:
             raise ValueError(
                 f"{name}: a Python object of the program that began this run, or none; pass it again: "
                 f"train(config, {name}=...)"
-            )
-        if state["weights_of_teacher"] != self.weights_of_teacher:
-            path = self.config.grpo.reference_path
-            raise ValueError(
-                f"--reference_path={path}: its weights are not those with which this run began; pass the "
-                "first one again, or start a new run with a checkpoint as --model_path"
             )
         self.saved_state = state
 
@@ -425,7 +412,6 @@ class Run:
         self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
         if records:
             self.console.print_completions(records)
-            folder.show(step, records)
 
 
 def memory_of(run: Run, phase: Phase) -> str:

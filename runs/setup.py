@@ -21,6 +21,7 @@ from engine.plain import Engine
 from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
+from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from engine.sharding import replicated_sums, shard
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
@@ -29,13 +30,12 @@ from reward_functions.loading import as_name, load_reward_function, refuse_equal
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.folder import RunFolder
 from runs.phases import plan_phases
-from runs.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from runs.run import Run
 from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine, refuse_broken
-from runs.training_data import (
-    describe_cut_demonstrations, fit_prompts, load_data, validate_demonstrations,
-)
 from sample import stop_token_ids
+from sources.training_data import (
+    fit_prompts, load_data, refuse_long_demonstrations, validate_demonstrations,
+)
 
 
 def name_objects(config: Config, given: dict) -> Config:
@@ -95,13 +95,13 @@ def validate_grpo_setup(
 
 
 def start_up_check(
-    policy, tokenizer, examples: list[dict], config: Config, reward_functions: list, environment,
-    ranks: Ranks, make_engine: Callable | None, teacher, longest_prompt: int, notify: Callable,
+    policy, tokenizer, examples: list[dict], config: Config, reward_functions: list, ranks: Ranks,
+    make_engine: Callable | None, teacher, longest_prompt: int, notify: Callable,
 ) -> Engine:
     """Run the start-up check and print its notes; with --check, print all results. Return the run's engine.
 
     make_engine, teacher  engine and reference of set_up
-    raises  ValueError if a check failed, RunError if a reward function or the environment raised
+    raises  ValueError if a check failed, RunError if a reward function raised
     """
     training, grpo = config.training, config.grpo if config.training.use_grpo else config.grpo.supervised
     max_tokens = training.max_tokens_per_forward
@@ -114,7 +114,7 @@ def start_up_check(
                 of_teacher = Engine(teacher, tokenizer, max_tokens=max_tokens)
                 other, packing = choose_engine(of_teacher, ranks, prompts, grpo, longest_prompt)
             inner = inner if other.shares_prompts else plain
-        findings = [*check_setup(inner, examples, grpo, reward_functions, environment), packing]
+        findings = [*check_setup(inner, examples, grpo, reward_functions), packing]
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):
         packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)
@@ -188,7 +188,7 @@ def set_up(
     if training.use_grpo and config.grpo.reference_path:
         if reference is not None:
             raise ValueError("reference: --reference_path names another model; pass one of them")
-        compare_tokenizers(tokenizer, config, console.print)
+        compare_tokenizers(tokenizer, config)
     elif training.use_grpo and names == ["none"] and reference is None:
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
     tokenizer.tools = tools_of(environment)               # for the chat template
@@ -209,18 +209,14 @@ def set_up(
     phases = plan_phases(config, len(train_set))
     console.describe(policy, device, len(train_set), len(eval_set), phases)
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-    stops = stop_token_ids(policy, tokenizer)
-    cut = describe_cut_demonstrations(config, train_set, tokenizer, stops, positions)
-    for line in cut:
-        console.print(f"  note   {line}")
+    refuse_long_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer), positions)
     if training.use_grpo and config.grpo.reference_path:
         reference = load_teacher(config, policy)
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
         ranks.agree(replicated_sums("reference", reference))
     engine = start_up_check(
-        policy, tokenizer, train_set, config, functions, environment, ranks, engine, reference, longest,
-        console.print)
+        policy, tokenizer, train_set, config, functions, ranks, engine, reference, longest, console.print)
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
         make_optimizer=optimizer, teacher=reference, longest_prompt=longest_prompt,

@@ -10,21 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from analysis.reward_linter import completions_of, flags_of, texts_as_rollout
+from analysis.reward_linter import completions_of, flags_of, score_texts
 from config import GRPOConfig
-from data import demonstration, encode, encode_prompt
+from data import encode_prompt
 from engine import make_engine, saves_tokens
 from engine.errors import first_line
 from engine.text_model import has_experts
 from engine.plain import Engine
 from engine.precision import is_exact
-from environments.conversations import Conversation, run_scripted_turns, start_conversations
-from environments.instances import closing_environments
 from experience import compare_with_sampler, log_probs_of_rollout
 from logprobs import LogProbs
-from reward_functions.calling import wrap_reward_functions
-from reward_functions.loading import data_example
-from rewards import compute_rewards_for_completions
 from sample import Rollout, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
@@ -70,32 +65,29 @@ def shortened(config, length: int = 16):
     return replace(config, generation_max_length=min(length, config.generation_max_length))
 
 
-@closing_environments()
-def check_setup(
-    engine: Engine, examples: list[dict], config, reward_functions: list, environment=None
-) -> list[Finding]:
+def check_setup(engine: Engine, examples: list[dict], config, reward_functions: list) -> list[Finding]:
     """Run all checks but choose_engine's on two examples.
 
     engine            plain or shared;  config  a GRPOConfig
-    reward_functions  [] for supervised training
+    reward_functions  [] for supervised training. Those of conversations are not tried: their points depend on
+                      the environment
     """
     model, tokenizer = engine.model, engine.tokenizer
-    answered = next((example for example in examples if example.get("answer")), examples[0])
-    examples = examples[:2]
-    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples]
+    prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples[:2]]
     rollout = engine.sample(of_two_lengths(prompts[0]), shortened(config), seed=0, num_completions=2)
     plain = make_engine("plain", model, tokenizer)
     findings = [
         *check_tokens(model, tokenizer, prompts),
-        *check_template(tokenizer, examples[0]["prompt"]),
+        Finding("first prompt", None, repr(tokenizer.decode(prompts[0]))),
         check_head(plain, rollout),
         check_sampler(plain, rollout, config),
     ]
-    if reward_functions:
-        stops, count = stop_token_ids(model, tokenizer), len(completions_of(answered))
-        conversations = environment and start_conversations(
-            tokenizer, environment, [answered], config, stops, group_size=count)
-        findings += check_rewards(answered, config, reward_functions, conversations)
+    if isinstance(examples[0]["prompt"], list) and not tokenizer.chat_template:
+        missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
+        findings.append(Finding("template", None, missing))
+    if reward_functions and not config.environment and config.reward_functions != ["none"]:
+        answered = next((example for example in examples if example.get("answer")), examples[0])
+        findings += check_rewards(answered, config, reward_functions)
     return findings
 
 
@@ -109,10 +101,7 @@ def refuse_wrong_sampler(engine: Engine) -> None:
     """Raise ValueError if an engine, plain or shared, samples by other probabilities than its model's."""
     config = GRPOConfig(
         generation_max_length=8, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    prompts = of_two_lengths(encode(engine.tokenizer, "1+1=?"))
-    rollout = engine.sample(prompts, config, seed=0, num_completions=2)
-    plain = make_engine("plain", engine.model, engine.tokenizer)
-    refuse_broken([check_head(plain, rollout), check_sampler(plain, rollout, config)])
+    refuse_broken(check_setup(engine, [{"prompt": "1+1=?"}], config, []))
 
 
 def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
@@ -132,15 +121,6 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
                 "set eos_token_id in the model's generation_config.json"),
         Finding("open prompt", is_open, end, "switch add_eos_token off in tokenizer_config.json"),
     ]
-
-
-def check_template(tokenizer, prompt: str | list[dict]) -> list[Finding]:
-    """Describe the first prompt as the model sees it, and messages that no chat template renders."""
-    findings = [Finding("first prompt", None, repr(tokenizer.decode(encode_prompt(tokenizer, prompt))))]
-    if isinstance(prompt, list) and not tokenizer.chat_template:
-        missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
-        findings.append(Finding("template", None, missing))
-    return findings
 
 
 @torch.no_grad()
@@ -236,51 +216,22 @@ def compare(model, name: str, what: str, left, right, fix: str) -> Finding:
     return Finding(name, difference <= tolerance, found, fix)
 
 
-def gold_turns(example: dict) -> list[str]:
-    """Return the policy's turns in the demonstration; without one, the answer in the usual format, or []."""
-    gold, answer = example.get("completion"), example.get("answer")
-    if isinstance(gold, list):
-        return [message["content"] for message in gold if message["role"] == "assistant"]
-    return [gold or demonstration("because", answer)] if gold or answer else []
-
-
-def check_rewards(
-    example: dict, config, reward_functions: list, conversations: list[Conversation] | None
-) -> list[Finding]:
-    """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points.
-
-    conversations  with the environment, if there is one, one for each kind; the completions are their last
-                   turns, after the earlier turns of the demonstration
-    """
+def check_rewards(example: dict, config, reward_functions: list) -> list[Finding]:
+    """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points."""
     texts = completions_of(example)
-    completions = list(texts.values())
-    if conversations:
-        before, pairs = gold_turns(example)[:-1], zip(conversations, completions, strict=True)
-        results = [run_scripted_turns(conversation, [*before, text]) for conversation, text in pairs]
-        completions, points = map(list, zip(*results, strict=True))
-    rollout = texts_as_rollout(completions)
-    if conversations:
-        rollout.environments = [conversation.environment for conversation in conversations]
-        rollout.turn_points = torch.tensor(points)[:, None].expand(rollout.completion_mask.shape)
-    functions, reports = wrap_reward_functions(reward_functions, rollout, config)
-    scores, per_function = compute_rewards_for_completions(                      # (number of kinds, 1)
-        functions, config.weights, rollout, [example] * len(texts))
+    scores, per_function, failures = score_texts(                                # (number of kinds, 1)
+        reward_functions, config.weights, list(texts.values()), [example] * len(texts), config)
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))
     totals = {kind: total for kind, total in totals.items() if not math.isnan(total)}
     if not totals:
         found = f"{', '.join(per_function)} returned None or NaN for each of {len(texts)} completions"
-        examples = "".join(map(data_example, reward_functions))
-        fix = f"the data may lack columns that it needs, such as answers{examples}"
-        if reports.failures:
-            found = "{function} failed on {completion!r:.60}: {error}".format(**reports.failures[0])
-            fix = "correct the function"
-        return [Finding("rewards", False, found, f"nothing could be scored: {fix}")]
+        if failures:
+            found = "{function} failed on {completion!r:.60}: {error}".format(**failures[0])
+        fix = "nothing could be scored: correct the function, or add the columns it needs, such as answers"
+        return [Finding("rewards", False, found, fix)]
     by_function = "; ".join(
         f"{name} {', '.join(f'{p:g}' for p in row[:, 0].tolist())}" for name, row in per_function.items()
     )
     found = ", ".join(f"{kind} {total:.2f}" for kind, total in totals.items()) + f" points ({by_function})"
-    told = list(per_function) == ["none"]                 # nothing is to be learned from points
-    flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True) if not told]
-    if config.scale == "mean" and min(totals.values()) < 0:
-        flags.append("points below 0: by --advantage_scale mean a group of mean 0 or less has no advantages")
+    flags = [f"the total {flag}: is that intended?" for flag in flags_of(totals, is_total=True)]
     return [Finding("rewards", True, found), *(Finding("rewards", None, flag) for flag in flags)]

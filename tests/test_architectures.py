@@ -56,7 +56,6 @@ def test_two_steps_with_default_flags(name, lora_rank, precision, save, tmp_path
         "--lora_rank", str(lora_rank), "--precision", precision, "--reward_functions", f"{reward}:reward")
     printed = capsys.readouterr().out
     assert "sampler ok" in printed and ("packing ok" in printed) == (name not in WITH_STATE)
-    assert ("experts and routers get no adapter" in printed) == (lora_rank > 0 and name in EXPERTS)
     steps = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "grpo" and "grad_norm" in line]
     assert len(steps) == 2 and all(line["grad_norm"] > 0 and line["tied_groups"] < 1 for line in steps)
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 from data import encode_completion, encode_prompt
 from runs.command_line import parse_config
 from runs.setup import load_data
-from runs.training_data import with_instruction
+from sources.training_data import with_instruction
 from sources import load_examples
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"

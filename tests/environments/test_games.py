@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from sources import load_examples
-from environments.conversations import Conversation, run_scripted_turns
+from environments.conversations import Conversation
 from environments.games import guess_letter
 from environments.loading import responders
 from rewards import correctness
+from scripted_turns import run_scripted_turns
 
 
 def test_demonstrations_of_the_game_are_games_and_its_ranges_are_held_out(tokenizer, settings):

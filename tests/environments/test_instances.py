@@ -21,12 +21,13 @@ import environments.tools
 from data import encode_prompt
 from engine import make_engine
 from engine.errors import RunError
-from environments.conversations import run_scripted_turns, sample_with_environment, start_conversations
+from environments.conversations import sample_with_environment, start_conversations
 from environments.instances import OPEN, closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from environments.tools import run_call
 from logprobs import completion_lengths
 from reward_functions import environment
+from scripted_turns import run_scripted_turns
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 

@@ -1,19 +1,13 @@
 """Choosing an environment by name or file, and the columns that it needs."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import QUICK
 
 import train
-from sources import load_examples
-from analysis.reward_linter import completions_of
-from environments.conversations import start_conversations
-from environments.loading import load_environment, refuse_missing_columns, responders
-from reward_functions.loading import load_reward_function
-from runs.startup_check import check_rewards
+from environments.loading import refuse_missing_columns, responders
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -29,15 +23,6 @@ def test_an_environment_gets_the_columns_it_asks_for():
     with pytest.raises(ValueError, match="--environment=mine: needs the column level"):
         refuse_missing_columns("mine", lambda conversation, level, topic=1: None, examples)
     refuse_missing_columns("mine", lambda conversation, topic: None, examples)
-
-
-def test_the_start_up_check_has_nothing_against_the_customers(tokenizer, settings):
-    respond = load_environment(f"{EXAMPLES}/customer_service.py:respond")
-    config = replace(settings, reward_functions=["environment"], max_turns=4)
-    for row in load_examples(f"{EXAMPLES}/customers.jsonl"):
-        conversations = start_conversations(tokenizer, respond, [row], config, [1], group_size=len(completions_of(row)))
-        (finding, *flags) = check_rewards(row, config, [load_reward_function("environment")], conversations)
-        assert flags == [] and "echo -0.10" in finding.found, (flags, finding.found)
 
 
 @pytest.mark.parametrize("flags,message", [

@@ -20,7 +20,7 @@ from reward_functions.calling import Reports, RewardError
 from reward_functions.loading import load_reward_function
 from runs.groups import join, select
 from runs.folder import read_jsonl
-from runs.training_data import truncate_prompt
+from sources.training_data import truncate_prompt
 from train import grpo_training_step
 
 

@@ -1,6 +1,5 @@
 """Nothing is lost: a run continues after kills, full disks and damaged files."""
 
-import copy
 import errno
 import json
 import os
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,26 +83,6 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_alone(tmp_path, whol
     assert_same(whole, folder)
 
 
-def test_the_random_state_of_a_gpu_comes_back_on_one_of_its_kind(monkeypatch):
-    state = [torch.arange(3)]
-    module = SimpleNamespace(get_rng_state=lambda: state[-1], set_rng_state=state.append)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-
-    def on(kind):
-        device = kind and torch.device(kind)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
-
-    on("mps")
-    states = checkpoint.random_states()
-    for kind in None, "cuda":
-        on(kind)
-        checkpoint.set_random_states(copy.deepcopy(states))
-        assert len(state) == 1
-    on("mps")
-    checkpoint.set_random_states(copy.deepcopy(states))
-    assert len(state) == 2 and torch.equal(*state)
-
-
 STATE = {"progress": {"step": 1}, "settings": {}, "versions": {}, "random_states": {}}
 
 
@@ -143,26 +121,6 @@ def test_if_all_checkpoints_are_damaged_the_run_does_not_begin_again(tmp_path):
 def test_any_file_that_is_missing_or_changed_is_damage(tmp_path, name, harm):
     harm(fake_checkpoint(tmp_path / "step-00000001") / name)
     assert name in checkpoint.find_damage(tmp_path / "step-00000001")
-
-
-def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
-    """As root everything may be read, so the error is simulated."""
-    good, newest = (fake_checkpoint(tmp_path / f"checkpoints/step-{step:08d}") for step in (1, 2))
-    forbidden, lines, read_text, listdir = [newest], [], Path.read_text, os.listdir
-
-    def refuse(real):
-        def call(path, **options):
-            if any(folder in (Path(path), *Path(path).parents) for folder in forbidden):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-            return real(path, **options)
-        return call
-
-    monkeypatch.setattr(Path, "read_text", refuse(read_text))
-    monkeypatch.setattr(os, "listdir", refuse(listdir))
-    assert latest_checkpoint(tmp_path, lines.append) == good and "Permission denied" in lines[0]
-    forbidden.append(good.parent)
-    with pytest.raises(PermissionError, match=f"Permission denied: '{good.parent}'$"):
-        latest_checkpoint(tmp_path)
 
 
 @pytest.fixture
@@ -216,18 +174,6 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_is(tmp_path, 
     assert ("rollouts.jsonl", []) in flushed and find_damage(target) == ""
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_folder_that_cannot_be_begun_is_said_and_nothing_is_left(tmp_path, exists):
-    def fails(partial):
-        if exists:
-            partial.mkdir()
-        raise RuntimeError("no\nroom")
-
-    with pytest.raises(RunError, match=f"^could not save {tmp_path}/b: no$"):
-        checkpoint.write_folder(tmp_path / "a", tmp_path / "b", fails)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_checkpoints_go(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(checkpoint, "save_any_policy", lambda model, tokenizer, folder, weights: (
@@ -242,5 +188,3 @@ def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_c
     assert all((path / "reference").is_dir() and find_damage(path) == "" for path in kept)
     written = checkpoint.write_checkpoint(tmp_path / "checkpoints", 2, model, None, None, STATE, keep=1)
     assert written.exists() and len(list((tmp_path / "checkpoints").iterdir())) == 3, "damaged ones of later steps take no place"
-
-

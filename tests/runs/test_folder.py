@@ -5,6 +5,8 @@ import json
 import math
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -17,14 +19,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 import train
-from config import GRPOConfig
+from config import Config, GRPOConfig
+from engine.errors import RunError
 from engine.ranks import Ranks
-from experience import Groups, compute_experience, shape_rewards
+from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
 from runs.command_line import parse_config
-from runs.folder import RunFolder, Tracker, completion_records, cut_after, read_jsonl, read_steps
-from runs.metrics import summarize_groups
+from runs.folder import RunFolder, cut_after, open_tracker, read_jsonl, read_steps
+from runs.groups import summarize_groups
 
 
 def test_the_run_folder_holds_what_it_promises(finished):
@@ -87,6 +90,47 @@ def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatc
     assert seen == [[1, 2, 3]] and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
 
 
+# ---- one writer -----------------------------------------------------------------------------------------------------
+
+HOLD = "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print('locked', flush=True); time.sleep(60)"
+
+
+def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(RunError, match=f"^{tmp_path}: another process writes to it; wait for its end"):
+        folder_of("--output_dir", tmp_path).open(0)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="another process writes to it"):
+        RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks())    # before it reads a checkpoint
+    RunFolder(Config.of(resume=True, output_dir=str(tmp_path), check=True), Ranks())  # which writes nothing
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    failed = RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks())      # a notebook's run that failed, and the next one
+    assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks()).lock.is_locked
+
+
+def test_a_run_locks_its_folder_until_it_ends(tmp_path):
+    with folder_of("--output_dir", tmp_path / "run") as folder:
+        folder.open(0)
+        code = f"import filelock; filelock.FileLock({str(folder.path / 'lock')!r}, blocking=False).acquire()"
+        assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def folder_of(*flags):
+    return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]), Ranks())
+
+
+def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):
+    first, second = (folder_of("--output_dir", tmp_path / "same", "--seed", seed) for seed in (1, 2))
+    first.open(0)
+    with pytest.raises(RunError, match=r"--output_dir=.*same: holds another run"):
+        second.open(0)
+    assert json.loads((tmp_path / "same/config.json").read_text())["training"]["seed"] == 1
+    first.open(0)                                         # a notebook that goes on after Ctrl-C
+
+
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
@@ -100,16 +144,6 @@ def test_rollouts_hold_whole_groups(finished):
         for r in group:
             weights = {"correctness": 1.0, "length": 0.5}
             assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))
-
-
-def test_a_group_is_tied_by_the_rewards_that_are_learned_from(base):
-    config = GRPOConfig(generation_max_length=12, overlong="penalise", reward_clip=2.0)
-    rollout, scores = made_up_rollout([3, 4], [3, 12, 3, 3]), torch.tensor([[1.0, 1.0], [3.0, 4.0]])
-    rewards = shape_rewards(config, rollout, scores)
-    groups = Groups([{"prompt": "a"}, {"prompt": "b"}], rollout, scores, {"points": scores}, rewards, reports=Reports())
-    experience = compute_experience(groups, compute_group_advantages(rewards), config, base.engine, base.ranks)
-    assert [(r["reward"], r["tied"]) for r in completion_records(experience)] == [
-        (1.0, False), (1.0, False), (3.0, True), (4.0, True)], "one penalised for its length; two clipped to 2"
 
 
 def test_rollouts_hold_the_log_probabilities_and_entropies_after_the_update(finished):
@@ -137,8 +171,7 @@ def test_lines_of_later_steps_are_cut_off_without_reading_the_file_into_memory(t
     assert peak < 9_000_000, f"{peak} bytes for lines of 2 MB"
 
 
-DAMAGED = [b"no JSON\n", b"\0" * 64 + b"\n", b"\xff\xfe\n", b"[1]\n", b"\n", b'{"kl": 1}\n', b'{"step": "3", "phase": "grpo"}\n',
-           b'{"step": true, "phase": "grpo"}\n', b'{"step": 3, "phase": null}\n', b'{"step": 3, "phase": "gr']
+DAMAGED = [b"no JSON\n", b"\0" * 64 + b"\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "3", "phase": "grpo"}\n', b'{"step": 3, "phase": "gr']
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
@@ -215,7 +248,7 @@ def fake_service(monkeypatch, name):
 
     module = SimpleNamespace(
         init=lambda **options: calls.inits.append(options), log=lambda values, step: calls.logs.append((step, values)),
-        finish=finish, Table=lambda dataframe: dataframe, __spec__=SimpleNamespace(name=name),
+        finish=finish, __spec__=SimpleNamespace(name=name),
     )
     monkeypatch.setitem(sys.modules, name, module)
     return calls
@@ -223,7 +256,7 @@ def fake_service(monkeypatch, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", ["wandb", exhaustive("trackio")])
-def test_a_service_gets_every_number_once_and_completions_and_continues_after_a_resume(tmp_path, monkeypatch, service):
+def test_a_service_gets_every_number_once_and_continues_after_a_resume(tmp_path, monkeypatch, service):
     calls = fake_service(monkeypatch, service)
     folder = tmp_path / "run"
     train.main([*RUN, service, "--output_dir", str(folder)])
@@ -231,12 +264,8 @@ def test_a_service_gets_every_number_once_and_completions_and_continues_after_a_
         (line["step"], f"{line['phase']}/{name}"): value for line in read_jsonl(folder / "metrics.jsonl")
         for name, value in line.items() if isinstance(value, int | float) and name != "step"
     }
-    numbers = [(step, name, value) for step, values in calls.logs for name, value in values.items() if name != "completions"]
+    numbers = [(step, name, value) for step, values in calls.logs for name, value in values.items()]
     assert {(step, name): value for step, name, value in numbers} == written and len(numbers) == len(written)
-    tables = [(step, values["completions"]) for step, values in calls.logs if "completions" in values]
-    saved = read_jsonl(folder / "rollouts.jsonl")
-    assert [step for step, _ in tables] == [2, 3]
-    assert [text for _, table in tables for text in table["completion"]] == [record["completion"] for record in saved]
     assert calls.finished == 1 and calls.inits[0]["config"]["grpo"]["num_completions_per_prompt"] == 4
     shutil.rmtree(folder / "final")                       # as if it had been killed before it wrote that
     train.main(["--output_dir", str(folder), "--resume"])
@@ -250,11 +279,11 @@ def test_a_service_gets_every_number_once_and_completions_and_continues_after_a_
 def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch):
     calls = fake_service(monkeypatch, "wandb")
     for last_step in 0, 3, 0:
-        Tracker("wandb", tmp_path, {}, last_step)
+        open_tracker("wandb", tmp_path, {}, last_step)
     first, resumed, again = [options["id"] for options in calls.inits]
     assert resumed == first != again and calls.inits[0]["project"] == "plain-grpo"
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    Tracker("wandb", tmp_path, {}, 0)
+    open_tracker("wandb", tmp_path, {}, 0)
     assert calls.inits[-1]["project"] == "mine"
 
 
@@ -265,10 +294,10 @@ def test_a_tracker_that_is_not_there_is_one_line(tmp_path):
 
 def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes(tmp_path):
     for last_step, value in (0, 1.0), (2, 2.0):
-        board = Tracker("tensorboard", tmp_path, {}, last_step)
+        log, close = open_tracker("tensorboard", tmp_path, {}, last_step)
         for step in range(last_step + 1, 5):
-            board.log(step, {"grpo/loss": value})
-        board.close()
+            log(step, {"grpo/loss": value})
+        close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("grpo/loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]

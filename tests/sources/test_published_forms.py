@@ -11,7 +11,7 @@ from reward_functions.arithmetic import countdown
 from reward_functions.formats import multiple_choice
 from rewards import correctness
 from sources import load_examples
-from runs.training_data import validate_demonstrations
+from sources.training_data import validate_demonstrations
 from runs.command_line import parse_config
 
 

@@ -116,26 +116,17 @@ def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:
         )
 
 
-def describe_cut_demonstrations(
+def refuse_long_demonstrations(
     config: Config, dataset: Sequence[dict], tokenizer, stop_ids: list[int], positions: int | None
-) -> list[str]:
-    """Return a line if demonstrations hold the text of a stop token: what follows it is not trained on.
-
-    positions  of the model. Raises ValueError if a prompt with its demonstration has more tokens
-    """
-    if config.training.use_grpo and not config.training.cold_start_steps:
-        return []
-    marks, num_cut = [tokenizer.decode([stop]) for stop in stop_ids], 0
+) -> None:
+    """Raise ValueError if a prompt with its demonstration has more tokens than the model has positions."""
+    if not positions or (config.training.use_grpo and not config.training.cold_start_steps):
+        return
     for number, example in enumerate(dataset, start=1):
-        prompt, completion = example["prompt"], example["completion"]
-        ids, _ = encode_demonstration(tokenizer, prompt, completion, stop_ids)
-        if positions and (length := len(encode_prompt(tokenizer, prompt)) + len(ids)) > positions:
+        ids, _ = encode_demonstration(tokenizer, example["prompt"], example["completion"], stop_ids)
+        length = len(encode_prompt(tokenizer, example["prompt"])) + len(ids)
+        if length > positions:
             raise ValueError(
                 f"--dataset={config.data.dataset}: example {number} and its completion have {length} tokens, "
                 f"and the model {positions} positions; leave it out, or shorten it"
             )
-        is_text = isinstance(completion, str)
-        texts = [completion] if is_text else [m["content"] for m in completion if m["role"] == "assistant"]
-        num_cut += any(mark in text.strip().removesuffix(mark) for text in texts for mark in marks)
-    count = f"{num_cut} of {len(dataset)} demonstrations hold a stop token ({', '.join(marks)})"
-    return [f"{count}: what follows it is left out"] if num_cut else []

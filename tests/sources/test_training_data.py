@@ -80,18 +80,6 @@ def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsy
         train.grpo_training_step(run, run.train_set[:4])
 
 
-def test_demonstrations_that_lose_text_after_a_stop_token_are_counted_at_the_start(tmp_path, capsys):
-    turns = [{"role": "assistant", "content": "7<eos>8"}, {"role": "user", "content": "no <eos> 8"}, {"role": "assistant", "content": "9"}]
-    rows = ["1<eos>234", "<answer>2</answer><eos>\n", "plain", "<bos>", turns, "5<eos>6<eos>"]
-    path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}", "completion": text} for i, text in enumerate(rows)])
-    data = ["--dataset", path, "--eval_limit", "0", "--max_steps", "1"]
-    line = "note   3 of 6 demonstrations hold a stop token (<eos>): what follows it is left out"
-    start_run(tmp_path / "one", *data)
-    assert line in capsys.readouterr().out
-    start_run(tmp_path / "two", *data, "--use_grpo", "--cold_start_steps", "0", "--reward_functions", "diversity")
-    assert "hold a stop token" not in capsys.readouterr().out, "none is trained on"
-
-
 def test_a_demonstration_longer_than_the_models_positions_is_one_line_before_training(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": "p", "completion": "x" * n} for n in (9, 9, 99)])
     model, tokenizer = load_any_policy(ModelConfig())

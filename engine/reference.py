@@ -3,8 +3,6 @@ The reference of the KL term where it is no copy of the policy at hand: the mode
 that a caller passes to train(), or the one that was saved with a checkpoint.
 """
 
-from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import torch
 from config import Config, ModelConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.policy import load_any_policy, load_any_tokenizer, move
-from engine.precision import precision_of
 from engine.recomputation import layers_of
 from engine.sharding import shard, sharded_like
 
@@ -24,28 +21,19 @@ def config_of_reference(config: Config) -> ModelConfig:
         config.model, model_path=config.grpo.reference_path, lora_rank=0, chat_template_kwargs="")
 
 
-@contextmanager
-def named_in_errors():
-    """Name the flag of the reference in errors of what it is loaded with."""
+def compare_tokenizers(tokenizer, config: Config) -> None:
+    """Raise ValueError if a token of the policy is another one of the model of --reference_path."""
     try:
-        yield
+        theirs = load_any_tokenizer(config_of_reference(config)).get_vocab()
     except ValueError as error:
         raise ValueError(str(error).replace("--model_path", "--reference_path")) from None
-
-
-def compare_tokenizers(tokenizer, config: Config, notify: Callable) -> None:
-    """Raise ValueError if a token of the policy is another one of the reference. Note another template."""
-    with named_in_errors():
-        of_reference = load_any_tokenizer(config_of_reference(config))
-    ours, theirs = tokenizer.get_vocab(), of_reference.get_vocab()
+    ours = tokenizer.get_vocab()
     if differs := [token for token, number in ours.items() if theirs.get(token) != number]:
         example = f"{differs[0]!r} is {ours[differs[0]]} here and {theirs.get(differs[0])} there"
         raise ValueError(
             f"--reference_path={config.grpo.reference_path}: {len(differs)} of {len(ours)} tokens are others "
             f"there ({example}); take a model with the policy's tokenizer"
         )
-    if of_reference.chat_template != tokenizer.chat_template:
-        notify("  note   the reference was made for another chat template; it reads prompts in the policy's")
 
 
 def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
@@ -54,8 +42,7 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
     Heads of one tokenizer are padded to different sizes, such as those of Qwen 2.5 to 151,936 and 152,064
     rows: rows beyond those of the policy belong to no token and are dropped.
     """
-    with named_in_errors():
-        teacher, _ = load_any_policy(config_of_reference(config), trainable=False)
+    teacher, _ = load_any_policy(config_of_reference(config), trainable=False)
     rows = len(policy.get_output_embeddings().weight)
     for module in teacher.get_output_embeddings(), teacher.get_input_embeddings():
         if len(module.weight) > rows:                     # resize_token_embeddings cannot cut a DTensor
@@ -85,10 +72,6 @@ def validate_reference(
             f"reference: its head has {sizes[0]} rows, that of the policy {sizes[1]}, and the exact KL sums "
             f"over both; take --kl_estimator ratio_k3, or resize_token_embeddings({min(sizes)})"
         )
-    in_16_bits = any(parameter.dtype != torch.float32 for parameter in reference.parameters())
-    if in_16_bits and precision_of(reference) == "float32":
-        raise ValueError(
-            "reference: its weights are in 16 bits; load it with load_any_policy of engine/policy.py")
     reference.eval().requires_grad_(False)
 
 
