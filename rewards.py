@@ -32,9 +32,9 @@ MOST_POINTS = 1e15              # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
-    """Give 1 point for a right answer in tags, else 0. Two answers in tags are none.
+    """Give 1 point if the answer in tags is that of the column `answer`, else 0. Two answers in tags are none.
 
-    answer  of each completion: the right answer, or a list of which any is right; None: no points, but None
+    The column may hold a list: any of it is right. Where it holds nothing the result is None.
 
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
     {"prompt": "8 * 9 = ?", "answer": "72"}

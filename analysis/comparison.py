@@ -74,7 +74,7 @@ def train_variants(args) -> bool:
     """Train all variants. Returns whether no run is missing."""
     config = parse_config([str(args.path)])
     variants = check_comparison(config, args)
-    settings = read_settings(args.paths[0]) | {"profile": config.training.profile}
+    settings = read_settings(args.path) | {"profile": config.training.profile}
     settings = {name: value for name, value in settings.items() if name not in ("output_dir", *START_FLAGS)}
     write_once(json.dumps(settings, indent=2), args.output_dir / "settings.json")
     for name, flags in variants.items():

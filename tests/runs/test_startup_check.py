@@ -97,7 +97,7 @@ def test_rewards_that_score_nothing_are_found(model, tokenizer):
 
     config = GRPOConfig(reward_functions=["never"], reward_weights=[1.0])
     found = findings_of(model, tokenizer, config, [never])["rewards"]
-    assert found.ok is False and found.found == "never returned None or NaN for each of 11 completions"
+    assert found.ok is False and found.found == "never returned None or NaN for each of 12 completions"
     assert found.fix.startswith("nothing could be scored: ")
 
 
