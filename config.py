@@ -528,6 +528,11 @@ class Config(Section):
         size = self.rollout_size
         return self.grpo.ppo_epochs * math.ceil(size / (self.grpo.minibatch_size or size))
 
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Return the value of each flag by its name."""
+        return vars(self.model) | vars(self.data) | vars(self.grpo) | vars(self.training)
+
     def as_dict(self) -> dict[str, dict]:
         """Return the flags by section, as in config.json. Flags of this start alone are left out."""
         sections = dataclasses.asdict(self)

@@ -32,7 +32,7 @@ MOST_POINTS = 1e15              # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
-    """Give 1 point if the answer in tags is that of the column `answer`, else 0. Two answers in tags are none.
+    """Give 1 point if the answer in tags is that of the column `answer`, else 0; two answers are none.
 
     The column may hold a list: any of it is right. Where it holds nothing the result is None.
 

@@ -56,7 +56,7 @@ class Rollout:
 
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
-    earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
+    earlier: list[int] | None = None, reply: Callable | None = None,
 ) -> Rollout:
     """Sample a group of completions for each prompt.
 
@@ -69,7 +69,6 @@ def sample_completions_for_prompts(
     reply      called with the number of a row and its ids after the prompt, when a turn has ended; returns
                the ids that an environment adds, [] at the end, or a function that returns them, which is
                called when all rows that end have been asked. None: a completion is one turn
-    on_tokens  called with new tokens (n,) of the first completion
     """
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -82,19 +81,19 @@ def sample_completions_for_prompts(
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             numbers = uniforms[first_row : first_row + len(batch) * group_size]
-            parts.append(sample_batch(model, tokenizer, batch, numbers, policy, first_row, reply, on_tokens))
+            parts.append(sample_batch(model, tokenizer, batch, numbers, policy, first_row, reply))
     columns = map(torch.cat, zip(*parts, strict=True))    # ids, drawn, written, logp, stopped of all batches
     return make_rollout(tokenizer, prompt_ids, *columns)
 
 
 def sample_batch(
     model, tokenizer, prompts: list[list[int]], uniforms: Tensor, policy: dict, first_row: int,
-    reply: Callable | None, on_tokens: Callable | None,
+    reply: Callable | None,
 ) -> tuple[Tensor, ...]:
     """Sample the completions of some prompts together. Here B and T are those of uniforms.
 
     uniforms   (B, T) a random number for each token
-    first_row  number of the first completion among those of all batches, for reply and on_tokens
+    first_row  number of the first completion among those of all batches, for reply
     returns    for make_rollout, on the CPU: ids, drawn, written, logp (B, T), and stopped (B,)
     """
     device = next(model.parameters()).device
@@ -129,8 +128,6 @@ def sample_batch(
         stopped[rows] = stopped[rows] | ended
         if reply:
             add_replies(reply, rows[ended].tolist(), first_row, ids, forced, stopped, t + 1)
-        if on_tokens and first_row == 0 and (drawn | forced)[0, t]:
-            on_tokens(ids[0, t : t + 1].cpu())
         if t + 1 == limit:
             break
         if t % every == 0:

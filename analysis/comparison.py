@@ -106,7 +106,7 @@ def check_comparison(config: Config, args) -> dict[str, list[str]]:
         except ValueError as error:
             raise ValueError(f"--variant {name}: {error}") from None
         same = SAME - ({"dataset"} if data.eval_dataset else set())
-        if changed := [n for n in sorted(same) if flags_of(other)[n] != flags_of(config)[n]]:
+        if changed := [n for n in sorted(same) if other.flags[n] != config.flags[n]]:
             raise ValueError(
                 f"--variant {name}: it would change {' '.join(changed)}, the same for all; leave it out, "
                 f"or name it in {args.path}, if the profile changes it")
@@ -120,11 +120,6 @@ def check_comparison(config: Config, args) -> dict[str, list[str]]:
     if message := next((message for message, holds in wrong.items() if holds), ""):
         raise ValueError(message)
     return variants
-
-
-def flags_of(config: Config) -> dict:
-    """Return the value of each flag."""
-    return vars(config.model) | vars(config.data) | vars(config.grpo) | vars(config.training)
 
 
 def write_once(text: str, path: Path) -> None:

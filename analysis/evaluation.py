@@ -26,13 +26,13 @@ from rewards import (
 from runs.folder import or_none
 
 def evaluate(engine, ranks, examples: list[dict], config, *, seed: int, **options) -> dict:
-    """Sample one completion of each problem and score it. Options: as for sample_and_score.
+    """Sample one completion of each problem and score it. Options: as for answer_and_score.
 
     returns  eval_accuracy (share correct) with eval_accuracy_low, eval_accuracy_high (95 %),
              eval_problems, eval_reward/<function> (mean points), eval_reward_low/ and eval_reward_high/
              (95 %) and eval_truncated (share). Without known answers: no eval_accuracy.
     """
-    groups = sample_and_score(engine, ranks, examples, config, seed=seed, num_completions=1, **options)
+    groups = answer_and_score(engine, ranks, examples, config, seed=seed, num_completions=1, **options)
     result = {f"eval_{name}": value for name, value in groups.reports.means().items()}
     for name, points in groups.per_function.items():
         found = estimate_points(points.tolist())
@@ -49,7 +49,7 @@ def evaluate(engine, ranks, examples: list[dict], config, *, seed: int, **option
     return result
 
 
-def sample_and_score(
+def answer_and_score(
     engine, ranks, examples: list[dict], config, *, seed: int, num_completions: int,
     reward_functions=(correctness,), environment=None, trainer_state=None,
 ) -> Groups:
@@ -79,14 +79,14 @@ def sample_and_score(
 def measure(
     engine, ranks, examples: list[dict], config, *, samples: int, reward_functions=(), **options
 ) -> dict:
-    """Evaluate a model with n completions of each problem. Options: as for sample_and_score.
+    """Evaluate a model with n completions of each problem. Options: as for answer_and_score.
 
     reward_functions  those of config, which has their weights, or none
     returns           truncated and tagged (shares of completions, tagged: those with an <answer>), estimates
                       (see summarise) and problems: prompt, answer; right (n bools) and majority (its
                       majority_vote), None without an answer; points by name (n each, None: unscored)
     """
-    groups = sample_and_score(
+    groups = answer_and_score(
         engine, ranks, examples, config, num_completions=samples, reward_functions=reward_functions, **options
     )
     points, completions = groups.per_function, groups.rollout.completions

@@ -25,7 +25,7 @@ NEEDS = {                       # flag -> flags of which it needs one
 }
 
 
-def build_parser() -> OneLineParser:
+def build_infer_parser() -> OneLineParser:
     """Return the parser with every flag."""
     parser = OneLineParser(
         prog="infer.py", usage=EXAMPLES,
@@ -56,7 +56,7 @@ def build_parser() -> OneLineParser:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. Raises ValueError, one line, for mistakes and flags that cannot be combined."""
-    parser = build_parser()
+    parser = build_infer_parser()
     args = parser.parse_all(argv)
     reject_incompatible(args, parser)
     sampling_config(args).validate_functions()            # and the values

@@ -18,7 +18,7 @@ from runs.command_line import OneLineParser, add_flags, exit_on_mistake
 from sources.settings import read_settings, refuse_foreign_code
 
 
-def build_parser() -> OneLineParser:
+def build_lint_parser() -> OneLineParser:
     """Return the parser of the flags, without defaults: what is given."""
     parser = OneLineParser(
         prog="rewards.py", description="Lint reward functions.", argument_default=argparse.SUPPRESS)
@@ -33,7 +33,7 @@ def build_parser() -> OneLineParser:
 
 def main(argv: list[str]) -> int:
     """Run the command line. Returns the exit code: 1 if there are flags, else 0."""
-    given = vars(build_parser().parse_all(argv))
+    given = vars(build_lint_parser().parse_all(argv))
     flags = {name: value for name, value in given.items() if name in FLAGS}
     settings, path = {}, Path(given.get("rollouts", ""))
     if "rollouts" in given:

@@ -30,7 +30,7 @@ STEPS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)     # checking for ended ro
 
 def sample_sharing_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
-    earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
+    earlier: list[int] | None = None, reply: Callable | None = None,
 ) -> Rollout:
     """Sample as sample_completions_for_prompts, within use_prefix_attention(model)."""
     group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
@@ -38,7 +38,7 @@ def sample_sharing_prompts(
     earlier = occurrences(prompts) if earlier is None else earlier
     uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
-    state = SamplingState(uniforms, stop_ids, pad_id, sampling_policy(config), device, reply, on_tokens)
+    state = SamplingState(uniforms, stop_ids, pad_id, sampling_policy(config), device, reply)
     cut_graph(device)
     groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
     with sampling_mode(model):
@@ -99,7 +99,7 @@ class SamplingState:
 
     def __init__(
         self, uniforms: Tensor, stop_ids: list[int], pad_id: int, policy: dict, device,
-        reply: Callable | None = None, on_tokens: Callable | None = None,
+        reply: Callable | None = None,
     ):
         self.dummy_row, limit = uniforms.shape
         size = bucket(self.dummy_row + 1, device)                                # B + 1 or more
@@ -113,7 +113,6 @@ class SamplingState:
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
         self.policy = policy                              # temperature, top_k, top_p
         self.reply = reply                                # see sample_completions_for_prompts
-        self.on_tokens, self.reported = on_tokens, 0      # callback for tokens of the first completion
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:
         """Append a token, drawn or forced, to each row that has not ended: row_ids (n,), logits (n, V)."""
@@ -139,9 +138,6 @@ class SamplingState:
     def active_rows(self, row_ids: list[int]) -> list[int]:
         """Return the rows that continue once environments have replied. The host waits for the device."""
         count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
-        if self.on_tokens and count[0] > self.reported:
-            self.on_tokens(self.ids[0, self.reported : count[0]].cpu())
-            self.reported = count[0]
         if ended := [row for row in row_ids if self.reply and stopped[row]]:
             # Whole tensors are copied: their shapes stay the same, for XLA.
             ids, forced, device = self.ids.cpu(), self.forced_tokens.cpu(), self.ids.device

@@ -139,9 +139,9 @@ class VLLM(Engine):
 
     def sample(
         self, prompts: list, config, *, seed: int, num_completions: int | None = None,
-        earlier: list[int] | None = None, reply: Callable | None = None, on_tokens: Callable | None = None,
+        earlier: list[int] | None = None, reply: Callable | None = None,
     ) -> Rollout:
-        """Sample as Engine.sample: one turn of all completions, then the next. on_tokens is not called."""
+        """Sample as Engine.sample: one turn of all completions, then the next."""
         size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         earlier = occurrences(prompts) if earlier is None else earlier

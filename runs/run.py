@@ -266,7 +266,7 @@ class Run:
 
     def require_equal_ranks(self) -> None:
         """Raise RunError, on all ranks, if their settings, choices or replicated parameters differ."""
-        choices = {name: value for part in self.config.as_dict().values() for name, value in part.items()}
+        choices = dict(self.config.flags)
         for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
             del choices[name]                             # paths, of which each machine may have its own
         choices |= {"engine in use": type(self.engine).__name__, "examples": len(self.train_set)}

@@ -62,9 +62,7 @@ def resumed(config: Config) -> Config:
     """Return the configuration of a run that Python resumes: its own, and what differs from the defaults."""
     if not config.training.resume:
         return config
-    names = {name: value for section in config.as_dict().values() for name, value in section.items()}
-    changed = {name: value for name, value in names.items() if value != default_of(name)}
-    return Config.of(**complete(changed | {"resume": True}))
+    return Config.of(**complete({n: value for n, value in config.flags.items() if value != default_of(n)}))
 
 
 CONSTANT = {"advantage_epsilon": 1e-8, "value_clip": 0.2}      # settings of other systems that hold here

@@ -49,7 +49,7 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
     _, model = architecture
     model.generation_config.eos_token_id = list(range(3, 70 if with_environment else 40))     # many end early
     config = GRPOConfig(num_completions_per_prompt=3, generation_max_length=14, generation_top_k=100, generation_top_p=0.95)
-    stops, asked, shown, shapes = stop_token_ids(model, tokenizer), [], [], []
+    stops, asked, shapes = stop_token_ids(model, tokenizer), [], []
 
     def reply(ids):
         return [70 + len(ids)] * (sum(ids) % 5 - 1) if with_environment else []
@@ -62,15 +62,14 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
     forward = model.base_model.forward
     monkeypatch.setattr(model.base_model, "forward", lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs))
     for size in 0, 7:                                     # all at once, and two prompts at once
-        asked.clear(), shown.clear(), shapes.clear()
+        asked.clear(), shapes.clear()
         rollout = sample_completions_for_prompts(
             model, tokenizer, PROMPTS, replace(config, generation_batch_size=size), seed=2,
-            reply=(lambda row, ids: asked.append((row, ids)) or reply(ids)) if with_environment else None,
-            on_tokens=lambda ids: shown.extend(ids.tolist()))
+            reply=(lambda row, ids: asked.append((row, ids)) or reply(ids)) if with_environment else None)
         longest = max(len(ids) for ids, _, _ in expected)
         assert rollout.completion_ids.tolist() == [ids + [0] * (longest - len(ids)) for ids, _, _ in expected]
         assert rollout.completion_mask.tolist() == [drawn + [False] * (longest - len(drawn)) for _, drawn, _ in expected]
-        assert rollout.finished.tolist() == [ended for _, _, ended in expected] and shown == expected[0][0]
+        assert rollout.finished.tolist() == [ended for _, _, ended in expected]
         assert rollout.completions == [
             tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True) for ids, _, ended in expected]
         turns = [(row, ids[: t + 1]) for row, (ids, drawn, _) in enumerate(expected) for t in range(len(ids)) if drawn[t] and ids[t] in stops]
@@ -221,15 +220,17 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
 
 
 def test_sampling_leaves_the_model_as_it_was(engine, model, settings):
-    def look(tokens):
+    def look(*inputs):
         assert not model.training and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         assert model.config._attn_implementation == ("prefix_attention" if engine.shares_prompts else "sdpa")
         raise KeyError
 
     for training in True, False:
         model.train(training)
+        hook = model.base_model.register_forward_pre_hook(look)
         with pytest.raises(KeyError), torch.autocast("cpu", torch.bfloat16):
-            engine.sample(PROMPTS, settings, seed=0, on_tokens=look)
+            engine.sample(PROMPTS, settings, seed=0)
+        hook.remove()
         assert model.training == training and torch.is_grad_enabled() and model.config._attn_implementation == "sdpa"
 
 

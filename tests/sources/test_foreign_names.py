@@ -159,7 +159,7 @@ def test_every_answer_names_flags_that_exist_and_no_flag_is_in_the_table():
     for here in table.values():
         assert set(re.findall(r"--(\w+)", here)) <= set(FLAGS) | infer | {"nproc_per_node"}, here
     assert not set(table) & set(FLAGS)
-    parser = parse_arguments.__globals__["build_parser"]()
+    parser = parse_arguments.__globals__["build_infer_parser"]()
     known = set(FLAGS) | {action.dest for action in parser._actions}
     for name, here in table.items():
         assert explain_unknown([name], known).startswith(f"{name}: unknown flag; here {here}")
