@@ -19,7 +19,6 @@ from engine.adapters import AdapterReference, add_adapter, has_adapter, save_ada
 from engine.devices import is_main
 from engine.model_files import adapter_settings, auto_class, check_model_path, loading_errors
 from engine.precision import precision_of, round_frozen_weights, with_precision
-from engine.recomputation import layers_of
 from engine.sharding import full_tensor, loading_shards, reshard, set_tensor, shard, shard_weights
 from engine.text_model import freeze_towers
 
@@ -124,7 +123,7 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
         set_tensor(reference, name, buffer.clone())
     reference.tie_weights()
     reference = with_precision(reference.eval(), precision_of(model)).requires_grad_(False)
-    shard(reference if exact else round_frozen_weights(reference), layers_of(reference), model.mesh)
+    shard(reference if exact else round_frozen_weights(reference), model.mesh)
     return reference
 
 

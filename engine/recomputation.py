@@ -5,17 +5,11 @@ Activation checkpointing: keep only the inputs of each layer, and forward it aga
 from contextlib import nullcontext
 from functools import partial
 
-import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.prefix_attention import use_prefix_attention
-
-
-def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the layers, as transformers marks them."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+from engine.text_model import layers_of
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

@@ -11,7 +11,6 @@ import torch
 from config import Config, ModelConfig
 from engine.adapters import AdapterReference, copy_into
 from engine.policy import load_any_policy, load_any_tokenizer, move
-from engine.recomputation import layers_of
 from engine.sharding import shard, sharded_like
 
 
@@ -49,7 +48,7 @@ def load_teacher(config: Config, policy: torch.nn.Module) -> torch.nn.Module:
             module.weight = torch.nn.Parameter(module.weight.detach()[:rows], requires_grad=False)
             module.padding_idx = None                     # of an embedding; one of these rows
     move(teacher, policy.device)                          # ties again what was tied
-    shard(teacher, layers_of(teacher), getattr(policy, "mesh", {}))
+    shard(teacher, getattr(policy, "mesh", {}))
     return teacher
 
 
@@ -90,5 +89,5 @@ def load_reference(model, config: Config, checkpoint: Path, state: dict):
         trainable=config.grpo.reference_mode == "ema",    # in float32, see make_reference
     )
     reference = move(reference, torch.device("cpu") if config.grpo.reference_offload else model.device).eval()
-    shard(reference, layers_of(reference), getattr(model, "mesh", {}))
+    shard(reference, getattr(model, "mesh", {}))
     return reference.requires_grad_(False)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from engine import devices
 from engine.devices import best_device, is_main, num_processes, sum_in_place
-from engine.text_model import text_model
+from engine.text_model import layers_of, text_model
 
 # torch warns that gathering over two mesh dimensions is slow. Only checkpoints do it.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -81,7 +81,7 @@ def put_shards(model, weights: dict[str, torch.nn.Parameter]) -> None:
         set_tensor(model, name, shards[empty])
 
 
-def shard(model, layers: list, mesh: dict[str, int]) -> None:
+def shard(model, mesh: dict[str, int]) -> None:
     """Shard the weights over all processes, with each layer a unit that is gathered for its forward pass.
 
     mesh    {"replicate": k, "fsdp": m, "tp": n}: k copies of the weights, each sharded over m times n
@@ -95,7 +95,7 @@ def shard(model, layers: list, mesh: dict[str, int]) -> None:
     device_mesh = init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     partial = parallelize_layers(model, device_mesh["tp"]) if devices.tensor_parallel > 1 else []
     data_mesh = device_mesh["replicate", "fsdp"] if mesh["replicate"] > 1 else device_mesh["fsdp"]
-    for module in [*layers, model]:
+    for module in [*layers_of(model), model]:
         fully_shard(module, mesh=data_mesh)
         module.set_gradient_divide_factor(1.0)  # sum, not mean: losses have their denominators already
         module.set_force_sum_reduction_for_comms(True)

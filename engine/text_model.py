@@ -5,6 +5,7 @@ from 4b, is trained on text alone: its towers keep their weights.
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 
@@ -16,6 +17,11 @@ def has_towers(model: PreTrainedModel) -> bool:
 def text_model(model: PreTrainedModel):
     """Return the module with the layers for text: the model without its head and towers."""
     return model.get_decoder() if has_towers(model) else model.base_model
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers, as transformers marks them."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def freeze_towers(model: PreTrainedModel) -> None:

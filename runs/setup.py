@@ -25,7 +25,6 @@ from engine.reference import compare_tokenizers, load_reference, load_teacher, v
 from engine.sharding import replicated_sums, shard
 from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
-from engine.recomputation import layers_of, recompute_activations
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.folder import RunFolder
@@ -235,8 +234,10 @@ def load_trained_policy(
     policy, _ = load_any_policy(model_config)
     move(policy, device)
     if training.gradient_checkpointing:
+        from engine.recomputation import recompute_activations
+
         recompute_activations(policy)
-    shard(policy, layers_of(policy), mesh)
+    shard(policy, mesh)
     keep_freed_memory()                                   # after loading, which frees whole weights
     return policy
 

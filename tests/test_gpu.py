@@ -103,7 +103,6 @@ import conftest, engine.devices, engine.sharding
 from logprobs import completion_log_probs
 from engine.devices import all_gather_object, best_device, dist, sum_in_place
 from engine.packing import pack_groups
-from engine.recomputation import layers_of
 
 device = best_device()
 backend = dist.get_default_backend_for_device(device)
@@ -112,7 +111,7 @@ engine.sharding.num_processes = engine.devices.num_processes = lambda: 2        
 torch.manual_seed(0)
 model, rollout = conftest.ARCHITECTURES["gemma3"]().eval().to(device), conftest.made_up_rollout([3, 20], [5, 1, 9, 4])
 sharded = copy.deepcopy(model)
-engine.sharding.shard(sharded, layers_of(sharded), {"replicate": 1, "fsdp": 1, "tp": 1})
+engine.sharding.shard(sharded, {"replicate": 1, "fsdp": 1, "tp": 1})
 norms = []
 for one in model, sharded:
     conftest.shared_log_probs(one, rollout).logp.sum().backward()

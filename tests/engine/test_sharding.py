@@ -14,7 +14,6 @@ from forked import Ranks
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from config import ModelConfig
 from engine.devices import best_device, num_processes, shutdown
-from engine.recomputation import layers_of
 from engine.sharding import shard
 from engine.policy import make_reference, load_any_policy, move, save_any_policy
 from model import byte_tokenizer
@@ -65,7 +64,7 @@ def compare(folder: Path, mesh: dict) -> None:
         total = sum(p.numel() for p in model.parameters())
         assert held <= 1.5 * total / num_processes(), f"{path.name}: {held} of {total}"
         move(model, device)
-        shard(model, layers_of(model), mesh)
+        shard(model, mesh)
         for other in [model] if options else [model, make_reference(model)]:
             tied = other.get_input_embeddings().weight is other.get_output_embeddings().weight
             assert tied == (whole.get_input_embeddings().weight is whole.get_output_embeddings().weight), path.name
