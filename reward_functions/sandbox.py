@@ -9,8 +9,6 @@ files, and no process to signal. The first of these isolation methods that the k
 
     namespaces  only the standard library and an empty scratch folder exist, no other process, no network: for
                 root, and for ordinary users where the kernel gives them user namespaces
-    bubblewrap  the same through bwrap, which may be permitted where this process is not, without the scratch
-                folder: nothing can be written. Root becomes an ordinary user first
     user        root without CAP_SYS_ADMIN, as in most containers, on a kernel with Landlock: an unused user
                 that can read no other file, and write none. Names and sizes of files can be found out
 
@@ -34,7 +32,6 @@ import platform
 import re
 import resource
 import select
-import shutil
 import signal
 import struct
 import subprocess
@@ -46,7 +43,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 
-METHODS = "namespaces", "bubblewrap", "user"
+METHODS = "namespaces", "user"
 OUTPUT_BYTES = 1 << 16          # of stdout and of stderr
 FILE_MB, SCRATCH_MB = 16, 32    # one file, and all files together
 THREADS, OPEN_FILES = 32, 64
@@ -79,7 +76,7 @@ def run_python(
     memory_mb  limit on the address space; the interpreter itself takes about 30
     modules    imported before the program starts, once for all programs, from wherever the caller finds
                them; the packages that this loads are available, others outside the standard library are not
-    method     "namespaces", "bubblewrap" or "user"; "": the first that works
+    method     "namespaces" or "user"; "": the first that works
     raises     RuntimeError where no isolation method works
     """
     kind = (method, modules)
@@ -103,8 +100,8 @@ def run_python(
     idle_servers[kind].append(server)
     if "refused" in answer:
         raise RuntimeError(
-            "programs cannot be isolated here, so none is run: install bubblewrap, run as root, or allow "
-            f"user namespaces ({answer['refused']})"
+            "programs cannot be isolated here, so none is run: run as root, or allow user namespaces "
+            f"({answer['refused']})"
         )
     return SandboxResult(**answer)
 
@@ -138,7 +135,7 @@ def usable_cores() -> int:
 def serve(methods: list[str], modules: list[str], path: list[str], call_filter: str) -> None:
     """Handle requests one after the other, each in a new fork, until the caller ends.
 
-    methods      the first that works is used; "": this server is inside bubblewrap
+    methods      the first that works is used
     path         of the caller, if there are modules
     call_filter  for seccomp(2), in hexadecimal digits
     """
@@ -151,9 +148,6 @@ def serve(methods: list[str], modules: list[str], path: list[str], call_filter: 
         if not refused[method]:
             break
     if not refused[method]:
-        if method == "bubblewrap":
-            options = dict(methods=[""], modules=modules, path=path, call_filter=call_filter)
-            sys.exit(run_in_bubblewrap("/sandbox.py", json.dumps(options)).returncode)
         RESTRICTIONS[method]()
     refusal = refused[method] and "; ".join(map(": ".join, refused.items()))
     gc.freeze()                 # otherwise garbage collection in forks would copy the page of every object
@@ -170,13 +164,9 @@ def find_obstacle(method: str, call_filter: str) -> str:
     read_end, write_end = os.pipe()
     if os.fork() == 0:
         try:
+            RESTRICTIONS[method]()
             code = "import fractions"                     # the library may be in a folder for root alone
-            if method == "bubblewrap":
-                done = run_in_bubblewrap("-c", code, capture_output=True, stdin=subprocess.DEVNULL)
-                result = {"ok": done.returncode == 0, "reason": "bwrap", "stderr": done.stderr.decode()}
-            else:
-                RESTRICTIONS[method]()
-                result = run_isolated(method, call_filter, code, 5.0, 512)
+            result = run_isolated(method, call_filter, code, 5.0, 512)
             if not result["ok"]:
                 raise OSError(f"{result['reason']}: {result['stderr'].strip().rpartition(chr(10))[2]}")
         except Exception as error:
@@ -360,25 +350,7 @@ def restrict_files() -> None:
 
 
 # What a method changes in the server, before a program's process exists.
-RESTRICTIONS = {"namespaces": enter_empty_root, "user": restrict_files, "": lambda: None}
-
-
-def run_in_bubblewrap(*arguments: str, **options) -> subprocess.CompletedProcess:
-    """Run an interpreter in an empty, read-only root with visible_paths and this file, as an ordinary user.
-
-    Root would stay root in its user namespace, under another number, and could change the modes of devices.
-    """
-    program = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
-    if program is None:
-        raise OSError("bwrap is not installed")
-    command = [program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
-    command += ["--die-with-parent", "--cap-drop", "ALL"]
-    python = os.path.realpath(sys.executable)
-    for path in [*visible_paths(), python]:
-        command += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", os.path.realpath(path), path]
-    command += ["--ro-bind", __file__, "/sandbox.py", "--remount-ro", "/", python, "-I", "-S", *arguments]
-    drop_privileges(65534)
-    return subprocess.run(command, check=False, **options)
+RESTRICTIONS = {"namespaces": enter_empty_root, "user": restrict_files}
 
 
 def drop_privileges(user: int) -> None:
