@@ -44,7 +44,7 @@ def sample_with_environment(
     """Sample a group for each example's prompt. With an environment a completion is a list of messages.
 
     engine   an Engine;  config  a GRPOConfig
-    options  earlier, on_tokens: see Engine.sample
+    options  earlier: see Engine.sample
     returns  with a class, its instances are open until closing_environments around the call closes them
     """
     prompts, tokenizer = [example["prompt"] for example in examples], engine.tokenizer

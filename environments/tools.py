@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from reward_functions.arithmetic import FOUR_OPERATORS, evaluate
+from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
 from reward_functions.calling import start_coroutine
 from reward_functions.sandbox import run_python
 
@@ -97,7 +97,7 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % ** and parentheses, such as (3+4)*12.
     """
-    result = evaluate(expression, CALCULATOR_OPERATORS, convert=lambda number: number)
+    result = evaluate_expression(expression, CALCULATOR_OPERATORS, convert=lambda number: number)
     if isinstance(result, complex):
         raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"

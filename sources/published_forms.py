@@ -13,7 +13,7 @@ from reward_functions.formats import LETTERS
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
-def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
+def as_published_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     """Return a row as an example, as data.as_example does, with its prompt and its answer in these forms.
 
     columns  the prompt may also be a text with columns in braces, and is then complete

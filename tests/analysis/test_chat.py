@@ -12,7 +12,7 @@ from analysis import chat
 from analysis.chat import ChatModel
 from config import GRPOConfig, ModelConfig
 from data import encode_prompt
-from environments.messages import encode_demonstration, encode_reply
+from environments.messages import encode_turns, encode_reply
 
 
 def scripted(monkeypatch, tokenizer, *turns):
@@ -73,7 +73,7 @@ def test_a_chat_keeps_its_history_and_ends_at_an_empty_line(folder, tokenizer, c
     assert calls[0][0] == [first] and (seed, next_seed) == (0, 1), "another seed each time"
     assert tokenizer.decode(then) == f"<bos>{first}two<eos>\n2+2?\n"
     demonstration = [{"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]
-    trained = encode_demonstration(tokenizer, first, demonstration, [tokenizer.eos_token_id])[0]
+    trained = encode_turns(tokenizer, first, demonstration, [tokenizer.eos_token_id])[0]
     assert then == encode_prompt(tokenizer, first) + trained
 
 

@@ -21,7 +21,7 @@ from environments.conversations import (
     MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
 )
 from environments.loading import load_environment
-from environments.messages import encode_demonstration, encode_reply
+from environments.messages import encode_turns, encode_reply
 from experience import shape_rewards
 from grpo import policy_loss
 from model import byte_tokenizer
@@ -195,13 +195,13 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
     completion = [
         {"role": "assistant", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}
     ]
-    ids, spoken = encode_demonstration(tokenizer, "p", completion, [1])
+    ids, spoken = encode_turns(tokenizer, "p", completion, [1])
     assert tokenizer.decode(ids) == "ab<eos>\nc\nd<eos>" and spoken == [True] * 3 + [False] * 3 + [True] * 2
     examples = [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
-    rollout = demonstrations_as_rollout(model, tokenizer, examples, encode=encode_demonstration)
+    rollout = demonstrations_as_rollout(model, tokenizer, examples, encode=encode_turns)
     assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
-    assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
-    with pytest.raises(ValueError, match=r"is no text: pass encode_demonstration of environments.messages$"):
+    assert encode_turns(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
+    with pytest.raises(ValueError, match=r"is no text: pass encode_turns of environments.messages$"):
         demonstrations_as_rollout(model, tokenizer, examples)
 
 
