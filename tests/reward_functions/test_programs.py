@@ -280,14 +280,3 @@ def test_a_program_that_hangs_costs_a_bounded_time_however_many_tests_there_are(
     assert passes_tests(["def f(x):\n    while True: pass"], [["assert f(1) == 1"] * 40]) == [0.0]
     assert time.monotonic() - started < 6                          # 40 tests of half a second are 20 s
     assert passes_tests(["def f(x):\n    while x > 1: pass\n    return x"], [["assert f(2) == 2", "assert f(1) == 1"]]) == [0.5]
-
-
-def test_the_time_of_a_batch_is_bounded_and_programs_after_it_are_not_scored(monkeypatch):
-    monkeypatch.setattr(programs, "usable_cores", lambda: 2)
-    monkeypatch.setattr(programs, "SECONDS_PER_TEST", 0.5)
-    monkeypatch.setattr(programs, "SECONDS_PER_BATCH", -19.5)      # and 42 programs on two cores have 21 s more
-    started = time.monotonic()
-    honest, hangs = HONEST["plain"][0], "while True: pass"
-    points = passes_tests([honest] + [hangs] * 40 + [honest], [TESTS[:1]] * 42)
-    assert points[0] == 1.0 and points[1] == 0.0 and points[-1] is None
-    assert points.count(None) > 20 and time.monotonic() - started < 8

@@ -17,7 +17,6 @@ from environments.tools import calculate, run_calls
 from reward_functions import answers, mathematics
 from reward_functions.models import parse_rating
 from reward_functions.tunix import find_answer, read_float
-from reward_functions import rule_list
 from reward_functions.loading import BUILT_IN
 
 IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
@@ -46,15 +45,13 @@ def points(name, *texts):
 
 def rating(text):
     try:
-        return parse_rating(text, 10)
+        return parse_rating(text)
     except ValueError:
         return None
 
 
-polite = rule_list("polite", {r"\bplease\b": 0.5, r"\bstupid\b": -1.0})
 READERS = {
     **{name: lambda text, name=name: points(name, text, text) for name in BUILT_IN if name not in IN_A_SANDBOX},
-    "rule_list": lambda text: polite([text]),
     "judge": rating,
     "math_equality's reading": lambda text: (mathematics.final_answer(text), mathematics.as_latex(text)),
     "passes_tests's reading": lambda text: answers.extract_block(text, "python|py"),
@@ -108,17 +105,6 @@ def test_the_time_of_a_reward_function_is_linear_in_the_completion(name, every):
     for frame, unit in list(itertools.product(FRAMES, units))[list(READERS).index(name) % every :: every]:
         ratio = growth(READERS[name], lambda size, frame=frame, unit=unit: fill(frame, unit, size))
         assert ratio <= (50 if name in COUNTERS else MOST), (frame, unit)
-
-
-def test_an_expression_of_the_user_that_takes_exponential_time_ends(monkeypatch):
-    monkeypatch.setattr(answers, "SECONDS_PER_PATTERN", 0.05)
-    text, endless = "a" * 60 + "b", "(a|aa)+$"
-    started = time.process_time()
-    assert reward_functions.answer_pattern([f"<answer>{text}</answer>"], pattern=[endless]) == [0.0]
-    assert reward_functions.safety([text, "a"], forbidden=[[endless], ["b"]]) == [0.0, 1.0]
-    assert rule_list("rules", {endless: 1.0})([text]) == [0.0]
-    assert rule_list("rules", {endless: -1.0, "B$": 0.5})([text]) == [-0.5]
-    assert time.process_time() - started < 2
 
 
 # ---- the expressions that the functions are equal to ---------------------------------------------------------------

@@ -271,14 +271,3 @@ def test_ctrl_c_ends_a_call_with_a_limit():
             score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_a_function_that_reads_messages_where_prompts_are_text_is_told_how_to_get_them():
-    def role(completions, **columns):
-        return [float(completion[0]["content"] == "x") for completion in completions]
-
-    with pytest.raises(RewardError, match=r"Prompts are text, so completions are text: .* make each prompt a list of messages"):
-        score(role, "x", "y", "x", "y")
-    with pytest.raises(RewardError) as raised:
-        score(fussy, "x", "", "x", "y")
-    assert "ZeroDivisionError" in str(raised.value) and "Prompts are text" not in str(raised.value)
