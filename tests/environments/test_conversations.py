@@ -9,9 +9,8 @@ import torch
 from conftest import PROMPTS, logits_alone
 from test_chat_template import PUBLISHED
 
-import infer
 import train
-from analysis import explain, replay
+from analysis import replay
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
@@ -337,32 +336,6 @@ def test_a_run_of_conversations_writes_them_down(finished):
     assert lines[-1]["environment_tokens"] == pytest.approx(given / len(records)) and given > 0
     for record in records:
         assert record["rewards"]["environment"] == pytest.approx(sum(record["turn_points"]), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_step_of_conversations_is_explained(finished, capsys):
-    explain.main(["--use_grpo", "--profile", "guess_letter", "--model_path", str(finished / "final"),
-                "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
-                "--report_to", "none"])
-    printed = capsys.readouterr().out
-    assert "assistant: " in printed and "7. log-probability of each completion" in printed and " nan" not in printed
-
-
-@pytest.mark.slow
-def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
-    file = tmp_path / "result.json"
-    ask = ["--evaluate", "guess_letter", "--limit", "24", "--json", str(file)]
-    measured = {}
-    for turns in 1, 4:
-        talk_to = ["--environment", "guess_letter", "--max_turns", str(turns)] if turns > 1 else []
-        infer.main(["--model_path", str(finished / "final"), *ask, *talk_to, "--samples", "4", "--generation_max_length", "96"])
-        (result,) = json.loads(file.read_text())["results"]
-        measured[turns] = result["estimates"]["accuracy"]["mean"]
-        assert 0 <= result["estimates"]["majority@4"]["mean"] <= 1
-    assert measured[4] > measured[1], "more turns, more often right"
-    with pytest.raises(ValueError, match=r"--environment=.*needs the column level"):
-        (tmp_path / "mine.py").write_text("def needy(conversation, level):\n    pass\n")
-        infer.main([*ask, "--environment", f"{tmp_path}/mine.py:needy", "--max_turns", "2"])
 
 
 @pytest.mark.slow

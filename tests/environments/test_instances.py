@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import PROMPTS
-from test_chat_template import published
 from test_rewards import call_and_score
 
 import environments.instances
@@ -25,7 +24,6 @@ from environments.conversations import sample_with_environment, start_conversati
 from environments.instances import OPEN, closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from environments.tools import run_call
-from logprobs import completion_lengths
 from reward_functions import environment
 from scripted_turns import run_scripted_turns
 
@@ -159,40 +157,6 @@ def test_reward_functions_read_instances_before_they_are_closed(model, tokenizer
         torch.testing.assert_close(points["environment"], points["read_reward"], atol=1e-6, rtol=0.0)
         assert len(set(total.flatten().tolist())) > 2
     assert all(each.closed for each in rollout.environments)
-
-
-def published_model(model, family):
-    """The tokenizer of a family, and the model with its tokens, of which the one that ends a turn is likely."""
-    tokenizer = published(family)
-    tokenizer.eos_token = {"Gemma": "<end_of_turn>", "Qwen 3": "<|im_end|>"}[family]
-    model.resize_token_embeddings(len(tokenizer))
-    with torch.no_grad():
-        hidden = model.base_model(input_ids=torch.arange(64)[None]).last_hidden_state.mean(dim=(0, 1))
-        model.get_output_embeddings().weight[tokenizer.eos_token_id] = 5 * hidden / hidden.pow(2).sum()
-    return tokenizer
-
-
-@pytest.mark.parametrize("family", ["Qwen 3", "Gemma"])
-@pytest.mark.parametrize("engine", ["plain", "shared"])
-def test_sampler_and_trainer_agree_in_every_turn_of_published_templates(model, settings, family, engine):
-    tokenizer = published_model(model, family)
-    examples = [{"prompt": [{"role": "user", "content": prompt}], "word": "w"} for prompt in PROMPTS[:2]]
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id]
-    config = replace(settings, generation_max_length=300)
-    rollout = sample_with_environment(make_engine(engine, model, tokenizer), Parrot, examples, config, seed=3, num_completions=4)
-    logp = make_engine("plain", model, tokenizer).log_probs(rollout, None, config.policy).logp
-    assert (logp - rollout.sampling_logp)[rollout.completion_mask].abs().max() < 1e-4
-    turns = 0
-    for messages, ids, mask in zip(rollout.completions, rollout.completion_ids, rollout.completion_mask):
-        length = int(completion_lengths(mask[None]))
-        runs = [(own, [token for _, token in run]) for own, run in itertools.groupby(zip(mask.tolist(), ids.tolist()[:length]), lambda pair: pair[0])]
-        assert [own for own, _ in runs] == [message["role"] == "assistant" for message in messages]
-        for (own, tokens), message in zip(runs, messages):
-            said = tokenizer.decode(tokens, skip_special_tokens=True)
-            assert said == message["content"] if own else message["content"].strip() in said
-            assert own or tokenizer.decode(tokens).endswith(("assistant\n", "model\n"))
-        turns += sum(own for own, _ in runs)
-    assert turns > 2 * len(rollout.completions)
 
 
 def never(*_):
@@ -329,5 +293,3 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
     assert chat[-1]["content"] == "Go."
     with pytest.raises(RunError, match="for a prompt that was cut; pass --long_prompts drop"):
         start_conversations(tokenizer, cls, [{"prompt": [5, 6, 7]}], settings, [1])
-
-

@@ -8,8 +8,6 @@ import pytest
 from test_rewards import GOLD
 
 import reward_functions
-from sources import load_examples
-from reward_functions.loading import require_columns
 
 
 @pytest.mark.parametrize(
@@ -90,12 +88,3 @@ def test_answer_pattern():
 def test_no_answer_matches_no_pattern():
     texts = ["", "2024", "<answer></answer>", "</answer><answer>2024", "<answer>2024</answer>"]
     assert reward_functions.answer_pattern(texts, pattern=[".*"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("answer,choices,letter", [(3, ["3", "9", "8", "7"], "D"), ("3", ["3", "9", "8", "7"], "A"), (1, ["5", "1"], "B")])
-def test_an_integer_of_the_data_is_an_index_and_a_text_is_a_text(answer, choices, letter):
-    (example,) = load_examples([{"prompt": "Which?", "answer": answer, "choices": choices}])
-    require_columns([reward_functions.multiple_choice], [example], "data.jsonl")
-    given = [f"<answer>{name}</answer>" for name in "ABCD"]
-    points = reward_functions.multiple_choice(given, [example["answer"]] * 4, [choices] * 4)
-    assert points == [float(name == letter) for name in "ABCD"]

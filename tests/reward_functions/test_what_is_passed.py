@@ -50,20 +50,6 @@ def test_a_function_that_raises_leaves_the_totals_of_its_groups_unscored_and_sco
     assert combined[0].isnan().all() and combined[1].isfinite().all(), "in --reward_combination gdpo as well"
 
 
-def test_a_function_that_looks_at_siblings_gets_all_of_them_when_it_is_called_again():
-    sizes = []
-
-    def shortest(completions, prompts, **columns):
-        sizes.append(len(completions))
-        if "" in completions:
-            raise KeyError("empty")
-        return [float(len(c) == min(len(d) for d, q in zip(completions, prompts) if q == p)) for c, p in zip(completions, prompts)]
-
-    total = score(shortest, "a", "", "cc", "ddd", on_error="none")
-    assert torch.tensor(total[0]).isnan().all() and total[1] == [1.0, 0.0]
-    assert sizes == [4, 2, 2], "all; the first group; the second group"
-
-
 def test_a_failed_function_is_counted_as_unscored_in_a_step_and_kept_in_the_run_folder(tmp_path):
     def sometimes(completions, prompts, **columns):
         if seen.setdefault("prompt", prompts[0]) == prompts[0]:            # all groups together, and the first one
@@ -143,11 +129,6 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
     assert step["grad_norm"] > 0 and step["step"] == run.progress.step, "our own metrics have precedence"
     records = read_jsonl(run.folder.path / "rollouts.jsonl")
     assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
-
-
-def test_a_wrong_number_of_values_is_an_error_of_the_function():
-    with pytest.raises(RewardError, match=r"ValueError: .* \(test_what_is_passed.py, line"):
-        score(lambda completions, log_extra, **kwargs: log_extra("guess", ["x"]), *"abcd")
 
 
 def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_joined():

@@ -147,19 +147,6 @@ def test_supervised_training_on_ultrachat_needs_the_flag_that_the_message_names(
     assert examples[4]["prompt"] == ULTRACHAT[4]["messages"][:3] and examples[4]["completion"] == "No more."
 
 
-def test_a_text_with_columns_is_the_whole_prompt():
-    examples = load_examples(MMLU, columns={"prompt": "{question} One of {choices}."})
-    assert examples[0]["prompt"] == "What is 2 squared? One of ['2', '2', '4', '0']."
-
-
-def test_the_letter_of_mmlu_is_what_the_rewards_compare_with(tmp_path):
-    examples = load_examples(write_lines(tmp_path / "mmlu.jsonl", MMLU))
-    columns = dict(answer=[e["answer"] for e in examples], choices=[e["choices"] for e in examples])
-    for given, points in ("C", 1.0), ("A", 0.0):
-        texts = [f"<answer>{given}</answer>"] * 5
-        assert multiple_choice(texts, **columns) == correctness(texts, answer=columns["answer"]) == [points] * 5
-
-
 @pytest.mark.parametrize("prompt", ["2+2? A) 3 B) 4", "2+2?\nA. 3\nB. 4", "2+2? (A) 3, (B) 4"])
 def test_choices_that_the_prompt_has_are_not_repeated(prompt):
     assert load_examples([{"prompt": prompt, "choices": ["3", "4"], "answer": "B"}])[0]["prompt"] == prompt

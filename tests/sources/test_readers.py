@@ -205,19 +205,3 @@ def test_kaggle_gives_the_file_that_its_client_fetched(tmp_path, monkeypatch):
     for bad in "kaggle:somebody/grade-school", "kaggle:somebody/grade-school/main.txt", "kaggle:":
         with pytest.raises(ValueError, match=r"write kaggle:owner/name/file, with a file ending in .jsonl"):
             load_examples(bad)
-
-
-@pytest.mark.parametrize("source,package,function,words", [
-    ("tfds:gsm8k", "tensorflow_datasets", "data_source", ["pip install tensorflow_datasets array_record importlib_resources"]),
-    ("kaggle:a/b/c.csv", "kagglehub", "dataset_download", ["pip install kagglehub", "kaggle.json", "KAGGLE_USERNAME"]),
-])
-def test_what_a_client_cannot_reach_and_a_missing_client_are_one_line(source, package, function, words, monkeypatch):
-    def fail(*names, **how):
-        raise RuntimeError("no such thing\nand a stack of lines")
-
-    for client, reason in (None, "import"), (SimpleNamespace(**{function: fail}), "no such thing"):      # None: its import fails
-        monkeypatch.setitem(sys.modules, package, client)
-        monkeypatch.setitem(sys.modules, f"{package}.text", SimpleNamespace())
-        with pytest.raises(ValueError, match=rf"^{source}: \w+.* answers: {reason}") as raised:
-            load_examples(source)
-        assert "\n" not in str(raised.value) and all(word in str(raised.value) for word in words)
