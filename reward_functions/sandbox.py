@@ -4,13 +4,13 @@ Running programs that a model wrote, isolated from this machine; only what they 
     run_python("print(1 + 1)") == SandboxResult(ok=True, stdout="2\\n", stderr="", reason="")
 
 A program is one process: it may start threads, but no other process and no other program. It has the standard
-library, read-only; limits on time, memory, files and output; no network, no environment variables, no open
-files, and no process to signal. The first of these isolation methods that the kernel permits is used:
+library, and can write no file; limits on time, memory and output; no network, no environment variables, no
+open files, and no process to signal. The first of these isolation methods that the kernel permits is used:
 
-    namespaces  only the standard library and an empty scratch folder exist, no other process, no network: for
-                root, and for ordinary users where the kernel gives them user namespaces
+    namespaces  only the standard library exists, read-only, no other process, no network: for root, and for
+                ordinary users where the kernel gives them user namespaces
     user        root without CAP_SYS_ADMIN, as in most containers, on a kernel with Landlock: an unused user
-                that can read no other file, and write none. Names and sizes of files can be found out
+                that can read no other file. Names and sizes of files can be found out
 
 In each of them a seccomp filter permits a list of system calls (reward_functions/system_calls.py). Where none
 works, and on anything but Linux on x86-64 and arm64, programs are refused. Not covered: see docs/rewards.md.
@@ -45,7 +45,6 @@ from dataclasses import dataclass
 
 METHODS = "namespaces", "user"
 OUTPUT_BYTES = 1 << 16          # of stdout and of stderr
-FILE_MB, SCRATCH_MB = 16, 32    # one file, and all files together
 THREADS, OPEN_FILES = 32, 64
 SECONDS_TO_START = 60.0         # for a server and its modules; the time limit of a program comes after that
 
@@ -197,14 +196,11 @@ def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, mem
     user = 61184 + os.getpid() % 4336                              # in the range of systemd's dynamic users
     if method == "namespaces":
         check_libc(libc.unshare(0x20000000))                       # CLONE_NEWPID
-        mount("tmpfs", "/scratch", "tmpfs", 2 | 4, f"size={SCRATCH_MB}m,nr_inodes=1000,mode=777")
     pid = os.fork()
     if pid == 0:
         try:
             for source, target in (os.open("/dev/null", os.O_RDWR), 0), (out_end, 1), (err_end, 2):
                 os.dup2(source, target)
-            if method == "namespaces":
-                os.chdir("/scratch")
             drop_privileges(user)
             apply_limits(timeout_s, memory_mb, bytes.fromhex(call_filter))
             os.write(ready_end, b"!")
@@ -220,8 +216,6 @@ def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, mem
     finally:
         for end in out, err, ready:
             os.close(end)
-        if method == "namespaces":
-            libc.umount2(b"/scratch", 2)                           # MNT_DETACH
 
 
 def wait_for_program(pid: int, out: int, err: int, ready: int, timeout_s: float) -> dict:
@@ -303,7 +297,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def enter_empty_root() -> None:
-    """Change to a read-only root with nothing but visible_paths and an empty folder.
+    """Change to a read-only root with nothing but visible_paths.
 
     Without the right to mount, first enter a user namespace as user 65534.
     """
@@ -324,7 +318,6 @@ def enter_empty_root() -> None:
             os.makedirs(os.path.dirname(root + path), exist_ok=True)
             open(root + path, "w").close()
         mount(os.path.realpath(path), root + path, None, 1 << 12 | 1 << 14)        # MS_BIND | MS_REC
-    os.mkdir(root + "/scratch")
     read_only = struct.pack("<4Q", 1 | 2, 0, 0, 0)                 # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
     # mount_setattr, recursive
     check_libc(libc.syscall(442, -100, root.encode(), 0x8000, read_only, len(read_only)))
@@ -335,7 +328,7 @@ def enter_empty_root() -> None:
 def restrict_files() -> None:
     """Permit only reading visible_paths, and writing to devices, with Landlock.
 
-    What Landlock does not restrict is forbidden by the filter (truncate), or needs the owner (chmod).
+    What Landlock does not restrict is forbidden by the filter (truncate, chmod).
     """
     if os.geteuid() != 0:
         raise OSError("only root can take another user id")
@@ -369,7 +362,7 @@ def apply_limits(timeout_s: float, memory_mb: int, call_filter: bytes) -> None:
     """Apply all limits to this process, irrevocably."""
     limits = {
         resource.RLIMIT_CPU: math.ceil(timeout_s), resource.RLIMIT_AS: memory_mb << 20,
-        resource.RLIMIT_FSIZE: FILE_MB << 20, resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_NOFILE: OPEN_FILES, resource.RLIMIT_NPROC: THREADS,
     }
     for limit, amount in limits.items():

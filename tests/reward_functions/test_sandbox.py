@@ -85,13 +85,10 @@ def test_a_program_runs_and_what_became_of_it_is_said(method, code, ok, stdout, 
     assert (result.ok, result.stdout, result.reason) == (ok, stdout, reason), result
 
 
-def test_files_are_written_to_the_scratch_folder_alone_and_nowhere_without_one(method):
-    code = "import os; print(os.listdir('.')); open('a', 'w').write('b'); print(open('a').read())"
+@pytest.mark.parametrize("code", ["open('a', 'w')", "open('/tmp/a', 'w')", "import os; os.mkdir('a')", "import os; os.remove('/dev/null')"])
+def test_nothing_can_be_written(method, code):
     result = run_python(code, method=method)
-    if method == "namespaces":
-        assert result.stdout == "[]\nb\n", result
-    else:
-        assert result.stdout.count("\n") <= 1 and ("Errno 30" in result.stderr or "Errno 13" in result.stderr), result
+    assert not result.ok and "Error: [Errno" in result.stderr, result
 
 
 def test_many_threads_may_call_at_once(method):
@@ -208,18 +205,6 @@ ORDINARY = {
 @pytest.mark.parametrize("name", ORDINARY)
 def test_what_the_standard_library_needs_is_permitted(method, name):
     assert run_python(ORDINARY[name], method=method).stdout == "5\n", run_python(ORDINARY[name], method=method)
-
-
-def test_nothing_is_left_for_the_next_program(method):
-    run_python("open('left', 'w').write('x')", method=method)
-    assert run_python("import os; print(os.path.exists('left'))", method=method).stdout == "False\n"
-
-
-def test_scratch_folders_do_not_pile_up_in_the_server(method):
-    for _ in range(3):
-        run_python("import os\nif os.getcwd() == '/scratch': open('x', 'wb').write(bytes(1 << 20))", method=method)
-    for server in sandbox.idle_servers[method, ()]:
-        assert "/scratch" not in Path(f"/proc/{server.pid}/mountinfo").read_text()
 
 
 PREAMBLE = f"""
