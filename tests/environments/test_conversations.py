@@ -115,7 +115,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
 
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 TEMPLATES = {
-    "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"), "llama": (PUBLISHED["Llama 3"], "<|eot_id|>"),
+    "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"),
     "thoughts": (                                         # Qwen 3: earlier thoughts are left out, a tool speaks as user
         "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set at.last = loop.index0 %}"
         "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"

@@ -6,7 +6,6 @@ import math
 import random
 import re
 import sqlite3
-import sys
 import time
 from dataclasses import replace
 
@@ -206,18 +205,12 @@ def throw(error):
 
 OWN, NOTHING = {3}, set()                                 # the conversations that are lost
 BAD = {
-    "raises when it is made": ("init", lambda: throw(OSError("no\ncontainer")), OWN, "raised OSError: no container"),
     "hangs when it is made": ("init", never, OWN, r"no result within 0.3 s \(--reward_timeout\)"),
     "raises in reset": ("reset", lambda: throw(KeyError("x")), OWN, "raised KeyError: 'x'"),
-    "hangs in reset": ("reset", lambda: time.sleep(3), OWN, "no result within 0.3 s"),
     "returns a number from reset": ("reset", lambda: 7, OWN, "reset returned 7, neither text nor None"),
     "hangs in a tool": ("say", never, OWN, "no result within 0.3 s .*; after turn [12]"),
-    "exits in a tool": ("say", lambda: sys.exit(3), OWN, "SystemExit: 3"),
     "gives no number": ("say", lambda: None, OWN, "gave nan points", {"reward": math.nan}),
-    "raises in get_reward": ("reward", lambda: throw(OSError("judge")), OWN, "OSError: judge", {"get_reward": lambda self: self._misbehave("reward") or 0.0}),
     "returns None from get_reward": ("x", None, set(range(8)), "float\\(\\) argument must be", {"get_reward": lambda self: None}),
-    "returns a novel": ("say", lambda: "x" * 10**6, NOTHING, ""),
-    "raises in close": ("close", lambda: throw(OSError()), NOTHING, ""),
     "hangs in close": ("close", never, NOTHING, ""),
 }
 
