@@ -16,7 +16,6 @@ judge ("this reply deserves a 10"). Give them a small weight and read completion
 """
 
 import asyncio
-import itertools
 import math
 import os
 import re
@@ -31,7 +30,6 @@ from engine.devices import best_device, eager_device
 from rewards import text_of
 
 TOP = 10                        # of a rating
-PAUSE = 0.5                     # seconds before a request is tried again, doubled each time
 
 
 def classifier(
@@ -80,7 +78,7 @@ def format_conversation(tokenizer, prompt, text: str) -> str:
 
 def judge(
     name: str, *, url: str, model: str, question: str, key_variable: str = "", timeout: float = 30.0,
-    retries: int = 2, at_once: int = 8, max_tokens: int = 512,
+    at_once: int = 8, max_tokens: int = 512,
 ) -> Callable:
     """Return an async reward function that has a language model rate each completion.
 
@@ -89,12 +87,10 @@ def judge(
                   a warning
     url           of the API: /chat/completions is added; redirects are not followed
     key_variable  the environment variable that holds the API key; "": no key is sent
-    timeout       seconds for one request in total, tried 1 + retries times with pauses of 0.5, 1, 2, ... s.
-                  So B completions take at most B / at_once * ((1 + retries) * timeout + pauses)
+    timeout       seconds for one request in total: B completions take at most B / at_once * timeout. A failed
+                  request is not repeated
     """
     api_key = os.environ.get(key_variable, "").strip()
-    if not (api_key.isascii() and api_key.isprintable()):
-        raise ValueError(f"judge {name}: the API key in {key_variable} has a character that none can have")
 
     async def points(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
         text = judge_prompt(question, prompt, text_of(completion))
@@ -102,7 +98,9 @@ def judge(
         body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
         try:
             async with slots:
-                return parse_rating(await request_completion(client, body, timeout, retries))
+                response = await asyncio.wait_for(client.post("chat/completions", json=body), timeout)
+            response.raise_for_status()                            # redirects are errors, too
+            return parse_rating(response.json()["choices"][0]["message"]["content"])
         except Exception as error:                                 # any failure of the network or the server
             line = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
             warnings.warn(f"judge {name}: {line:.300}", stacklevel=2)
@@ -132,17 +130,3 @@ def parse_rating(reply: str) -> float:
     if len(numbers) != 1 or not re.fullmatch(r"[\d.]+", numbers[0]) or float(numbers[0]) > TOP:
         raise ValueError(f"no rating from 0 to {TOP} in {reply!r}")
     return float(numbers[0]) / TOP
-
-
-async def request_completion(client: httpx2.AsyncClient, body: dict, timeout: float, retries: int) -> str:
-    """Return the reply of an OpenAI-compatible endpoint. Retry errors that may be temporary."""
-    for attempt in itertools.count():
-        try:
-            response = await asyncio.wait_for(client.post("chat/completions", json=body), timeout)
-            response.raise_for_status()                              # redirects are errors, too
-            return response.json()["choices"][0]["message"]["content"]
-        except (OSError, ValueError, LookupError, TypeError, httpx2.HTTPError) as error:
-            status = error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else 500
-            if (status < 500 and status != 429) or attempt == retries:
-                raise
-        await asyncio.sleep(PAUSE * 2**attempt)

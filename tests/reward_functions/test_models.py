@@ -15,15 +15,9 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
-from reward_functions import models
 from reward_functions.models import classifier, judge, parse_rating
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(models, "PAUSE", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +122,7 @@ def chat(text):
 
 
 def ask_judge(url, completions=("one", "two"), **options):
-    settings = dict(timeout=0.5, retries=1) | options
-    function = judge("helpful", url=url, model="some-model", question="How helpful?", **settings)
+    function = judge("helpful", url=url, model="some-model", question="How helpful?", **dict(timeout=0.5) | options)
     return rate(function, list(completions), prompt=PROMPT)
 
 
@@ -160,34 +153,8 @@ def test_a_rating_is_the_only_number_in_range(reply, rating):
         assert parse_rating(reply) == rating
 
 
-def error_500(asked, n, handler):
-    handler.send_error(500)
-
-
-def error_401(asked, n, handler):
-    handler.send_error(401)
-
-
-def error_429(asked, n, handler):
-    handler.send_error(429)
-
-
 def slow(asked, n, handler):
     time.sleep(1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:judge helpful")
-@pytest.mark.parametrize(
-    "reply,requests",
-    [(error_500, 4), (error_401, 2), (error_429, 4)],
-)
-def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
-    started = time.monotonic()
-    with Endpoint(reply) as endpoint:
-        assert ask_judge(endpoint.url) == [None, None]
-        assert len(endpoint.requests) == requests
-    assert time.monotonic() - started < 3
 
 
 def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
@@ -195,16 +162,6 @@ def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
         url = endpoint.url
     with pytest.warns(UserWarning, match="judge helpful: ConnectError"):
         assert ask_judge(url) == [None, None]
-
-
-def test_a_judge_that_comes_back_is_asked_again():
-    def second_time(asked, n, handler):
-        if n == 1:
-            return error_500(asked, n, handler)
-        return "4"
-
-    with Endpoint(second_time) as endpoint:
-        assert ask_judge(endpoint.url, ["one"]) == [0.4]
 
 
 def test_requests_are_concurrent_up_to_the_limit():
@@ -294,7 +251,7 @@ def test_a_server_that_misbehaves_costs_its_time_limit_and_a_warning(way, scheme
     with RawServer(MISBEHAVIOUR[way]) as server:
         started = time.monotonic()
         with pytest.warns(UserWarning, match="^judge helpful: ") as warned:
-            assert ask_judge(f"{scheme}://127.0.0.1:{server.port}/v1", ["one"], retries=0, key_variable="JUDGE_KEY") == [None]
+            assert ask_judge(f"{scheme}://127.0.0.1:{server.port}/v1", ["one"], key_variable="JUDGE_KEY") == [None]
         assert time.monotonic() - started < 0.5 + 1, "the limit, and a second for a machine with other work"
         assert server.ended.wait(1.5) or (gc.collect() and server.ended.wait(1)), "the connection is closed"
     (message,) = {str(warning.message) for warning in warned}
@@ -312,13 +269,8 @@ def test_a_redirect_is_not_followed_and_the_key_stays_with_its_host(monkeypatch)
         assert other.received == []
 
 
-def test_a_key_is_stripped_and_never_shown(monkeypatch):
+def test_a_key_is_stripped(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\r\n")
     with Endpoint(lambda asked, n, _: "1") as endpoint:
         assert ask_judge(endpoint.url, ["one"], key_variable="JUDGE_KEY") == [0.1]
     assert endpoint.requests[0][2]["Authorization"] == f"Bearer {KEY}"
-    for broken in f"{KEY}\r{KEY}", f"{KEY}\u2019":
-        monkeypatch.setenv("JUDGE_KEY", broken)
-        with pytest.raises(ValueError, match="judge helpful: the API key in JUDGE_KEY has a character") as error:
-            ask_judge(endpoint.url, ["one"], key_variable="JUDGE_KEY")
-        assert KEY[:6] not in str(error.value)
