@@ -17,7 +17,7 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
     no choice.
 
     "B", "(b)", "B." and "B) four" name choice B; so does its text if the column `choices` is a list of texts.
-    The data's answer may also be an index from 0, as an int. A text counts before a letter.
+    A text counts before a letter.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
@@ -31,9 +31,7 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
 
 
 def choice_of(answer, options: list[str]) -> str | None:
-    """Return the choice that an answer names by its text, else by its letter, or as an int by its index."""
-    if type(answer) is int and 0 <= answer < len(options):
-        return options[answer]
+    """Return the choice that an answer names by its text, else by its letter."""
     name, choices = str(answer).strip(), options or list(LETTERS)
     letter = re.match(r"\(?([A-Za-z])(?:[).:]|$)", name)
     index = LETTERS.find(letter[1].upper()) if letter else -1                 # -1: an empty slice below

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS, logits_alone
+from conftest import PROMPTS
 from test_chat_template import PUBLISHED
 
 import train
@@ -60,15 +60,6 @@ def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokeni
             trained = shared.log_probs(rollout, None, config.policy)
             assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
             assert not trained.logp[holes].any() and not trained.entropy[holes].any()
-
-
-def test_the_models_own_logits_with_the_environments_words_in_the_context(model, tokenizer, settings):
-    rollout = sample_conversations(model, tokenizer, settings)
-    with torch.no_grad():
-        for row in range(0, len(rollout.completions), 3):
-            logits, ids = logits_alone(model, rollout, row)
-            own, mask = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0], rollout.completion_mask[row]
-            torch.testing.assert_close(rollout.sampling_logp[row][mask], own[mask[: len(ids)]], atol=1e-4, rtol=1e-4)
 
 
 def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture, tokenizer, settings):

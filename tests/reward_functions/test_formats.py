@@ -17,14 +17,14 @@ import reward_functions
         ("A", "B", None, 0.0), ("Bees", "B", None, 0.0), ("A or B", "B", None, 0.0), ("", "B", None, 0.0),
         ("y", "y", ["x", "y"], 1.0), ("B", "y", ["x", "y"], 1.0), ("one", "B", ["one", "two"], 0.0), ("two", "B", ["one", "two"], 1.0),
         ("132", "132", None, None), ("A", None, None, None), ("A", math.nan, ["nan"], None), ("A", "", None, None),
-        # the text comes before the letter, and an index is no text
+        # the text comes before the letter
         ("D", "2", ["5", "4", "3", "2"], 1.0), ("2", "2", ["5", "4", "3", "2"], 1.0), ("d) 2", "2", ["5", "4", "3", "2"], 1.0),
-        ("C", "2", ["5", "4", "3", "2"], 0.0), ("C", 2, ["x", "y", "zoo"], 1.0), ("zoo", 2, ["x", "y", "zoo"], 1.0), ("x", 2, ["x", "y", "zoo"], 0.0),
+        ("C", "2", ["5", "4", "3", "2"], 0.0), 
         ("A. Lincoln", "G. Washington", ["G. Washington", "A. Lincoln"], 0.0), ("A", "G. Washington", ["G. Washington", "A. Lincoln"], 1.0),
         ("5", "5%", ["5", "5%"], 0.0), ("CO", "Co", ["CO", "Co"], 0.0), ("2", "A", ["2", "2", "4"], 1.0), ("C", "A", ["2", "2", "4"], 0.0),
         # no choice: several letters, a letter of no choice
         ("A", "AB", None, None), ("D", "D", ["x", "y"], None), ("\u0131", "I", None, 0.0), ("AB", "B", None, 0.0), ("four", "A", "four", 1.0),
-        ("B", 4, [3, 4], 1.0), ("B", True, ["x", "y"], None),
+        ("B", 4, [3, 4], 1.0),
     ],
 )
 def test_multiple_choice(given, truth, choices, points):

@@ -141,17 +141,6 @@ def test_gsm8k_files_work_as_they_are():
     assert all(p == 1.0 for p in reasoning_coherence(texts))
 
 
-def test_a_folder_that_datasets_understands_is_read_by_split(tmp_path, monkeypatch):
-    for split, prompt in ("train", "a"), ("test", "b"):
-        (tmp_path / f"{split}.csv").write_text(f"question,answer\n{prompt},1\n")
-    assert load_examples(str(tmp_path), "train") == [{"question": "a", "prompt": "a", "answer": "1"}]
-    assert load_examples(str(tmp_path), "test") == [{"question": "b", "prompt": "b", "answer": "1"}]
-    (tmp_path / "test.csv").unlink()
-    with pytest.raises(ValueError, match=r'Unknown split "test".*; other splits: .*--eval_split') as error:
-        load_examples(str(tmp_path), "test")
-    assert "\n" not in str(error.value)
-
-
 def test_the_part_after_the_colon_is_the_configuration(monkeypatch):
     asked = []
     monkeypatch.setattr("datasets.load_dataset", lambda *names, **how: asked.append((names, how)) or [{"prompt": "a"}])
