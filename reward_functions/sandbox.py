@@ -191,7 +191,10 @@ def handle_request(method: str, call_filter: str, refusal: str) -> int:
 
 
 def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, memory_mb: int) -> dict:
-    """Fork a process for a program, and kill it at the end. Raise OSError where it cannot be isolated."""
+    """Fork a process for a program, and kill it at the end. Raise OSError where it cannot be isolated.
+
+    This process must end soon: it has the ends of the pipes.
+    """
     (out, out_end), (err, err_end), (ready, ready_end) = os.pipe(), os.pipe(), os.pipe()
     user = 61184 + os.getpid() % 4336                              # in the range of systemd's dynamic users
     if method == "namespaces":
@@ -211,11 +214,7 @@ def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, mem
         os._exit(1)
     for end in out_end, err_end, ready_end:
         os.close(end)
-    try:
-        return wait_for_program(pid, out, err, ready, timeout_s)
-    finally:
-        for end in out, err, ready:
-            os.close(end)
+    return wait_for_program(pid, out, err, ready, timeout_s)
 
 
 def wait_for_program(pid: int, out: int, err: int, ready: int, timeout_s: float) -> dict:
