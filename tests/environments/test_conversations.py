@@ -19,7 +19,6 @@ from engine.errors import RunError
 from environments.conversations import Conversation, describe_conversations, sample_with_environment
 from environments.loading import load_environment
 from environments.messages import encode_turns, encode_reply
-from experience import shape_rewards
 from grpo import policy_loss
 from model import byte_tokenizer
 from reward_functions import environment
@@ -277,16 +276,6 @@ def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenize
         assert points == pytest.approx(expected) and len(expected) - answered < 2
         assert float(total.view(-1)[row]) == pytest.approx(2 * sum(expected))
     assert environment(["a"]) == [0.0]
-
-
-def test_overlong_counts_everything_and_lengths_count_the_policys_tokens(model, tokenizer, settings):
-    rollout = sample_conversations(model, tokenizer, settings)
-    described = describe_conversations(rollout)
-    own = [sum(len(m["content"]) for m in messages if m["role"] != "assistant") for messages in rollout.completions]
-    assert described["environment_tokens"] > sum(own) / len(own), "with what stands around the messages"
-    points = shape_rewards(replace(settings, overlong="penalise"), rollout, torch.zeros(6, 4))
-    lengths = completion_lengths(rollout.completion_mask)
-    assert torch.equal(points.flatten() < 0, lengths > 48) and (lengths > 48).any()
 
 
 def test_a_chat_template_is_told_about_the_tools():

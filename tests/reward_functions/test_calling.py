@@ -165,11 +165,3 @@ def test_several_outputs_are_logged_each_and_their_score_counts(returned, points
     numbers = [value for value in form if value is not None]
     assert [row["outputs/form"] for row in reports.extra] == form
     assert reports.means()["reward/outputs/form"] == pytest.approx(sum(numbers) / len(numbers))
-
-
-def test_ctrl_c_in_a_function_is_no_error_of_it():
-    def interrupted(completions, **columns):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        call_and_score([interrupted], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none")
