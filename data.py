@@ -209,7 +209,7 @@ def encode_demonstration(
 ) -> tuple[list[int], list[bool]]:
     """Encode a demonstration that is text: token ids, and True for each of them."""
     if not isinstance(completion, str):
-        raise ValueError(f"{completion!r:.50} is no text: pass encode_demonstration of environments.messages")
+        raise ValueError(f"{completion!r:.50} is no text: pass encode_turns of environments.messages")
     ids = encode_completion(tokenizer, completion, stop_ids)
     return ids, [True] * len(ids)
 

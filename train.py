@@ -27,7 +27,7 @@ from engine.devices import shutdown
 from engine.errors import RunError, require
 from engine.policy import follow_policy
 from environments.conversations import sample_with_environment
-from environments.messages import encode_demonstration
+from environments.messages import encode_turns
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience
 from experience import minibatches, shape_rewards
 from grpo import CENTERED_BASELINES, aggregate, compute_group_advantages, policy_loss, value_loss
@@ -189,7 +189,7 @@ def total_loss(
 @timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Make demonstrations more likely: one update with the loss -logp, that is with advantage 1."""
-    rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_demonstration)
+    rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_turns)
     experience = demonstrations_as_experience(examples, rollout)
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
     update = optimizer_step(run, losses["total_loss"])

@@ -30,7 +30,7 @@ from environments.conversations import sample_with_environment
 from environments.instances import closing_environments, tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from engine.policy import check_context_length, load_any_policy, move, save_any_policy
-from environments.messages import encode_demonstration, with_known_role
+from environments.messages import encode_turns, with_known_role
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import section_of
 from runs.startup_check import choose_engine, refuse_wrong_sampler
@@ -134,7 +134,7 @@ def encode_conversation(
     if not later:
         return prompt
     stops = stop_token_ids(chat_model.engine.model, tokenizer)
-    ids, _ = encode_demonstration(tokenizer, prompt, later, stops)
+    ids, _ = encode_turns(tokenizer, prompt, later, stops)
     return encode_prompt(tokenizer, prompt) + ids
 
 

@@ -57,16 +57,6 @@ until_refused(lambda: ends.append(os.pipe()))
 for _, end in ends:
     os.set_blocking(end, False); until_refused(lambda: os.write(end, bytes(4096)))
 time.sleep(9)""",
-    "scratch folder": """
-import itertools
-names = map(str, itertools.count())
-until_refused(lambda: open(next(names), 'wb').write(bytes(1 << 20))); until_refused(lambda: os.symlink('x' * 4000, next(names)))
-time.sleep(9)""",
-    "file locks": """
-import fcntl, itertools
-files, places = [], itertools.count(0, 2)
-until_refused(lambda: files.append(open(str(len(files)), 'w')))
-until_refused(lambda: [fcntl.lockf(file, fcntl.LOCK_EX, 1, place) for place in [next(places)] for file in files])""",
 }
 
 

@@ -34,31 +34,28 @@ from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS
 from sample import Rollout, occurrences, stop_token_ids
 
-MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
-
 
 def sample_with_environment(
     engine, environment: Callable | None, examples: list[dict], config, *, num_completions: int | None = None,
-    seed: int, **options,
+    seed: int, earlier: list[int] | None = None,
 ) -> Rollout:
     """Sample a group for each example's prompt. With an environment a completion is a list of messages.
 
-    engine   an Engine;  config  a GRPOConfig
-    options  earlier, on_tokens: see Engine.sample
+    engine   an Engine;  config  a GRPOConfig;  earlier  how often each prompt came before
     returns  with a class, its instances are open until closing_environments around the call closes them
     """
     prompts, tokenizer = [example["prompt"] for example in examples], engine.tokenizer
+    options = dict(num_completions=num_completions, seed=seed, earlier=earlier)
     if environment is None:
-        return engine.sample(prompts, config, num_completions=num_completions, seed=seed, **options)
+        return engine.sample(prompts, config, **options)
     group_size = num_completions or config.num_completions_per_prompt
     conversations = start_conversations(
         tokenizer, environment, examples, config, stop_token_ids(engine.model, tokenizer),
-        group_size=group_size, seed=seed, earlier=options.get("earlier"),
+        group_size=group_size, seed=seed, earlier=earlier,
     )
     prompts = [conversation.prompt for conversation in conversations[::group_size]]
     rollout = engine.sample(
-        prompts, config, num_completions=num_completions, seed=seed,
-        reply=lambda row, ids: conversations[row].end_turn(ids), **options)
+        prompts, config, reply=lambda row, ids: conversations[row].end_turn(ids), **options)
     if any(rollout.finished[row] and not each.num_turns for row, each in enumerate(conversations)):
         raise RunError(f"engine {type(engine).__name__} does not call reply: an environment needs that.")
     points, lengths = torch.zeros(rollout.completion_mask.shape), completion_lengths(rollout.completion_mask)
@@ -199,9 +196,6 @@ def parse_step(returned) -> tuple[dict | None, float]:
         expected = "not text, a message with text that is not the assistant's, or None at the end"
         raise TypeError(f"it returned {message!r:.60}, {expected}")
     content = message["content"].encode(errors="replace").decode()      # a lone surrogate cannot be tokenised
-    if len(content) > MAX_MESSAGE_CHARACTERS:
-        surplus = len(content) - MAX_MESSAGE_CHARACTERS
-        content = f"{content[:MAX_MESSAGE_CHARACTERS]} [{surplus} more characters were cut]"
     return message | {"content": content}, float(points)
 
 

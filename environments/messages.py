@@ -2,16 +2,17 @@
 The messages of a conversation as token ids: demonstrations with several turns, an environment's messages.
 """
 
-from data import after_turn, encode, encode_completion, is_ids, mark_special_tokens
+from data import after_turn, encode, encode_completion, encode_demonstration, is_ids, mark_special_tokens
 
 
-def encode_demonstration(
+def encode_turns(
     tokenizer, prompt, completion: str | list[dict], stop_ids: list[int]
 ) -> tuple[list[int], list[bool]]:
     """Encode a demonstration, text or messages: token ids, and True where they are the assistant's."""
+    if isinstance(completion, str):
+        return encode_demonstration(tokenizer, prompt, completion, stop_ids)
     ids, is_assistant = [], []
-    turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    for message in turns:
+    for message in completion:
         own = message["role"] == "assistant"
         part = (
             encode_completion(tokenizer, message["content"], stop_ids) if own

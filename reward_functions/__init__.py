@@ -6,13 +6,13 @@ MODULES = {                     # the functions of each module
     "rewards": "correctness reasoning_coherence explanation_quality",
     "reward_functions.formats": "multiple_choice answer_pattern json_format xml_tags environment none",
     "reward_functions.arithmetic": "countdown",
-    "reward_functions.heuristics": "repetition_penalty diversity safety rule_list",
+    "reward_functions.heuristics": "repetition_penalty diversity safety",
     "reward_functions.tunix": "match_format_exactly match_format_approximately check_answer check_numbers",
     "reward_functions.mathematics": "math_equality",
     "reward_functions.programs": "passes_tests",
     "reward_functions.models": "classifier judge",
 }
-MAKERS = "rule_list", "classifier", "judge"               # they return a reward function
+MAKERS = "classifier", "judge"               # they return a reward function
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
 
 

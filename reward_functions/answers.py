@@ -1,15 +1,12 @@
 """
-Helpers of the reward functions here: lists in the data, \\boxed{...}, fenced blocks, and patterns of users.
+Helpers of the reward functions here: lists in the data, \\boxed{...} and fenced blocks.
 Those of tagged answers are in rewards.py. A model may print anything, so nothing here raises.
 """
 
 import re
 import textwrap
-from collections.abc import Callable
 
 from rewards import extract_answer, is_missing
-
-SECONDS_PER_PATTERN = 1.0       # of processor time, for a regular expression of the user and one text
 
 
 def as_texts(value) -> list[str]:
@@ -27,16 +24,6 @@ def extract_boxed(text: str) -> str | None:
         if depth == 0:
             return last[:end].strip() or None
     return None
-
-
-def matches(function: Callable, *arguments, otherwise: bool) -> bool:
-    """Return True if a function of the package regex, such as search, finds a match; `otherwise` after
-    SECONDS_PER_PATTERN: there are expressions that take exponential time on some texts.
-    """
-    try:
-        return function(*arguments, timeout=SECONDS_PER_PATTERN) is not None
-    except TimeoutError:
-        return otherwise
 
 
 def extract_block(text: str, language: str) -> str:

@@ -27,13 +27,13 @@ def countdown(completions, numbers, target, **columns) -> list[float | None]:
     """
 
     def points(text: str, given, goal) -> float:
-        value, used = evaluate_expression(extract_answer(text) or "")
+        value, used = exact_value(extract_answer(text) or "")
         return float(value == Fraction(str(goal)) and sorted(used) == sorted(map(Fraction, as_texts(given))))
 
     return score_each(points, completions, numbers, target)
 
 
-def evaluate_expression(text: str) -> tuple[Fraction | None, list[int]]:
+def exact_value(text: str) -> tuple[Fraction | None, list[int]]:
     """Return the value of an expression like (3*4)+7, or None for anything else, and the numbers in it.
 
     Only whole numbers, + - * / between two of them, and parentheses are allowed. There are no large values.
@@ -42,12 +42,12 @@ def evaluate_expression(text: str) -> tuple[Fraction | None, list[int]]:
         return None, []
     used = [int(digits) for digits in re.findall(r"[0-9]+", text)]
     try:
-        return evaluate(text, FOUR_OPERATORS, Fraction), used
+        return evaluate_expression(text, FOUR_OPERATORS, Fraction), used
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None, used
 
 
-def evaluate(text: str, operators: Mapping[type, Callable], convert: Callable):
+def evaluate_expression(text: str, operators: Mapping[type, Callable], convert: Callable):
     """Evaluate an arithmetic expression by its syntax tree. No code is run.
 
     operators  {ast.Add: operator.add, ...}; others are rejected
@@ -62,7 +62,7 @@ def evaluate(text: str, operators: Mapping[type, Callable], convert: Callable):
                 return operators[type(op)](value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
                 return operators[type(op)](value(left), value(right))
-        raise ValueError("only numbers with + - * / // % ** and parentheses")    # for users of the calculator
+        raise ValueError("only numbers with + - * / and parentheses")    # for users of the calculator
 
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")

@@ -244,10 +244,5 @@ def error_message(function: Callable, error: Exception, completions: list) -> st
     frame = (own or frames)[-1]
     where = f"{Path(frame.filename).name}, line {frame.lineno}"
     fix = "Let it return None for what it cannot score, or pass --reward_errors none."
-    if isinstance(completions[0], str) and isinstance(error, IndexError | KeyError | TypeError):
-        fix += (
-            ' Prompts are text, so completions are text: if it reads completion[0]["content"], make each '
-            'prompt a list of messages, [{"role": "user", "content": ...}].'
-        )
     first = f"on {len(completions)} completions, the first is {text_of(completions[0])!r:.80}"
     return f"reward function {name} raised {in_one_line(error)} ({where}); {first}. {fix}"

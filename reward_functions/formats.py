@@ -2,14 +2,11 @@
 Reward functions for answer formats (multiple choice, patterns, JSON, XML), and for an environment's points.
 """
 
-import importlib.util
 import json
 import re
 import string
 
-import regex
-
-from reward_functions.answers import as_texts, extract_block, matches
+from reward_functions.answers import as_texts, extract_block
 from rewards import extract_answer, is_missing, same_answer, score_each, text_of
 
 LETTERS = string.ascii_uppercase # of choices
@@ -20,7 +17,7 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
     no choice.
 
     "B", "(b)", "B." and "B) four" name choice B; so does its text if the column `choices` is a list of texts.
-    The data's answer may also be an index from 0, as an int. A text counts before a letter.
+    A text counts before a letter.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
@@ -34,9 +31,7 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
 
 
 def choice_of(answer, options: list[str]) -> str | None:
-    """Return the choice that an answer names by its text, else by its letter, or as an int by its index."""
-    if type(answer) is int and 0 <= answer < len(options):
-        return options[answer]
+    """Return the choice that an answer names by its text, else by its letter."""
     name, choices = str(answer).strip(), options or list(LETTERS)
     letter = re.match(r"\(?([A-Za-z])(?:[).:]|$)", name)
     index = LETTERS.find(letter[1].upper()) if letter else -1                 # -1: an empty slice below
@@ -46,23 +41,21 @@ def choice_of(answer, options: list[str]) -> str | None:
 
 def answer_pattern(completions, pattern, **columns) -> list[float | None]:
     """Give 1 point if the tagged answer matches the regular expression in the column `pattern` from its first
-    to its last character, else 0; None where there is no pattern. Matching for longer than a second counts as
-    no match. The expressions are those of the package regex.
+    to its last character, else 0; None where there is no pattern.
 
     answer_pattern(["<answer>2024-02-30</answer>"], pattern=[r"\\d{4}-\\d\\d-\\d\\d"]) == [1.0]
     {"prompt": "On which day did it begin?", "pattern": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}
     """
     def points(text: str, rule: str) -> float:
         answer = extract_answer(text)
-        return float(bool(answer) and matches(regex.fullmatch, rule, answer, regex.DOTALL, otherwise=False))
+        return float(bool(answer) and re.fullmatch(rule, answer, re.DOTALL) is not None)
 
     return score_each(points, completions, pattern)
 
 
 def json_format(completions, schema=None, **columns) -> list[float]:
     """Give 1 point if the completion is JSON, and matches the JSON Schema in the column `schema` (an object,
-    or its text) where there is one; else 0. Without the package jsonschema only the schema's `required` keys
-    are checked.
+    or its text) where there is one, by the package jsonschema; else 0.
 
     The JSON is read from the last fenced block, else from the tagged answer, else from the whole text.
 
@@ -74,21 +67,15 @@ def json_format(completions, schema=None, **columns) -> list[float]:
         try:
             value = json.loads(extract_block(text, "json"), parse_constant=int)       # rejects NaN, Infinity
             schema = json.loads(schema) if isinstance(schema, str) and schema.strip() else schema
-            return float(is_missing(schema) or matches_schema(value, schema))
+            if is_missing(schema):
+                return 1.0
+            import jsonschema
+
+            return float(jsonschema.validators.validator_for(schema)(schema).is_valid(value))
         except (ValueError, RecursionError, OverflowError):     # multipleOf of 1e999 overflows
             return 0.0
 
     return list(map(points, map(text_of, completions), schema or [None] * len(completions)))
-
-
-def matches_schema(value, schema: dict) -> bool:
-    """Validate a value against a JSON Schema, or without jsonschema only against its `required` keys."""
-    if importlib.util.find_spec("jsonschema"):
-        import jsonschema
-
-        return jsonschema.validators.validator_for(schema)(schema).is_valid(value)
-    required = schema.get("required", [])
-    return not required or (isinstance(value, dict) and all(key in value for key in required))
 
 
 def xml_tags(completions, tags=None, **columns) -> list[float]:

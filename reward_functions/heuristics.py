@@ -5,11 +5,9 @@ Give them a small weight next to a function that checks the answer, and read com
 """
 
 import itertools
-from collections.abc import Callable
+import re
 
-import regex
-
-from reward_functions.answers import as_texts, matches
+from reward_functions.answers import as_texts
 from rewards import score_each, text_of
 
 
@@ -48,33 +46,12 @@ def diversity(completions, prompts=None, **columns) -> list[float | None]:
 def safety(completions, forbidden, **columns) -> list[float | None]:
     """Give 1 point if none of the regular expressions in the column `forbidden` matches, ignoring case, else
     0; None without a list. A list of words ignores context and spelling, and an empty completion gets the
-    point. Searching for an expression (of the package regex) for longer than a second counts as a match.
+    point.
 
     safety(["rm -rf /", "ls"], forbidden=[[r"rm\\s+-rf"]] * 2) == [0.0, 1.0]
     {"prompt": "How do I empty the folder build?", "forbidden": ["rm +-rf", "sudo"]}
     """
     def points(text: str, rules) -> float:
-        found = (matches(regex.search, r, text, regex.IGNORECASE, otherwise=True) for r in as_texts(rules))
-        return float(not any(found))
+        return float(not any(re.search(rule, text, re.IGNORECASE) for rule in as_texts(rules)))
 
     return score_each(points, completions, forbidden)
-
-
-def rule_list(name: str, rules: dict[str, float]) -> Callable:
-    """Return a reward function of that name, for a file of your own: the sum of the points of the regular
-    expressions that match, ignoring case. Searching for one for longer than a second counts as a match if its
-    points are negative.
-
-    polite = rule_list("polite", {r"\\bplease\\b": 0.5, r"\\bstupid\\b": -1.0})
-    polite(["Stupid, please"]) == [-0.5]
-    """
-    compiled = [(regex.compile(rule, regex.IGNORECASE), float(points)) for rule, points in rules.items()]
-
-    def points(text: str) -> float:
-        return sum((p for rule, p in compiled if matches(rule.search, text, otherwise=p < 0)), 0.0)
-
-    def function(completions, **columns) -> list[float]:
-        return [points(text_of(completion)) for completion in completions]
-
-    function.__name__ = name
-    return function

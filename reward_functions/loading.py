@@ -2,7 +2,6 @@
 The built-in reward functions by name, functions in files, their signatures, and the columns that they need.
 """
 
-import asyncio
 import importlib.util
 import inspect
 import re
@@ -74,8 +73,7 @@ def check_signature(function: Callable, name: str) -> Callable:
     if not callable(function):
         raise ValueError(f"{flag}: a {type(function).__name__} is no function and has no __call__")
     if "solution_str" in inspect.signature(function).parameters:
-        is_async = inspect.iscoroutinefunction(function)
-        each = partial(gather_for_each if is_async else call_for_each, function)
+        each = partial(call_for_each, function)
         each.__name__, each.__doc__ = name_of(function), function.__doc__
         return each
     if not accepted(function, {name: [] for name in PROVIDED}):
@@ -89,11 +87,6 @@ def call_for_each(function: Callable, completions, ground_truth, **columns) -> l
     rows |= {"solution_str": list(map(text_of, completions)), "ground_truth": ground_truth}
     rows = accepted(function, {name: values for name, values in rows.items() if isinstance(values, list)})
     return [function(**dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
-
-
-async def gather_for_each(function: Callable, completions, ground_truth, **columns) -> list:
-    """Do the same with an async function."""
-    return await asyncio.gather(*call_for_each(function, completions, ground_truth, **columns))
 
 
 def accepted(function: Callable, arguments: dict) -> dict:
@@ -133,7 +126,7 @@ def require_columns(functions: Iterable[Callable], examples: Sequence[dict], sou
         if missing := missing_columns(function, columns):
             raise ValueError(
                 f"--reward_functions {name_of(function)}: needs the column {missing[0]}, which {source} does "
-                f"not have (columns with values: {', '.join(sorted(columns))}){data_example(function)}"
+                f"not have (columns with values: {', '.join(sorted(columns))})"
             )
 
 
@@ -142,13 +135,6 @@ def refuse_equal_names(functions: list[Callable]) -> None:
     names = [name_of(function) for function in functions]
     if repeated := next((name for name in names if names.count(name) > 1), ""):
         raise ValueError(f"--reward_functions: two have the name {repeated}; rename one by its __name__")
-
-
-def data_example(function: Callable) -> str:
-    """Return the end of a message: the line of data, beginning with {, in a function's docstring; or ""."""
-    lines = map(str.strip, (function.__doc__ or "").splitlines())
-    line = next((line for line in lines if line.startswith("{")), "")
-    return line and f"; a line of data for {name_of(function)}: {line}"
 
 
 def as_name(given) -> str:

@@ -4,7 +4,6 @@ make it hang.
 """
 
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -13,7 +12,6 @@ from reward_functions.sandbox import run_python, usable_cores
 from rewards import extract_answer, is_missing, same_answer, text_of
 
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
-SECONDS_PER_BATCH = 20.0        # for all comparisons together, and 0.05 more for each
 ANSWERS_PER_PROCESS = 16
 LONGEST_ANSWER = 1000           # in characters; longer ones are compared as text
 SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
@@ -30,8 +28,8 @@ UNITS = rf"( |(?![A-Za-z]\b))({IN_LATEX}|{PHRASE})(\^\{{?[23]\}}?|[²³])?$"    
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
     """Give 1 point if the answer is mathematically equal to the column `answer`, by the package math-verify,
-    else 0; None where the data has no answer, and where the time of the batch is over. Equal according to
-    same_answer counts as equal; comparing longer than a few seconds, as unequal.
+    else 0; None where the data has no answer. Equal according to same_answer counts as equal; comparing
+    longer than a few seconds, as unequal.
 
     The answer is the tagged one, or in a text without tags the only \\\\boxed{...}; of a list in the column
     `answer` any may be given, of a text there the last \\\\boxed{...} counts.
@@ -48,8 +46,7 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     equal |= compare_in_sandbox(sorted(pair for pair in pairs - unread if not equal[pair]))
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
     return [
-        None if is_missing(truth) or (None in row and True not in row) else float(True in row)
-        for row, truth in zip(found, answer, strict=True)
+        None if is_missing(truth) else float(True in row) for row, truth in zip(found, answer, strict=True)
     ]
 
 
@@ -93,23 +90,22 @@ for given, truth in {pairs!r}:
 '''
 
 
-def compare_in_sandbox(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], bool | None]:
-    """Return whether the expressions of each pair are equal; None for those that the batch had no time for.
-    Several are compared in one process. A pair that ends it is unequal; the rest follow in a new process.
+def compare_in_sandbox(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], bool]:
+    """Return whether the expressions of each pair are equal. Several are compared in one process: a pair that
+    ends it is unequal, and the rest follow in a new process.
     """
     check_sandbox()
 
     def compare(left: list[tuple[str, str]]) -> None:
-        while left and time.monotonic() < deadline:
+        while left:
             latex = [tuple(map(as_latex, pair)) for pair in left]
             code = COMPARE_TEMPLATE.format(pairs=latex, seconds=SECONDS_PER_ANSWER)
             lines = run_python(code, timeout_s=3 * SECONDS_PER_ANSWER + 1, **SANDBOX).stdout.split() or "0"
             equal.update((pair, line == "1") for pair, line in zip(left, lines, strict=False))
             left = left[len(lines) :]            # again, unless it had all the time for itself
 
-    equal: dict[tuple[str, str], bool | None] = dict.fromkeys(pairs)
+    equal: dict[tuple[str, str], bool] = {}
     chunks = [pairs[i : i + ANSWERS_PER_PROCESS] for i in range(0, len(pairs), ANSWERS_PER_PROCESS)]
-    deadline = time.monotonic() + SECONDS_PER_BATCH + 0.05 * len(pairs)
     with ThreadPoolExecutor(usable_cores()) as threads:
         list(threads.map(compare, chunks))
     return equal

@@ -16,7 +16,6 @@ judge ("this reply deserves a 10"). Give them a small weight and read completion
 """
 
 import asyncio
-import itertools
 import math
 import os
 import re
@@ -30,24 +29,23 @@ from data import as_messages, as_text
 from engine.devices import best_device, eager_device
 from rewards import text_of
 
+TOP = 10                        # of a rating
+
 
 def classifier(
-    name: str, model_path: str, *, label: int = -1, batch_size: int = 8, max_length: int = 2048,
-    device: str | None = None,
+    name: str, model_path: str, *, label: int = -1, batch_size: int = 8, max_length: int = 2048
 ) -> Callable:
     """Return a reward function that applies a sequence classification model of transformers.
 
     points      the model's output if it has one (a reward model, any range), else the probability of `label`,
                 0 to 1
     max_length  tokens; longer conversations are truncated at their beginning
-    device      "cpu", "cuda"; None: the GPU if there is one, and the CPU with XLA, which would compile every
-                length
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, truncation_side="left")
     network = AutoModelForSequenceClassification.from_pretrained(model_path).eval().requires_grad_(False)
-    network.to(device or eager_device(best_device()))
+    network.to(eager_device(best_device()))               # not to XLA, which would compile every length
     if network.config.pad_token_id is None:               # used to find the last token that is not padding
         network.config.pad_token_id = tokenizer.pad_token_id
 
@@ -79,39 +77,33 @@ def format_conversation(tokenizer, prompt, text: str) -> str:
 
 
 def judge(
-    name: str, *, url: str, model: str, question: str, top: float = 10.0, key_variable: str = "",
-    timeout: float = 30.0, retries: int = 2, backoff: float = 0.5, at_once: int = 8, max_tokens: int = 512,
+    name: str, *, url: str, model: str, question: str, key_variable: str = "", timeout: float = 30.0,
+    at_once: int = 8, max_tokens: int = 512,
 ) -> Callable:
     """Return an async reward function that has a language model rate each completion.
 
-    points        0 to 1: the rating / top. None without exactly one rating from 0 to top in the reply, or
+    points        0 to 1: the rating / 10. None without exactly one rating from 0 to 10 in the reply, or
                   without a reply: an unreachable, slow or incoherent judge leaves completions unscored, with
                   a warning
     url           of the API: /chat/completions is added; redirects are not followed
     key_variable  the environment variable that holds the API key; "": no key is sent
-    timeout       seconds for one request in total, tried 1 + retries times with pauses of backoff,
-                  2 * backoff, ... seconds. So B completions take at most
-                  B / at_once * ((1 + retries) * timeout + pauses)
+    timeout       seconds for one request in total: B completions take at most B / at_once * timeout. A failed
+                  request is not repeated
     """
     api_key = os.environ.get(key_variable, "").strip()
-    if not (api_key.isascii() and api_key.isprintable()):
-        raise ValueError(f"judge {name}: the API key in {key_variable} has a character that none can have")
-    ratings: dict[str, float] = {}                        # by prompt: a reply is rated once
 
     async def points(client, slots: asyncio.Semaphore, prompt, completion) -> float | None:
-        text = judge_prompt(question, prompt, text_of(completion), top)
-        if text in ratings:
-            return ratings[text]
+        text = judge_prompt(question, prompt, text_of(completion))
         messages = [{"role": "user", "content": text}]
         body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
         try:
             async with slots:
-                reply = await request_completion(client, body, timeout, retries, backoff)
-            ratings[text] = parse_rating(reply, top)
+                response = await asyncio.wait_for(client.post("chat/completions", json=body), timeout)
+            response.raise_for_status()                            # redirects are errors, too
+            return parse_rating(response.json()["choices"][0]["message"]["content"])
         except Exception as error:                                 # any failure of the network or the server
             line = repr(error).replace(api_key or "no key", "(API key)")         # a server may send it back
             warnings.warn(f"judge {name}: {line:.300}", stacklevel=2)
-        return ratings.get(text)
 
     async def function(completions, prompts, **columns) -> list[float | None]:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -125,32 +117,16 @@ def judge(
     return function
 
 
-def judge_prompt(question: str, prompt, text: str, top: float) -> str:
+def judge_prompt(question: str, prompt, text: str) -> str:
     """Return the judge's prompt: the question, the conversation, and the format of the reply."""
     conversation = f"<prompt>\n{as_text(as_messages(prompt))}\n</prompt>\n\n<reply>\n{text}\n</reply>"
-    return f"{question}\n\n{conversation}\n\nAnswer with one number from 0 to {top:g}."
+    return f"{question}\n\n{conversation}\n\nAnswer with one number from 0 to {TOP}."
 
 
-def parse_rating(reply: str, top: float) -> float:
-    """Return the only number after a reply's thoughts / top. Raise ValueError if there is none up to top."""
-    text = re.sub(rf"(/|out of)\s*{top:g}\b(?!\.\d)", "", reply.rpartition("</think>")[2])
+def parse_rating(reply: str) -> float:
+    """Return the only number after a reply's thoughts / TOP. Raise ValueError if there is none up to it."""
+    text = re.sub(rf"(/|out of)\s*{TOP}\b(?!\.\d)", "", reply.rpartition("</think>")[2])
     numbers = re.findall(r"(?:[-\u2212\u2013]|(?<!\.)\.)?\d+(?:\.\d+)?(?:\s*(?:[%\uff05]|per ?cent))?", text)
-    if len(numbers) != 1 or not re.fullmatch(r"[\d.]+", numbers[0]) or float(numbers[0]) > top:
-        raise ValueError(f"no rating from 0 to {top:g} in {reply!r}")
-    return float(numbers[0]) / top
-
-
-async def request_completion(
-    client: httpx2.AsyncClient, body: dict, timeout: float, retries: int, backoff: float,
-) -> str:
-    """Return the reply of an OpenAI-compatible endpoint. Retry errors that may be temporary."""
-    for attempt in itertools.count():
-        try:
-            response = await asyncio.wait_for(client.post("chat/completions", json=body), timeout)
-            response.raise_for_status()                              # redirects are errors, too
-            return response.json()["choices"][0]["message"]["content"]
-        except (OSError, ValueError, LookupError, TypeError, httpx2.HTTPError) as error:
-            status = error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else 500
-            if (status < 500 and status != 429) or attempt == retries:
-                raise
-        await asyncio.sleep(backoff * 2**attempt)
+    if len(numbers) != 1 or not re.fullmatch(r"[\d.]+", numbers[0]) or float(numbers[0]) > TOP:
+        raise ValueError(f"no rating from 0 to {TOP} in {reply!r}")
+    return float(numbers[0]) / TOP

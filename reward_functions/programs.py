@@ -19,7 +19,6 @@ from rewards import text_of
 
 SECONDS_PER_TEST = 3.0          # for the program itself and one test
 SECONDS_PER_PROGRAM = 10.0      # for one program with all its tests
-SECONDS_PER_BATCH = 120.0       # for all programs together, and one more for each, divided by the cores
 EXECUTORS = {"eval", "exec", "compile", "load", "loads", "Unpickler", "timeit"}     # run what they are given
 # What a test may use without an import: modules, if before a dot, and names of modules.
 MODULES = {"asyncio", "cmath", "collections", "functools", "inspect", "itertools", "json", "math", "re"}
@@ -33,7 +32,7 @@ METHODS = {name for kind in (str, bytes, list, dict, set, float, complex) for na
 
 def passes_tests(completions, tests, **columns) -> list[float | None]:
     """Give 0 to 1 point: the fraction of its tests that the program in a completion passes; None where there
-    are no tests, one that cannot be judged (docs/rewards.md; a warning names it), or no time for the batch.
+    are no tests, or one that cannot be judged (docs/rewards.md; a warning names it).
 
     tests    a column: per row a list of assert statements as strings; each may begin with imports
     program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
@@ -50,13 +49,11 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     """
 
     def score(completion, parts: list[tuple | None]) -> float | None:
-        judged = parts and None not in parts and time.monotonic() < deadline
+        judged = parts and None not in parts
         return fraction_passed(extract_block(text_of(completion), "python3?|py"), parts) if judged else None
 
-    cores = usable_cores()
-    deadline = time.monotonic() + SECONDS_PER_BATCH + len(completions) / cores
     parts = [[split_or_warn(test) for test in as_texts(row)] for row in tests]
-    with ThreadPoolExecutor(cores) as threads:
+    with ThreadPoolExecutor(usable_cores()) as threads:
         return list(threads.map(score, completions, parts))
 
 

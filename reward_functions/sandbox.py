@@ -4,15 +4,13 @@ Running programs that a model wrote, isolated from this machine; only what they 
     run_python("print(1 + 1)") == SandboxResult(ok=True, stdout="2\\n", stderr="", reason="")
 
 A program is one process: it may start threads, but no other process and no other program. It has the standard
-library, read-only; limits on time, memory, files and output; no network, no environment variables, no open
-files, and no process to signal. The first of these isolation methods that the kernel permits is used:
+library, and can write no file; limits on time, memory and output; no network, no environment variables, no
+open files, and no process to signal. The first of these isolation methods that the kernel permits is used:
 
-    namespaces  only the standard library and an empty scratch folder exist, no other process, no network: for
-                root, and for ordinary users where the kernel gives them user namespaces
-    bubblewrap  the same through bwrap, which may be permitted where this process is not, without the scratch
-                folder: nothing can be written. Root becomes an ordinary user first
+    namespaces  only the standard library exists, read-only, no other process, no network: for root, and for
+                ordinary users where the kernel gives them user namespaces
     user        root without CAP_SYS_ADMIN, as in most containers, on a kernel with Landlock: an unused user
-                that can read no other file, and write none. Names and sizes of files can be found out
+                that can read no other file. Names and sizes of files can be found out
 
 In each of them a seccomp filter permits a list of system calls (reward_functions/system_calls.py). Where none
 works, and on anything but Linux on x86-64 and arm64, programs are refused. Not covered: see docs/rewards.md.
@@ -34,7 +32,6 @@ import platform
 import re
 import resource
 import select
-import shutil
 import signal
 import struct
 import subprocess
@@ -46,9 +43,8 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 
-METHODS = "namespaces", "bubblewrap", "user"
+METHODS = "namespaces", "user"
 OUTPUT_BYTES = 1 << 16          # of stdout and of stderr
-FILE_MB, SCRATCH_MB = 16, 32    # one file, and all files together
 THREADS, OPEN_FILES = 32, 64
 SECONDS_TO_START = 60.0         # for a server and its modules; the time limit of a program comes after that
 
@@ -79,7 +75,7 @@ def run_python(
     memory_mb  limit on the address space; the interpreter itself takes about 30
     modules    imported before the program starts, once for all programs, from wherever the caller finds
                them; the packages that this loads are available, others outside the standard library are not
-    method     "namespaces", "bubblewrap" or "user"; "": the first that works
+    method     "namespaces" or "user"; "": the first that works
     raises     RuntimeError where no isolation method works
     """
     kind = (method, modules)
@@ -103,8 +99,8 @@ def run_python(
     idle_servers[kind].append(server)
     if "refused" in answer:
         raise RuntimeError(
-            "programs cannot be isolated here, so none is run: install bubblewrap, run as root, or allow "
-            f"user namespaces ({answer['refused']})"
+            "programs cannot be isolated here, so none is run: run as root, or allow user namespaces "
+            f"({answer['refused']})"
         )
     return SandboxResult(**answer)
 
@@ -138,7 +134,7 @@ def usable_cores() -> int:
 def serve(methods: list[str], modules: list[str], path: list[str], call_filter: str) -> None:
     """Handle requests one after the other, each in a new fork, until the caller ends.
 
-    methods      the first that works is used; "": this server is inside bubblewrap
+    methods      the first that works is used
     path         of the caller, if there are modules
     call_filter  for seccomp(2), in hexadecimal digits
     """
@@ -151,9 +147,6 @@ def serve(methods: list[str], modules: list[str], path: list[str], call_filter: 
         if not refused[method]:
             break
     if not refused[method]:
-        if method == "bubblewrap":
-            options = dict(methods=[""], modules=modules, path=path, call_filter=call_filter)
-            sys.exit(run_in_bubblewrap("/sandbox.py", json.dumps(options)).returncode)
         RESTRICTIONS[method]()
     refusal = refused[method] and "; ".join(map(": ".join, refused.items()))
     gc.freeze()                 # otherwise garbage collection in forks would copy the page of every object
@@ -170,13 +163,9 @@ def find_obstacle(method: str, call_filter: str) -> str:
     read_end, write_end = os.pipe()
     if os.fork() == 0:
         try:
+            RESTRICTIONS[method]()
             code = "import fractions"                     # the library may be in a folder for root alone
-            if method == "bubblewrap":
-                done = run_in_bubblewrap("-c", code, capture_output=True, stdin=subprocess.DEVNULL)
-                result = {"ok": done.returncode == 0, "reason": "bwrap", "stderr": done.stderr.decode()}
-            else:
-                RESTRICTIONS[method]()
-                result = run_isolated(method, call_filter, code, 5.0, 512)
+            result = run_isolated(method, call_filter, code, 5.0, 512)
             if not result["ok"]:
                 raise OSError(f"{result['reason']}: {result['stderr'].strip().rpartition(chr(10))[2]}")
         except Exception as error:
@@ -202,19 +191,19 @@ def handle_request(method: str, call_filter: str, refusal: str) -> int:
 
 
 def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, memory_mb: int) -> dict:
-    """Fork a process for a program, and kill it at the end. Raise OSError where it cannot be isolated."""
+    """Fork a process for a program, and kill it at the end. Raise OSError where it cannot be isolated.
+
+    This process must end soon: it has the ends of the pipes.
+    """
     (out, out_end), (err, err_end), (ready, ready_end) = os.pipe(), os.pipe(), os.pipe()
     user = 61184 + os.getpid() % 4336                              # in the range of systemd's dynamic users
     if method == "namespaces":
         check_libc(libc.unshare(0x20000000))                       # CLONE_NEWPID
-        mount("tmpfs", "/scratch", "tmpfs", 2 | 4, f"size={SCRATCH_MB}m,nr_inodes=1000,mode=777")
     pid = os.fork()
     if pid == 0:
         try:
             for source, target in (os.open("/dev/null", os.O_RDWR), 0), (out_end, 1), (err_end, 2):
                 os.dup2(source, target)
-            if method == "namespaces":
-                os.chdir("/scratch")
             drop_privileges(user)
             apply_limits(timeout_s, memory_mb, bytes.fromhex(call_filter))
             os.write(ready_end, b"!")
@@ -225,13 +214,7 @@ def run_isolated(method: str, call_filter: str, code: str, timeout_s: float, mem
         os._exit(1)
     for end in out_end, err_end, ready_end:
         os.close(end)
-    try:
-        return wait_for_program(pid, out, err, ready, timeout_s)
-    finally:
-        for end in out, err, ready:
-            os.close(end)
-        if method == "namespaces":
-            libc.umount2(b"/scratch", 2)                           # MNT_DETACH
+    return wait_for_program(pid, out, err, ready, timeout_s)
 
 
 def wait_for_program(pid: int, out: int, err: int, ready: int, timeout_s: float) -> dict:
@@ -313,7 +296,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def enter_empty_root() -> None:
-    """Change to a read-only root with nothing but visible_paths and an empty folder.
+    """Change to a read-only root with nothing but visible_paths.
 
     Without the right to mount, first enter a user namespace as user 65534.
     """
@@ -334,7 +317,6 @@ def enter_empty_root() -> None:
             os.makedirs(os.path.dirname(root + path), exist_ok=True)
             open(root + path, "w").close()
         mount(os.path.realpath(path), root + path, None, 1 << 12 | 1 << 14)        # MS_BIND | MS_REC
-    os.mkdir(root + "/scratch")
     read_only = struct.pack("<4Q", 1 | 2, 0, 0, 0)                 # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
     # mount_setattr, recursive
     check_libc(libc.syscall(442, -100, root.encode(), 0x8000, read_only, len(read_only)))
@@ -345,7 +327,7 @@ def enter_empty_root() -> None:
 def restrict_files() -> None:
     """Permit only reading visible_paths, and writing to devices, with Landlock.
 
-    What Landlock does not restrict is forbidden by the filter (truncate), or needs the owner (chmod).
+    What Landlock does not restrict is forbidden by the filter (truncate, chmod).
     """
     if os.geteuid() != 0:
         raise OSError("only root can take another user id")
@@ -360,25 +342,7 @@ def restrict_files() -> None:
 
 
 # What a method changes in the server, before a program's process exists.
-RESTRICTIONS = {"namespaces": enter_empty_root, "user": restrict_files, "": lambda: None}
-
-
-def run_in_bubblewrap(*arguments: str, **options) -> subprocess.CompletedProcess:
-    """Run an interpreter in an empty, read-only root with visible_paths and this file, as an ordinary user.
-
-    Root would stay root in its user namespace, under another number, and could change the modes of devices.
-    """
-    program = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
-    if program is None:
-        raise OSError("bwrap is not installed")
-    command = [program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
-    command += ["--die-with-parent", "--cap-drop", "ALL"]
-    python = os.path.realpath(sys.executable)
-    for path in [*visible_paths(), python]:
-        command += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", os.path.realpath(path), path]
-    command += ["--ro-bind", __file__, "/sandbox.py", "--remount-ro", "/", python, "-I", "-S", *arguments]
-    drop_privileges(65534)
-    return subprocess.run(command, check=False, **options)
+RESTRICTIONS = {"namespaces": enter_empty_root, "user": restrict_files}
 
 
 def drop_privileges(user: int) -> None:
@@ -397,7 +361,7 @@ def apply_limits(timeout_s: float, memory_mb: int, call_filter: bytes) -> None:
     """Apply all limits to this process, irrevocably."""
     limits = {
         resource.RLIMIT_CPU: math.ceil(timeout_s), resource.RLIMIT_AS: memory_mb << 20,
-        resource.RLIMIT_FSIZE: FILE_MB << 20, resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_NOFILE: OPEN_FILES, resource.RLIMIT_NPROC: THREADS,
     }
     for limit, amount in limits.items():

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 
 from data import require_sequence
-from sources.published_forms import as_example
+from sources.published_forms import as_published_example
 from sources.readers import View, read_rows
 from sources.tasks import PROBLEMS
 
@@ -34,5 +34,5 @@ def load_examples(
     if count == 0:
         raise ValueError(f"{where}: no examples in it")
     for number, row in enumerate(islice(rows, count), start=1):
-        as_example(row, f"{where}: example {number}", columns or {})
-    return View(rows, range(count), partial(as_example, where=where, columns=columns or {}))
+        as_published_example(row, f"{where}: example {number}", columns or {})
+    return View(rows, range(count), partial(as_published_example, where=where, columns=columns or {}))

@@ -13,7 +13,7 @@ from reward_functions.formats import LETTERS
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
-def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
+def as_published_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     """Return a row as an example, as data.as_example does, with its prompt and its answer in these forms.
 
     columns  the prompt may also be a text with columns in braces, and is then complete
@@ -36,7 +36,7 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     if "nums" in row:
         example.setdefault("numbers", row["nums"])        # Countdown, for the reward function of that name
     if isinstance(example.get("answer"), str):
-        example["answer"], reasoning = split_answer(plain["answer"], row, where)
+        example["answer"], reasoning = split_answer(plain["answer"], row)
         if reasoning and not example.get("completion"):
             example["completion"] = demonstration(reasoning, example["answer"])
     return example
@@ -72,22 +72,19 @@ def with_choices(question: str, row: dict) -> str:
 
 
 def text_choices(row: dict) -> list[str]:
-    """Return the column `choices` as texts if it is a list of texts or numbers, as many as letters; or []."""
+    """Return the column `choices` if it is a list of texts, at most as many as letters; or []."""
     choices = row.get("choices")
-    if not isinstance(choices, list) or not all(isinstance(choice, str | int | float) for choice in choices):
-        return []
-    return list(map(str, choices)) if len(choices) <= len(LETTERS) else []
+    are_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    return choices if are_texts and len(choices) <= len(LETTERS) else []
 
 
-def split_answer(answer, row: dict, where: str) -> tuple:
+def split_answer(answer, row: dict) -> tuple:
     """Return an answer, and the reasoning before it or "".
 
     A solution is split whose last line is `#### 72` (GSM8K) or which has a \\boxed{...} (MATH), of which the
     last one counts. An index into the column `choices` (MMLU) becomes a letter.
     """
     if type(answer) is int and 0 <= answer < len(text_choices(row)):
-        if answer in row["choices"] and row["choices"][answer] != answer:
-            raise ValueError(f"{where}: the answer {answer} may be a choice or an index; write its letter")
         return LETTERS[answer], ""
     text = str(answer)
     if end := re.search(r"(?:^|\n)#### *([-+]?[$€£]?[\d,]*\.?\d+(?: *%)?)\s*\Z", text):

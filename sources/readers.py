@@ -33,7 +33,7 @@ def read_file(path: Path) -> Sequence[dict]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.suffix == ".jsonl":
-        return read_json_lines(path)
+        return index_json_lines(path)
     if path.suffix == ".json":
         try:
             content = parse_json(path.read_text(encoding="utf-8-sig"))           # without a byte-order mark
@@ -61,8 +61,8 @@ def read_file(path: Path) -> Sequence[dict]:
     return rows
 
 
-def read_json_lines(path: Path) -> Sequence[dict]:
-    """Return the objects of a .jsonl file, parsed on access. Memory holds the offsets of lines, 8 bytes each.
+def index_json_lines(path: Path) -> Sequence[dict]:
+    """Return the objects of a .jsonl file, parsed on access: memory holds the offsets of lines, 8 bytes each.
 
     (The reader of `datasets` does not report the number of a bad line, and converts "2020-01-01" to a date.)
     """

@@ -11,7 +11,7 @@ import random
 from data import arithmetic, demonstration
 
 
-def countdown(split: str, seed: int) -> list[dict]:
+def countdown_problems(split: str, seed: int) -> list[dict]:
     """Return problems "make a target of 10 to 99 from three numbers of 1 to 25 with + - * /": 9000 and 1000.
 
     A problem has the columns `numbers` and `target`, for the reward function of the same name. It has several
@@ -46,7 +46,7 @@ def random_expression(numbers: list[int], generator: random.Random) -> tuple[str
     return " ".join(steps), expression[1:-1], value
 
 
-def guess_letter(split: str, seed: int) -> list[dict]:
+def guess_letter_games(split: str, seed: int) -> list[dict]:
     """Return games of guessing a letter in a range of 8 to 16: 108 ranges to train on, 27 to test on.
 
     Each demonstration guesses at random among the letters that are still possible, until it is right.
@@ -64,7 +64,7 @@ def guess_letter(split: str, seed: int) -> list[dict]:
 
 
 def random_guesses(possible: str, letter: str) -> list[dict]:
-    """Return the messages of a game of guess_letter, the policy's and the environment's."""
+    """Return the messages of a game of guess_letter_games, the policy's and the environment's."""
     generator, messages, guess = random.Random(f"{possible} {letter}"), [], ""
     while guess != letter:
         guess = generator.choice(possible)
@@ -75,4 +75,4 @@ def random_guesses(possible: str, letter: str) -> list[dict]:
     return messages
 
 
-PROBLEMS = {"arithmetic": arithmetic, "countdown": countdown, "guess_letter": guess_letter}
+PROBLEMS = {"arithmetic": arithmetic, "countdown": countdown_problems, "guess_letter": guess_letter_games}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config import Config
 from data import encode_prompt
-from environments.messages import encode_demonstration
+from environments.messages import encode_turns
 from sources import load_examples
 from sources.batches import prompt_key
 from sources.readers import READERS, View
@@ -123,7 +123,7 @@ def refuse_long_demonstrations(
     if not positions or (config.training.use_grpo and not config.training.cold_start_steps):
         return
     for number, example in enumerate(dataset, start=1):
-        ids, _ = encode_demonstration(tokenizer, example["prompt"], example["completion"], stop_ids)
+        ids, _ = encode_turns(tokenizer, example["prompt"], example["completion"], stop_ids)
         length = len(encode_prompt(tokenizer, example["prompt"])) + len(ids)
         if length > positions:
             raise ValueError(

@@ -241,7 +241,7 @@ print(json.dumps([[answer(load_examples, source) for source in (*files, *others)
     assert messages == [
         "arithmetic: there is no split dev; it has train and test",
         "--completion_column=gold: good.jsonl: line 1 has columns question, answer",
-        "[{'role': 'user', 'content': '2+2?<eos>'}] is no text: pass encode_demonstration of environments.messages"]
+        "[{'role': 'user', 'content': '2+2?<eos>'}] is no text: pass encode_turns of environments.messages"]
 
 
 def test_the_policy_alone_is_loaded_saved_and_followed_and_refuses_what_rooms_do(tmp_path):

@@ -13,7 +13,7 @@ from runs.folder import read_jsonl
 
 @pytest.mark.parametrize("code,saved", [
     ("def points(completions, **columns): return [0.0]\n", "points"),
-    ("from reward_functions.heuristics import rule_list\npoints = rule_list('politeness', {'please': 1.0})\n", "politeness"),
+    ("def points(completions, **columns):\n    return [0.0] * len(completions)\npoints.__name__ = 'politeness'\n", "politeness"),
     ("class Length:\n    def __call__(self, completions, **columns): return [0.0]\npoints = Length()\n", "Length"),
     ("def f(completions, **columns): return [0.0]\npoints = f\n", "f"),
 ])

@@ -36,6 +36,7 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
         ("<answer>131</answer>", "132", 0.0),
         ("<answer>1,32</answer>", "132", 0.0),
         ("", "132", 0.0),
+        (GOLD, None, None),
         ("<answer></answer>", "", None),
         ("<answer>nan</answer>", "NaN", 1.0),             # as text; as a number it would not even equal itself
         ("<answer>nan</answer>", math.nan, None),
@@ -48,10 +49,6 @@ GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
 )
 def test_correctness(text, truth, points):
     assert rewards.correctness([text], answer=[truth]) == [points]
-
-
-def test_correctness_cannot_score_without_an_answer():
-    assert rewards.correctness([GOLD, GOLD], answer=[None, "132"]) == [None, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +155,3 @@ def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
     summed = shape_rewards(GRPOConfig(), None, right, {"a": right, "b": short})
     assert torch.equal(summed, right), "the default changes nothing"
     assert (compute_group_advantages(points).argsort() == points.argsort()).all()
-
-
-def test_a_conversation_whose_environment_raised_is_unscored():
-    turn_points = torch.tensor([[0.0, 1.0, 0.0], [math.nan, 0.5, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 0.0]])
-    rollout = rollout_of("a", "b", "c", "d")
-    rollout.turn_points = turn_points
-    total, points = call_and_score(
-        [lambda completions, turn_points, **columns: [sum(row) for row in turn_points]], [2.0], rollout, EXAMPLES)
-    assert [[None if math.isnan(x) else x for x in row] for row in total.tolist()] == [[2.0, None], [0.5, 0.0]]
-    assert points["<lambda>"].isnan().sum() == 1

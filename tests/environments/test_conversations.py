@@ -6,23 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS, logits_alone
+from conftest import PROMPTS
 from test_chat_template import PUBLISHED
 
-import infer
 import train
-from analysis import explain, replay
+from analysis import replay
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
 from logprobs import completion_lengths
 from engine.errors import RunError
-from environments.conversations import (
-    MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
-)
+from environments.conversations import Conversation, describe_conversations, sample_with_environment
 from environments.loading import load_environment
-from environments.messages import encode_demonstration, encode_reply
-from experience import shape_rewards
+from environments.messages import encode_turns, encode_reply
 from grpo import policy_loss
 from model import byte_tokenizer
 from reward_functions import environment
@@ -63,15 +59,6 @@ def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokeni
             trained = shared.log_probs(rollout, None, config.policy)
             assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
             assert not trained.logp[holes].any() and not trained.entropy[holes].any()
-
-
-def test_the_models_own_logits_with_the_environments_words_in_the_context(model, tokenizer, settings):
-    rollout = sample_conversations(model, tokenizer, settings)
-    with torch.no_grad():
-        for row in range(0, len(rollout.completions), 3):
-            logits, ids = logits_alone(model, rollout, row)
-            own, mask = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0], rollout.completion_mask[row]
-            torch.testing.assert_close(rollout.sampling_logp[row][mask], own[mask[: len(ids)]], atol=1e-4, rtol=1e-4)
 
 
 def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture, tokenizer, settings):
@@ -118,7 +105,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
 
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 TEMPLATES = {
-    "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"), "llama": (PUBLISHED["Llama 3"], "<|eot_id|>"),
+    "chatml": (PUBLISHED["SmolLM2"], "<|im_end|>"),
     "thoughts": (                                         # Qwen 3: earlier thoughts are left out, a tool speaks as user
         "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set at.last = loop.index0 %}"
         "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
@@ -195,13 +182,13 @@ def test_a_demonstration_with_several_turns_is_learned_where_the_assistant_speak
     completion = [
         {"role": "assistant", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}
     ]
-    ids, spoken = encode_demonstration(tokenizer, "p", completion, [1])
+    ids, spoken = encode_turns(tokenizer, "p", completion, [1])
     assert tokenizer.decode(ids) == "ab<eos>\nc\nd<eos>" and spoken == [True] * 3 + [False] * 3 + [True] * 2
     examples = [{"prompt": "p", "completion": completion}, {"prompt": "q", "completion": "x"}]
-    rollout = demonstrations_as_rollout(model, tokenizer, examples, encode=encode_demonstration)
+    rollout = demonstrations_as_rollout(model, tokenizer, examples, encode=encode_turns)
     assert rollout.completion_mask.tolist() == [spoken, [True] * 2 + [False] * 6]
-    assert encode_demonstration(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
-    with pytest.raises(ValueError, match=r"is no text: pass encode_demonstration of environments.messages$"):
+    assert encode_turns(tokenizer, "p", "ab", [1])[0] == encode_completion(tokenizer, "ab", [1])
+    with pytest.raises(ValueError, match=r"is no text: pass encode_turns of environments.messages$"):
         demonstrations_as_rollout(model, tokenizer, examples)
 
 
@@ -233,11 +220,8 @@ def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(mode
     assert not sample_conversations(model, tokenizer, settings, PROMPTS, lambda conversation: "x" * 100).finished.any()
 
 
-def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
-    conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
-    message, _ = conversation.environment_step("hello")
-    assert message["content"] == "x" * MAX_MESSAGE_CHARACTERS + f" [{10**6 - MAX_MESSAGE_CHARACTERS} more characters were cut]"
-    conversation.respond = lambda conversation: "half a pair: \ud83d"
+def test_half_of_a_surrogate_pair_is_replaced(tokenizer, settings):
+    conversation = Conversation(tokenizer, "p", lambda conversation: "half a pair: \ud83d", settings, [1])
     assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
 
 
@@ -294,16 +278,6 @@ def test_points_of_turns_reach_reward_functions_and_are_added_up(model, tokenize
     assert environment(["a"]) == [0.0]
 
 
-def test_overlong_counts_everything_and_lengths_count_the_policys_tokens(model, tokenizer, settings):
-    rollout = sample_conversations(model, tokenizer, settings)
-    described = describe_conversations(rollout)
-    own = [sum(len(m["content"]) for m in messages if m["role"] != "assistant") for messages in rollout.completions]
-    assert described["environment_tokens"] > sum(own) / len(own), "with what stands around the messages"
-    points = shape_rewards(replace(settings, overlong="penalise"), rollout, torch.zeros(6, 4))
-    lengths = completion_lengths(rollout.completion_mask)
-    assert torch.equal(points.flatten() < 0, lengths > 48) and (lengths > 48).any()
-
-
 def test_a_chat_template_is_told_about_the_tools():
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = "{% if tools %}TOOLS {{ tools | tojson }}{% endif %}" + tokenizer.chat_template
@@ -342,33 +316,6 @@ def test_a_run_of_conversations_writes_them_down(finished):
     assert lines[-1]["environment_tokens"] == pytest.approx(given / len(records)) and given > 0
     for record in records:
         assert record["rewards"]["environment"] == pytest.approx(sum(record["turn_points"]), abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_a_step_of_conversations_is_explained(finished, capsys):
-    explain.main(["--use_grpo", "--profile", "guess_letter", "--model_path", str(finished / "final"),
-                "--cold_start_steps", "0", "--batch_size", "4", "--num_completions_per_prompt", "4", "--eval_limit", "8",
-                "--report_to", "none"])
-    printed = capsys.readouterr().out
-    assert "assistant: " in printed and "7. log-probability of each completion" in printed and " nan" not in printed
-
-
-@pytest.mark.slow
-def test_a_model_is_measured_in_conversations(finished, tmp_path, capsys):
-    file = tmp_path / "result.json"
-    ask = ["--evaluate", "guess_letter", "--limit", "24", "--json", str(file)]
-    measured = {}
-    for turns in 1, 4:
-        talk_to = ["--environment", "guess_letter", "--max_turns", str(turns)] if turns > 1 else []
-        infer.main(["--model_path", str(finished / "final"), *ask, *talk_to, "--samples", "4", "--generation_max_length", "96"])
-        (result,) = json.loads(file.read_text())["results"]
-        measured[turns] = result["estimates"]["accuracy"]["mean"]
-        assert 0 <= result["estimates"]["majority@4"]["mean"] <= 1
-    assert measured[4] > measured[1], "more turns, more often right"
-    with pytest.raises(ValueError, match=r"--environment=.*needs the column level"):
-        (tmp_path / "mine.py").write_text("def needy(conversation, level):\n    pass\n")
-        infer.main([*ask, "--environment", f"{tmp_path}/mine.py:needy", "--max_turns", "2"])
 
 
 @pytest.mark.slow

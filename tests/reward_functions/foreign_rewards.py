@@ -1,12 +1,11 @@
 """
-Twelve reward functions with the signatures and the habits of published ones, with bodies of our own.
+Reward functions with the signatures and the habits of published ones, with bodies of our own.
 
 The data has the columns prompt (chat messages), question, solution, answer, task, verification_info, data_source and
 extra_info.
 """
 
 import asyncio
-import math
 import re
 import signal
 import threading
@@ -85,47 +84,12 @@ def code_reward(completions, num_parallel: int = 2, provider_type: str = "local"
         loop.close()
 
 
-# open-r1, get_cosine_scaled_reward: a function that returns the reward function.
-def get_cosine_scaled_reward(max_len: int = 1000):
-    def cosine_scaled_reward(completions, solution, **kwargs):
-        lengths = [min(max_len, len(completion[0]["content"])) for completion in completions]
-        return [0.5 + 0.5 * math.cos(length * math.pi / max_len) for length in lengths]
-
-    return cosine_scaled_reward
-
-
-cosine_scaled_reward = get_cosine_scaled_reward(max_len=40)
-
-
 # verl, custom_reward_function and verl/utils/reward_score: called for each response, with a dict of a score and more.
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     if data_source != "openai/gsm8k":
         raise NotImplementedError(data_source)
     found = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str)
     return {"score": float(found[-1:] == [ground_truth]), "acc": ground_truth in solution_str, "index": extra_info["index"]}
-
-
-# The GRPO demo on GSM8K that many tutorials copy (gist of willccbb): prints, <answer> tags, the last message of a prompt.
-def correctness_reward_func(prompts, completions, answer, **kwargs) -> list[float]:
-    responses = [completion[0]["content"] for completion in completions]
-    question = prompts[0][-1]["content"]
-    extracted = [response.split("<answer>")[-1].split("</answer>")[0].strip() for response in responses]
-    print("-" * 20, f"Question:\n{question}", f"\nAnswer:\n{answer[0]}", f"\nResponse:\n{responses[0]}")
-    return [2.0 if guess == truth else 0.0 for guess, truth in zip(extracted, answer, strict=True)]
-
-
-# Unsloth's GRPO notebooks, check_numbers: module globals that count the calls, and points that differ from 0 and 1.
-PRINTED_TIMES, PRINT_EVERY_STEPS = 0, 5
-
-
-def check_numbers_in_text(prompts, completions, answer, **kwargs):
-    global PRINTED_TIMES
-    question = prompts[0][-1]["content"]
-    if PRINTED_TIMES % PRINT_EVERY_STEPS == 0:
-        print("*" * 20 + f"Question:\n{question}")
-    PRINTED_TIMES += 1
-    numbers = [re.search(r"\d+", completion[0]["content"]) for completion in completions]
-    return [-2.5 if number is None else 3.5 if number[0] == truth else -1.5 for number, truth in zip(numbers, answer, strict=True)]
 
 
 # ms-swift's ORM: a class with __call__.

@@ -3,7 +3,7 @@
 import pytest
 
 import reward_functions
-from reward_functions.arithmetic import evaluate_expression
+from reward_functions.arithmetic import exact_value
 
 
 @pytest.mark.parametrize("answer,points", [
@@ -48,4 +48,4 @@ def test_countdown_counts_in_fractions_and_wants_one_tagged_answer():
     assert reward_functions.countdown(texts[:1] * 2, numbers=[[3, 8, 3, 8], "nan"], target=[float("nan"), 24]) == [None, None]
     third = "<answer>1/3*3</answer>"
     assert reward_functions.countdown([third], numbers=[[1, 3, 3]], target=[1]) == [1.0]
-    assert evaluate_expression("10/4") == (5 / 2, [10, 4]) and evaluate_expression("1/0") == (None, [1, 0])
+    assert exact_value("10/4") == (5 / 2, [10, 4]) and exact_value("1/0") == (None, [1, 0])

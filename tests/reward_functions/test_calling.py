@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,23 +70,6 @@ def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the
         "prompt_ids": [[7], [7], [8, 9], [8, 9]], "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
         "answer": ["1", "1", "2", "2"], "level": [None, None, 3, 3],
     }
-
-
-def test_a_function_gets_the_points_at_the_end_of_each_turn_and_what_else_it_asks_for():
-    rollout, points = rollout_of("a", "b"), torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [6.0, 7.0, 8.0, 9.0, 0.0]])
-    rollout.completion_mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 1, 1]]).bool()
-    rollout.completion_ids = rollout.sampling_logp = points
-
-    rollout.turn_points, arguments = points, {}
-
-    def spy(completions, turn_points, prompt_ids, sampling_logp, completion_ids, trainer_state):
-        arguments.update(locals())
-        return [0.0] * 2
-
-    call_and_score([spy], [1.0], rollout, EXAMPLES[:1])
-    assert arguments["trainer_state"] == SimpleNamespace(global_step=0, max_steps=1, epoch=0.0)
-    assert arguments["turn_points"] == [[2.0, 4.0], [6.0, 0.0]] and arguments["prompt_ids"] == [[7], [7]]
-    assert arguments["sampling_logp"] == arguments["completion_ids"] == [[1.0, 2.0, 4.0], [6.0, 9.0, 0.0]]
 
 
 @pytest.mark.parametrize("points,returned", [
@@ -183,11 +165,3 @@ def test_several_outputs_are_logged_each_and_their_score_counts(returned, points
     numbers = [value for value in form if value is not None]
     assert [row["outputs/form"] for row in reports.extra] == form
     assert reports.means()["reward/outputs/form"] == pytest.approx(sum(numbers) / len(numbers))
-
-
-def test_ctrl_c_in_a_function_is_no_error_of_it():
-    def interrupted(completions, **columns):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        call_and_score([interrupted], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, on_error="none")

@@ -6,46 +6,17 @@ import json
 
 import pytest
 import torch
-from conftest import QUICK
 from test_rewards import call_and_score
 
 from analysis.reward_linter import texts_as_rollout
-from reward_functions.loading import BUILT_IN, data_example, missing_columns, require_columns
+from reward_functions.loading import BUILT_IN, missing_columns, require_columns
 from reward_functions.sandbox import run_python
-from runs.command_line import parse_config
-from runs.setup import set_up
-
-NEEDS = {"safety": "forbidden", "answer_pattern": "pattern", "passes_tests": "tests", "countdown": "numbers"}     # columns
 
 
 def example_of(function):
     """The line of data in a function's docstring."""
-    return json.loads(data_example(function).partition(": ")[2] or "{}")
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_function_starts_on_the_sums_or_says_what_data_it_needs(name, tmp_path, capsys):
-    def start():
-        """Do everything that train.py does before its first step."""
-        flags = ["--use_grpo", "--cold_start_steps", "0", "--eval_limit", "0", "--output_dir", str(tmp_path / "run"), "--reward_functions", name]
-        return set_up(parse_config([*QUICK, *flags]))
-
-    if name == "math_equality" and importlib.util.find_spec("math_verify") is None:
-        pytest.skip("needs math-verify")
-    if name == "environment":
-        message = "--reward_functions=environment: .*add --environment"
-    elif name == "none":
-        message = "--reward_functions=none: nothing would be learned"
-    elif name in NEEDS:
-        message = rf"--reward_functions {name}: needs the column {NEEDS[name]}, which arithmetic .*; a line of data for {name}: \{{.*{NEEDS[name]}"
-    elif name == "multiple_choice":                       # no number names a choice
-        message = "multiple_choice returned None .* add the columns it needs"
-    else:
-        assert start().reward_functions == [BUILT_IN[name]] and "rewards ok" in capsys.readouterr().out
-        return
-    with pytest.raises(ValueError, match=message) as error:
-        start()
-    assert "\n" not in str(error.value)
+    lines = map(str.strip, function.__doc__.splitlines())
+    return json.loads(next((line for line in lines if line.startswith("{")), "{}"))
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -59,26 +30,17 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
         assert all(f"`{column}`" in inspect.getdoc(function) or column == "tests" for column in columns), "named in the text"
     if name == "math_equality" and importlib.util.find_spec("math_verify") is None:
         pytest.skip("needs math-verify")
+    if name == "json_format":
+        example["schema"] = None                          # it needs jsonschema
     if example and (name != "passes_tests" or run_python("").ok):
         rollout = texts_as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
         points, _ = call_and_score([function], [1.0], rollout, [example])
         assert points.isfinite().all()
 
 
-def test_a_function_of_ones_own_shows_its_line_of_data_too():
-    def shown(completions, level, **columns):
-        """Give points for the level.
+def test_a_column_counts_where_it_has_a_value():
+    def needs(completions, level, **columns): ...
 
-        {"prompt": "p", "level": 3}
-        """
-
-    def silent(completions, level, **columns): ...
-
-    line = r'; a line of data for shown: \{"prompt": "p", "level": 3\}'
-    for function, end in (shown, line), (silent, ""):
-        with pytest.raises(ValueError, match=rf"needs the column level, which my data does not have \(columns with values: prompt\){end}$"):
-            require_columns([function], [{"prompt": "p"}], "my data")
-    require_columns([shown, silent], [{"prompt": "p"}, {"prompt": "q", "level": 1}], "my data")
-    require_columns([silent], [{"prompt": "p", "level": 0}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
+    require_columns([needs], [{"prompt": "p"}, {"prompt": "q", "level": torch.zeros(3)}], "zeros are values")
     with pytest.raises(ValueError, match=r"needs the column level, which my data does not have \(columns with values: prompt\)$"):
-        require_columns([silent], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}], "my data")
+        require_columns([needs], [{"prompt": "p", "level": None}, {"prompt": "q", "level": ""}, {"level": float("nan")}], "my data")

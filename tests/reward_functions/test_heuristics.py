@@ -19,9 +19,7 @@ def test_diversity_looks_at_siblings_only():
     assert reward_functions.diversity(["a b c", "a b d"], prompts=[[{"role": "user", "content": "p"}]] * 2) == pytest.approx([2 / 3] * 2)
 
 
-def test_safety_and_lists_of_rules():
+def test_safety():
     assert reward_functions.safety(["rm -rf /", "RM  -RF", "ls", "ls"], forbidden=[[r"rm\s+-rf"]] * 3 + [None]) == [0.0, 0.0, 1.0, None]
     assert reward_functions.safety(["arm", "for me", "rm", ""], forbidden=["rm"] * 4) == [0.0, 1.0, 0.0, 1.0], "one text is a list of one"
     assert reward_functions.safety(["rm"] * 3, forbidden=[[], float("nan"), ""]) == [1.0, None, None]
-    polite = reward_functions.rule_list("polite", {r"\bplease\b": 0.5, r"\bstupid\b": -1.0})
-    assert polite(["Stupid, please", "please please", "", "pleased"]) == [-0.5, 0.5, 0.0, 0.0] and polite.__name__ == "polite"

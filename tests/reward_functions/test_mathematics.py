@@ -4,7 +4,6 @@ import ast
 import math
 import re
 import time
-from types import SimpleNamespace
 
 import pytest
 from test_rewards import needs_math_verify
@@ -71,22 +70,6 @@ def test_a_long_answer_is_not_read():
     started = time.process_time()
     assert mathematics.as_latex("\\text{a}" * 15000) is mathematics.as_latex("1+" * 500 + "1") is None and mathematics.as_latex("1+" * 499 + "1")
     assert time.process_time() - started < 1
-
-
-def test_what_the_batch_has_no_time_for_has_no_score(monkeypatch):
-    def compare(code, **options):                                  # six seconds each, and unequal
-        clock[0] += 6
-        return SandboxResult(True, "0\n", "", "")
-
-    clock = [0.0]
-    monkeypatch.setattr(mathematics, "check_sandbox", lambda: None)
-    monkeypatch.setattr(mathematics, "usable_cores", lambda: 1)
-    monkeypatch.setattr(mathematics, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(mathematics, "run_python", compare)
-    monkeypatch.setattr(mathematics, "ANSWERS_PER_PROCESS", 1)
-    monkeypatch.setattr(mathematics, "SECONDS_PER_BATCH", 10.0)
-    pairs = [("1+1", "3"), ("1+2", "4"), ("1+3", "5"), ("1+4", ["6", "1+4"]), ("7", "7"), ("7", None), ("dog", "7")]
-    assert verdicts(pairs) == [0.0, 0.0, None, 1.0, 1.0, None, 0.0] and clock == [12.0]
 
 
 @needs_math_verify

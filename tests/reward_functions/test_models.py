@@ -1,20 +1,19 @@
-"""Rewards from models: a small random classifier, and a judge that is a server in this process."""
+"""Rewards from models: a small random classifier, and a judge whose endpoint is a function."""
 
 import asyncio
-import contextlib
-import gc
+import inspect
 import json
 import math
-import socket
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 
+import httpx2
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from model import byte_tokenizer
+from reward_functions import models
 from reward_functions.models import classifier, judge, parse_rating
 
 PROMPT = [{"role": "user", "content": "Say hello."}]
@@ -77,66 +76,35 @@ def test_points_that_are_no_number_leave_completions_unscored(tmp_path):
 # ---- the judge -----------------------------------------------------------------------------------------------------
 
 
-class Endpoint:
-    """An OpenAI-compatible server that answers with what `reply` says, and counts."""
-
-    def __init__(self, reply):
-        endpoint, self.requests, self.at_once, self.most_at_once = self, [], 0, 0
-        lock = threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    endpoint.requests.append((self.path, asked, dict(self.headers)))
-                    endpoint.at_once += 1
-                    endpoint.most_at_once = max(endpoint.most_at_once, endpoint.at_once)
-                with contextlib.suppress(OSError):
-                    answer = reply(asked, len(endpoint.requests), self)
-                    if answer is not None:
-                        self.send_response(200)
-                        self.end_headers()
-                        body = answer if isinstance(answer, bytes) else json.dumps(chat(answer)).encode()
-                        self.wfile.write(body)
-                with lock:
-                    endpoint.at_once -= 1
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.server.shutdown()
-        self.server.server_close()
-
-
 def chat(text):
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+    return httpx2.Response(200, json={"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
-def ask_judge(url, completions=("one", "two"), **options):
-    settings = dict(timeout=0.5, retries=1, backoff=0.01) | options
-    function = judge("helpful", url=url, model="some-model", question="How helpful?", **settings)
-    return rate(function, list(completions), prompt=PROMPT)
+@pytest.fixture
+def ask_judge(monkeypatch):
+    """Ask a judge whose endpoint is a function of requests. Return the points; asked.requests has the requests."""
+    def asked(answer, completions=("one", "two"), **options):
+        async def handle(request):
+            asked.requests.append(request)
+            return await answer(request) if inspect.iscoroutinefunction(answer) else answer(request)
+
+        client = partial(httpx2.AsyncClient, transport=httpx2.MockTransport(handle))
+        with monkeypatch.context() as patch:
+            patch.setattr(models.httpx2, "AsyncClient", client)
+            function = judge("helpful", url="http://localhost/v1", model="some-model", question="How helpful?", **dict(timeout=0.5) | options)
+            return asyncio.run(function(completions, prompts=[PROMPT] * len(completions)))
+
+    asked.requests = []
+    return asked
 
 
-def rate(function, completions, prompt="p"):
-    return asyncio.run(function(completions, prompts=[prompt] * len(completions)))
-
-
-def test_a_judges_ratings_become_points_in_order():
-    with Endpoint(lambda asked, n, _: "7" if "\none\n" in asked["messages"][0]["content"] else "10 / 10") as endpoint:
-        assert ask_judge(endpoint.url) == [0.7, 1.0]
-    path, asked, _ = endpoint.requests[0]
-    assert path == "/v1/chat/completions" and asked["model"] == "some-model" and asked["temperature"] == 0
-    assert "How helpful?" in asked["messages"][0]["content"] and "user: Say hello." in asked["messages"][0]["content"]
+def test_a_judges_ratings_become_points_in_order(ask_judge):
+    assert ask_judge(lambda request: chat("7" if r"\none\n" in request.content.decode() else "10 / 10")) == [0.7, 1.0]
+    request = ask_judge.requests[0]
+    assert str(request.url) == "http://localhost/v1/chat/completions" and "Authorization" not in request.headers
+    body = json.loads(request.content)
+    assert body["model"] == "some-model" and body["temperature"] == 0
+    assert "How helpful?" in body["messages"][0]["content"] and "user: Say hello." in body["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -149,198 +117,54 @@ def test_a_judges_ratings_become_points_in_order():
 def test_a_rating_is_the_only_number_in_range(reply, rating):
     if rating is None:
         with pytest.raises(ValueError, match="no rating"):
-            parse_rating(reply, 10)
+            parse_rating(reply)
     else:
-        assert parse_rating(reply, 10) == rating
+        assert parse_rating(reply) == rating
 
 
-def not_json(asked, n, handler):
-    return b"<html>not JSON</html>"
+async def silence(request):
+    await asyncio.sleep(9)
 
 
-def error_500(asked, n, handler):
-    handler.send_error(500)
+def unreachable(request):
+    raise httpx2.ConnectError("refused")
 
-
-def error_401(asked, n, handler):
-    handler.send_error(401)
-
-
-def error_429(asked, n, handler):
-    handler.send_error(429)
-
-
-def slow(asked, n, handler):
-    time.sleep(1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:judge helpful")
-@pytest.mark.parametrize(
-    "reply,requests",
-    [(not_json, 4), (error_500, 4), (error_401, 2), (error_429, 4), (slow, 4)],
-)
-def test_a_judge_that_is_broken_gives_none_after_bounded_tries(reply, requests):
-    started = time.monotonic()
-    with Endpoint(reply) as endpoint:
-        assert ask_judge(endpoint.url) == [None, None]
-        assert len(endpoint.requests) == requests
-    assert time.monotonic() - started < 3
-
-
-def test_a_judge_that_is_down_gives_none_and_a_warning_says_so():
-    with Endpoint(slow) as endpoint:
-        url = endpoint.url
-    with pytest.warns(UserWarning, match="judge helpful: ConnectError"):
-        assert ask_judge(url) == [None, None]
-
-
-def test_a_judge_that_comes_back_is_asked_again():
-    def second_time(asked, n, handler):
-        if n == 1:
-            return error_500(asked, n, handler)
-        return "4"
-
-    with Endpoint(second_time) as endpoint:
-        assert ask_judge(endpoint.url, ["one"]) == [0.4]
-
-
-def test_ratings_are_kept_in_memory_and_failures_are_not():
-    with Endpoint(lambda asked, n, _: "nonsense" if n == 1 else "5") as endpoint:
-        function = judge("helpful", url=endpoint.url, model="m", question="?")
-        with pytest.warns(UserWarning, match="no rating from 0 to 10 in 'nonsense'"):
-            assert rate(function, ["a"]) == [None]
-        assert rate(function, ["a"]) == rate(function, ["a"]) == [0.5] and len(endpoint.requests) == 2
-        assert rate(function, ["a"], prompt="another") == [0.5] and len(endpoint.requests) == 3
-
-
-def test_requests_are_concurrent_up_to_the_limit():
-    def wait(asked, n, handler):
-        time.sleep(0.05)
-        return "1"
-
-    with Endpoint(wait) as endpoint:
-        texts = [str(i) for i in range(12)]
-        assert ask_judge(endpoint.url, texts, at_once=3) == [0.1] * 12
-        assert endpoint.most_at_once == 3
-
-
-# ---- a judge that misbehaves ---------------------------------------------------------------------------------------
 
 KEY = "sk-0123456789"
-OK = b"HTTP/1.1 200 OK\r\n"
-RATED = json.dumps(chat("7")).encode()
-
-
-class RawServer:
-    """A server whose answer to a connection is what a function writes to the socket."""
-
-    def __init__(self, answer):
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port, self.received, self.ended = self.listener.getsockname()[1], [], threading.Event()
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = self.listener.accept()
-                    threading.Thread(target=talk, args=(connection,), daemon=True).start()
-
-        def talk(connection):
-            with connection, contextlib.suppress(OSError):
-                if answer is not never_reads:
-                    self.received.append(connection.recv(1 << 16))
-                answer(connection, self)
-                connection.shutdown(socket.SHUT_WR)                # closed with a part of the request unread, it would be reset
-                while connection.recv(1 << 16):
-                    pass
-            self.ended.set()
-
-        threading.Thread(target=serve, daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.listener.close()
-
-
-def write(*parts, forever=b"", pause=0.0):
-    """An answer: the parts, then the last one again and again until the other side ends the connection."""
-    def answer(connection, server):
-        connection.sendall(b"".join(parts))
-        while forever:
-            connection.sendall(forever)
-            time.sleep(pause)
-    return answer
-
-
-def never_reads(connection, server):
-    server.ended.wait(1)                                           # after the limit, to see the end of the connection
-    while connection.recv(1 << 20):
-        pass
-
-
-def one_byte_at_a_time(text):
-    def answer(connection, server):
-        for byte in text:
-            connection.sendall(bytes([byte]))
-            time.sleep(0.02)
-    return answer
-
-
-MISBEHAVIOUR = {
-    "headers byte by byte": one_byte_at_a_time(OK + b"X-Header: x\r\n" * 99),
-    "endless 100 Continue": write(forever=b"HTTP/1.1 100 Continue\r\n\r\n" * 99),
-    "endless headers": write(OK, forever=b"X-Header: x\r\n" * 99),
-    "endless body": write(OK, b"\r\n", RATED, forever=b" " * 9999),
-    "a chunk of -1 bytes": write(OK, b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", forever=b" " * 9999),
-    "silence": lambda connection, server: connection.recv(1),
-    "a request that is not read": never_reads,
-    "no HTTP": write(b"\x00\xff" * 999),
-    "an end in the body": write(OK, b"Content-Length: 999\r\n\r\n", RATED),
-    "the key in the status": write(f"HTTP/1.1 401 wrong key {KEY}\r\n\r\n".encode()),
-    "the key in the reply": write(OK, b"\r\n", json.dumps(chat("x" * 230 + f"{KEY} {KEY}")).encode()),
-    "a redirect": write(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://localhost:1/v1\r\n\r\n"),
-    "nested JSON": write(OK, b"\r\n", b"[" * 500_000),
-    "escape sequences": write(b"HTTP/1.1 500 \x1b[2J\r\n\r\n"),
+FAILURES = {
+    "it is down": (unreachable, "ConnectError"),
+    "it does not answer": (silence, "TimeoutError"),
+    "an error": (lambda request: httpx2.Response(500), "500"),
+    "a redirect": (lambda request: httpx2.Response(307, headers={"Location": "http://other/v1"}), "307"),
+    "no JSON": (lambda request: httpx2.Response(200, text="<html>"), "JSONDecodeError"),
+    "nested JSON": (lambda request: httpx2.Response(200, text="[" * 500_000), "RecursionError"),
+    "no rating": (lambda request: chat("nonsense"), "no rating from 0 to 10 in 'nonsense'"),
+    "the key in an error": (lambda request: httpx2.Response(401, extensions={"reason_phrase": f"wrong key {KEY}".encode()}), "wrong key"),
+    "the key in the reply": (lambda request: chat("x" * 200 + f"{KEY} {KEY}"), "API key"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "way,scheme", [*((way, "http") for way in MISBEHAVIOUR), ("silence", "https"), ("headers byte by byte", "https")],
-)
-def test_a_server_that_misbehaves_costs_its_time_limit_and_a_warning(way, scheme, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    with RawServer(MISBEHAVIOUR[way]) as server:
-        started = time.monotonic()
-        with pytest.warns(UserWarning, match="^judge helpful: ") as warned:
-            text = "x" * 9_000_000 if way == "a request that is not read" else "one"
-            assert ask_judge(f"{scheme}://127.0.0.1:{server.port}/v1", [text], retries=0, key_variable="JUDGE_KEY") == [None]
-        assert time.monotonic() - started < 0.5 + 1, "the limit, and a second for a machine with other work"
-        assert server.ended.wait(1.5) or (gc.collect() and server.ended.wait(1)), "the connection is closed"
-    (message,) = {str(warning.message) for warning in warned}
-    assert len(message) < 330 and KEY[:6] not in message and message.isprintable()
-
-
-def test_a_redirect_is_not_followed_and_the_key_stays_with_its_host(monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    with RawServer(write(OK, b"\r\n", RATED)) as other:
-        for status in 301, 302, 303, 307, 308:
-            head = f"HTTP/1.1 {status} Moved\r\nLocation: http://localhost:{other.port}/v1/chat/completions\r\n\r\n"
-            with RawServer(write(head.encode())) as server, pytest.warns(UserWarning, match=f"{status} Moved"):
-                assert ask_judge(f"http://127.0.0.1:{server.port}/v1", ["one"], key_variable="JUDGE_KEY") == [None]
-            assert len(server.received) == 1, "it would be the same again"
-        assert other.received == []
-
-
-def test_a_key_is_stripped_and_never_shown(monkeypatch):
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_judge_that_fails_costs_its_time_limit_and_a_warning_without_the_key(name, ask_judge, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\r\n")
-    with Endpoint(lambda asked, n, _: "1") as endpoint:
-        assert ask_judge(endpoint.url, ["one"], key_variable="JUDGE_KEY") == [0.1]
-    assert endpoint.requests[0][2]["Authorization"] == f"Bearer {KEY}"
-    for broken in f"{KEY}\r{KEY}", f"{KEY}\u2019":
-        monkeypatch.setenv("JUDGE_KEY", broken)
-        with pytest.raises(ValueError, match="judge helpful: the API key in JUDGE_KEY has a character") as error:
-            ask_judge(endpoint.url, ["one"], key_variable="JUDGE_KEY")
-        assert KEY[:6] not in str(error.value)
+    answer, problem = FAILURES[name]
+    started = time.monotonic()
+    with pytest.warns(UserWarning, match="^judge helpful: ") as warned:
+        assert ask_judge(answer, key_variable="JUDGE_KEY") == [None, None]
+    assert time.monotonic() - started < 0.5 + 1, "the limit, and a second for a machine with other work"
+    assert [request.headers["Authorization"] for request in ask_judge.requests] == [f"Bearer {KEY}"] * 2, "stripped, and to no other host"
+    for message in {str(warning.message) for warning in warned}:
+        assert problem in message and len(message) < 330 and KEY[:6] not in message and message.isprintable()
+
+
+def test_requests_are_concurrent_up_to_the_limit(ask_judge):
+    at_once, most = 0, 0
+
+    async def wait(request):
+        nonlocal at_once, most
+        at_once, most = at_once + 1, max(most, at_once + 1)
+        await asyncio.sleep(0.01)
+        at_once -= 1
+        return chat("1")
+
+    assert ask_judge(wait, [*"abcdefghijkl"], at_once=3) == [0.1] * 12 and most == 3

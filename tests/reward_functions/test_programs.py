@@ -5,7 +5,6 @@ import sys
 import time
 import warnings
 
-import numpy as np
 import pytest
 from conftest import read_programs
 
@@ -73,13 +72,9 @@ def test_no_cheat_earns_anything(monkeypatch):
         ("import math\nassert math.isclose(f(math.pi), 2 * math.pi)", 1.0),
         ("assert set(pairs([1, 2])) == {(1, 1), (2, 2)}", 1.0),
         ("assert counts('ab') == {'a': 1, 'b': 1}", 1.0),
-        ("assert TWO == 2 and TABLE['x'] == [2]", 1.0),
-        ("assert adder(1)(2) == 3", 1.0),
-        ("assert sorted(f(2) for _ in range(2)) == [4, 4]", 1.0),
         ("assert f(2) == eval('2 + 2')", 1.0),
         ("assert f(2) == eval('a + a', {'a': 2}) and exec('x = 1') is None", 1.0),
         ("import json\nassert json.loads(str(f(2))) == 4", 1.0),
-        ("import ast\nassert ast.literal_eval(str(f(2))) == 4", 1.0),
         ("import re\nassert re.compile('4').match(str(f(2)))", 1.0),
         ("assert f(2) == 5", 0.0),
         ("assert 2 ** f(10 ** 10) == 0", 0.0),                     # the judge runs out of time
@@ -89,11 +84,9 @@ def test_a_test_is_taken_apart(test, points, monkeypatch):
     monkeypatch.setattr("reward_functions.programs.SECONDS_PER_TEST", 1.0)
     program = """
 import collections
-TWO, TABLE = 2, {"x": [2]}
 def f(x): return 2 * x
 def pairs(items): return zip(items, items)
 def counts(text): return collections.Counter(text)
-def adder(x): return lambda y: x + y
 """
     assert passes_tests([program], [[test]]) == [points]
 
@@ -127,15 +120,10 @@ JUDGED = [
     ("def area(r): return 3", "assert math.isclose(area(1), 3.14159, rel_tol=1e-3)", 0.0),
     ("class math: isclose = lambda *_, **__: True\ndef area(r): return 3", "assert math.isclose(area(1), 3.14, rel_tol=1e-3)", 0.0),
     ("isclose = lambda *_, **__: True\ndef area(r): return 3", "assert isclose(area(1), 3.14159, rel_tol=1e-3)", 0.0),
-    ("class math: pi = 3\ndef f(x): return x", "assert f(math.pi) == math.pi", 1.0),
     (COUNT, "assert f('aab') == collections.Counter('aab')", 1.0),
-    (COUNT, "assert f('aab').most_common(1) == [('a', 2)]", 1.0),
     ("Decimal = lambda x: 1\ndef f(x): return 0", "assert Decimal(f(1)) == Decimal('2')", 0.0),
     ("from decimal import Decimal\ndef f(x): return Decimal(2)", "assert Decimal(f(1)) == Decimal('2')", 1.0),
-    ("from decimal import Decimal\ndef f(x): return Decimal('0.30')", "from decimal import Decimal\nassert f(1) == Decimal('0.3')", 1.0),
     ("import datetime\ndef f(d): return d + datetime.timedelta(1)", "from datetime import datetime\nassert f(datetime(2024, 2, 28)) == datetime(2024, 2, 29)", 1.0),
-    ("class Counter:\n    n = 0\n    def increment(self): self.n += 1; return self.n", "assert Counter().increment() == 1", 1.0),
-    ("def f(x): return math.sqrt(x)", "import math\nassert f(4) == 2", 1.0),
     # Objects: their attributes, methods and lengths are asked for in the program's process.
     (BOX, "assert f(1).x == 1 and f('a').title == 'a'", 1.0),
     (BOX, "assert f(1).size() == 3 and f(1).push(4).x == 5 and f(4).pop() == 4", 1.0),
@@ -143,21 +131,16 @@ JUDGED = [
     (BOX, "assert isinstance(f(1), Box) and hasattr(f(1), 'x') and not isinstance(f(1), int)", 1.0),
     (BOX, "assert (Box(1) + Box(2)).x == 3", 1.0),
     ("def f(x): return {'a': x}", "assert f(1).keys() == {'a'} and f(1).get('a') == 1 and list(f(1).items()) == [('a', 1)]", 1.0),
-    ("import re\n" + IDENTITY, "import re\nassert re.match('a', f('abc')).group() == 'a'", 1.0),
     (ANY, "assert f(0).x == 1", 0.0),
-    (ANY, "assert f(0).startswith('ab')", 0.0),
     (ANY, "assert f(0).__eq__(4) is True", 0.0),
     (ANY, "assert 5 in f(0)", 0.0),
     (ANY, "assert all(map(lambda x: x == 4, f(1)))", 0.0),
     (ANY, "assert all(x == 4 for x in f(1))", 0.0),
     ("import builtins\nbuiltins.min = lambda *a: a[-1]\ndef f(x): return 0", "assert min(f(1), 4) == 4", 0.0),
-    ("class Bag:\n    def get(self, x): return x\n    __getitem__ = get", "assert Bag().get(3) == 3 and Bag()[5] == 5", 1.0),
-    ("def f(x): return ['a', 'b']", "assert all(s.isalpha() for s in f(1)) and [s.upper() for s in f(1)] == ['A', 'B']", 1.0),
     # Functions of the program, given to another function; iterators and coroutines.
     (IDENTITY, "assert callable(f) and list(map(f, [1, 2])) == [1, 2]", 1.0),
     ("f = 3", "assert callable(f)", 0.0),
     ("def f(g, xs): return [g(x) for x in xs]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]", 1.0),
-    ("import itertools\ndef f(): return itertools.count()", "assert list(itertools.islice(f(), 3)) == [0, 1, 2] and next(f()) == 0", 1.0),
     ("async def f(x): return x", "assert asyncio.run(f(2)) == 2", 1.0),
     # Values that Python's literals leave out.
     ("def f(x): return [-x, (1, 2)]", "assert f(float('inf')) == [float('-inf'), (1, 2)]", 1.0),
@@ -165,8 +148,6 @@ JUDGED = [
     ("def f(x): return float('nan')", "assert f(1) == 2 or f(1) < 2 or f(1) >= 2", 0.0),
     ("def f(x): return complex(x, 1)", "assert f(float('inf')) == complex(float('inf'), 1)", 1.0),
     ("def f(n): return 10 ** n", "assert f(5000) == 10 ** 5000", 1.0),
-    ("def f(n): return 10 ** n + 1", "assert f(5000) == 10 ** 5000", 0.0),
-    ("def f(n): return {frozenset([n])}", "assert f(1) == {frozenset([1])}", 1.0),
     ("def f(n): return {(1, n): {n}, None: '\\ud800\\u20ac', True: [False]}", "assert f(2) == {(1, 2): {2}, None: '\\ud800\\u20ac', True: [False]}", 1.0),
     ("def f(n): return [(i, i) for i in range(n)]", "assert f(3000) == [(i, i) for i in range(3000)]", 1.0),
     # The text that comes from the program is data.
@@ -213,11 +194,6 @@ def test_what_cannot_be_judged_is_named_once_and_not_scored(test, reason):
 
 def test_without_tests_there_is_no_score():
     assert passes_tests(["x = 1"] * 4, [None, [], float("nan"), ""]) == [None] * 4
-
-
-def test_tests_may_be_an_array_or_one_text():
-    program = "def f(x):\n    return x * x"
-    assert passes_tests([program] * 2, [np.array(["assert f(2) == 4", "assert f(2) == 5"], dtype=object), "assert f(3) == 9"]) == [0.5, 1.0]
 
 
 def test_the_program_is_not_told_what_is_expected(monkeypatch):
@@ -280,14 +256,3 @@ def test_a_program_that_hangs_costs_a_bounded_time_however_many_tests_there_are(
     assert passes_tests(["def f(x):\n    while True: pass"], [["assert f(1) == 1"] * 40]) == [0.0]
     assert time.monotonic() - started < 6                          # 40 tests of half a second are 20 s
     assert passes_tests(["def f(x):\n    while x > 1: pass\n    return x"], [["assert f(2) == 2", "assert f(1) == 1"]]) == [0.5]
-
-
-def test_the_time_of_a_batch_is_bounded_and_programs_after_it_are_not_scored(monkeypatch):
-    monkeypatch.setattr(programs, "usable_cores", lambda: 2)
-    monkeypatch.setattr(programs, "SECONDS_PER_TEST", 0.5)
-    monkeypatch.setattr(programs, "SECONDS_PER_BATCH", -19.5)      # and 42 programs on two cores have 21 s more
-    started = time.monotonic()
-    honest, hangs = HONEST["plain"][0], "while True: pass"
-    points = passes_tests([honest] + [hangs] * 40 + [honest], [TESTS[:1]] * 42)
-    assert points[0] == 1.0 and points[1] == 0.0 and points[-1] is None
-    assert points.count(None) > 20 and time.monotonic() - started < 8

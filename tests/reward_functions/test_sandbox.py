@@ -1,17 +1,13 @@
 """Programs that try to leave the sandbox, to stay, or to use up resources, with every isolation method that works here."""
 
-import json
 import os
 import platform
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from conftest import read_programs
@@ -87,13 +83,10 @@ def test_a_program_runs_and_what_became_of_it_is_said(method, code, ok, stdout, 
     assert (result.ok, result.stdout, result.reason) == (ok, stdout, reason), result
 
 
-def test_files_are_written_to_the_scratch_folder_alone_and_nowhere_without_one(method):
-    code = "import os; print(os.listdir('.')); open('a', 'w').write('b'); print(open('a').read())"
+@pytest.mark.parametrize("code", ["open('a', 'w')", "open('/tmp/a', 'w')", "import os; os.mkdir('a')", "import os; os.remove('/dev/null')"])
+def test_nothing_can_be_written(method, code):
     result = run_python(code, method=method)
-    if method == "namespaces":
-        assert result.stdout == "[]\nb\n", result
-    else:
-        assert result.stdout.count("\n") <= 1 and ("Errno 30" in result.stderr or "Errno 13" in result.stderr), result
+    assert not result.ok and "Error: [Errno" in result.stderr, result
 
 
 def test_many_threads_may_call_at_once(method):
@@ -105,13 +98,6 @@ def test_many_threads_may_call_at_once(method):
 def test_where_nothing_can_be_contained_nothing_is_run():
     with pytest.raises(RuntimeError, match="cannot be isolated"):
         run_python("print(1)", method="no such method")
-
-
-def test_a_server_that_dies_costs_one_program(method):
-    run_python("", method=method)
-    sandbox.idle_servers[method, ()][-1].kill()                               # its child still answers one request
-    reasons = [run_python("print(1)", method=method).reason for _ in range(3)]
-    assert sorted(reasons) == ["", "", "the sandbox was killed"] and reasons[2] == ""
 
 
 def test_a_server_that_stops_is_ended_and_costs_one_program(method, monkeypatch):
@@ -151,15 +137,6 @@ def test_the_quota_of_a_container_limits_the_cores(quota, cores, tmp_path, monke
     assert sandbox.usable_cores() == cores
 
 
-def test_root_is_an_ordinary_user_before_it_enters_bubblewrap(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: "/bin/bwrap")
-    monkeypatch.setattr(sandbox, "drop_privileges", lambda user: dropped.append(user))
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: dropped.append(command[0]) or Mock(stdout=""))
-    dropped = []
-    sandbox.run_in_bubblewrap()
-    assert [type(entry) for entry in dropped[-2:]] == [int, str] and dropped[-2] > 60000
-
-
 def test_only_packages_that_modules_load_are_visible(method, monkeypatch):
     with tempfile.TemporaryDirectory() as folder:                  # tmp_path is for its owner alone
         for name in "package_elsewhere", "another_package":
@@ -176,25 +153,6 @@ def test_only_packages_that_modules_load_are_visible(method, monkeypatch):
         assert "No module named 'package_elsewhere'" in run_python(code, method=method).stderr
         for server in sandbox.idle_servers.pop((method, ("package_elsewhere",))):
             server.communicate()
-
-
-STANDARD_LIBRARY = """
-import importlib, json, sys, warnings
-warnings.simplefilter("ignore")
-failed = []
-for name in sys.argv[1:] or sorted(sys.stdlib_module_names - {"antigravity", "this", "turtle", "turtledemo", "idlelib"}):
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        failed.append(name)
-print(json.dumps(failed))
-"""
-
-
-def test_the_standard_library_is_imported_as_outside(method):
-    outside = subprocess.run([sys.executable, "-I", "-S", "-c", STANDARD_LIBRARY], capture_output=True, check=True)
-    inside = run_python(STANDARD_LIBRARY, method=method, timeout_s=60)
-    assert json.loads(inside.stdout) == json.loads(outside.stdout), inside
 
 
 ORDINARY = {
@@ -219,18 +177,6 @@ ORDINARY = {
 @pytest.mark.parametrize("name", ORDINARY)
 def test_what_the_standard_library_needs_is_permitted(method, name):
     assert run_python(ORDINARY[name], method=method).stdout == "5\n", run_python(ORDINARY[name], method=method)
-
-
-def test_nothing_is_left_for_the_next_program(method):
-    run_python("open('left', 'w').write('x')", method=method)
-    assert run_python("import os; print(os.path.exists('left'))", method=method).stdout == "False\n"
-
-
-def test_scratch_folders_do_not_pile_up_in_the_server(method):
-    for _ in range(3):
-        run_python("import os\nif os.getcwd() == '/scratch': open('x', 'wb').write(bytes(1 << 20))", method=method)
-    for server in sandbox.idle_servers[method, ()]:
-        assert "/scratch" not in Path(f"/proc/{server.pid}/mountinfo").read_text()
 
 
 PREAMBLE = f"""

@@ -22,11 +22,6 @@ def changed(verdicts: list, column: int) -> list:
     return [row for row, verdict in zip(ROWS, verdicts, strict=True) if bool(verdict) != row[column]]
 
 
-def test_every_difference_from_math_verify_has_a_reason():
-    assert len(ROWS) >= 100 and len({(row[0], row[1]) for row in ROWS}) == len(ROWS)
-    assert [row for row in ROWS if bool(row[5]) != (row[2] != row[3])] == []
-
-
 def test_correctness_gives_the_verdicts_of_the_table():
     assert changed(rewards.correctness(TAGGED, answer=TRUTHS), 4) == []
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from reward_functions.system_calls import NEAR, OVER, PERMITTED, SELF, WITHOUT_EFFECT, system_call_filter
+from reward_functions.system_calls import NEAR, OVER, PERMITTED, SELF, system_call_filter
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-ALLOW, KILL, NOT_PERMITTED, NO_SUCH_CALL, NOTHING = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50000
+ALLOW, KILL, NOT_PERMITTED, NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
 THREAD, FORK = 0x3D0F00, 17
 
 FORBIDDEN = {                          # (x86-64, arm64)
@@ -18,7 +18,8 @@ FORBIDDEN = {                          # (x86-64, arm64)
     "memfd_create": (319, 279), "execve": (59, 221), "ptrace": (101, 117), "mount": (165, 40), "unshare": (272, 97),
     "io_uring_setup": (425, 425), "bpf": (321, 280), "clone3": (435, 435), "inotify_init1": (294, 26),
     "timer_create": (222, 107), "truncate": (76, 45), "setxattr": (188, 5), "splice": (275, 76), "sendfile": (40, 71),
-    "setsockopt": (54, 208), "prctl": (157, 167), "setuid": (105, 146), "process_vm_readv": (310, 270),
+    "setsockopt": (54, 208), "prctl": (157, 167), "setuid": (105, 146), "process_vm_readv": (310, 270), "mkdirat": (258, 34),
+    "unlinkat": (263, 35), "fchmod": (91, 52), "utimensat": (280, 88),
 }
 
 
@@ -45,13 +46,12 @@ def numbers(text, machine):
 
 @pytest.mark.parametrize("machine", AUDIT)
 def test_every_call_but_the_permitted_ones_does_not_exist(machine):
-    listed = {**numbers(PERMITTED, machine), **numbers(WITHOUT_EFFECT, machine)}
+    listed = numbers(PERMITTED, machine)
     assert len(set(listed.values())) == len(listed)
     for name, pair in FORBIDDEN.items():
         assert verdict(machine, pair[list(AUDIT).index(machine)]) == NO_SUCH_CALL, name
     for number in {*range(600), *(0x40000000 + n for n in range(600))} - {*listed.values()}:
         assert verdict(machine, number) == NO_SUCH_CALL, number
-    assert {verdict(machine, number) for number in numbers(WITHOUT_EFFECT, machine).values()} == {NOTHING}
     assert verdict(machine, 0, audit=0x40000003) == KILL           # 32-bit programs
     assert verdict(machine, listed["read"], 0, 1 << 40, 5) == ALLOW
 
@@ -85,5 +85,5 @@ def test_the_numbers_are_those_of_the_kernel(machine, header):
         pytest.skip("no headers of the kernel here")
     known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)\b", path.read_text())}
     known = {"newfstatat": known.get("fstatat")} | known
-    listed = {**numbers(PERMITTED, machine), **numbers(WITHOUT_EFFECT, machine)}
+    listed = numbers(PERMITTED, machine)
     assert listed == {name: known[name] for name in listed}

@@ -2,11 +2,9 @@
 
 import itertools
 import re
-import signal
 import time
 
 import pytest
-from conftest import exhaustive
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_rewards import COLUMNS
@@ -17,25 +15,15 @@ from environments.tools import calculate, run_calls
 from reward_functions import answers, mathematics
 from reward_functions.models import parse_rating
 from reward_functions.tunix import find_answer, read_float
-from reward_functions import rule_list
 from reward_functions.loading import BUILT_IN
 
 IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that of processes
-SMALL, LARGE, MOST = 10_000, 100_000, 30                  # characters; time of the large text / that of the small one: linear 10, square 100
-SHORTEST = 5e-4                 # seconds; a small text that takes less counts as this, since str.find changes its method
-
-TAGS = [
-    "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<answer>1", "<answer>x</answer>", "</reasoning> <answer>",
-    "<reasoning>x</reasoning>", "<reasoning>x</reasoning><answer>", "<reasoning>x</reasoning><answer>1</answer>", "</reasoning>" + " " * 99,
+UNITS = [
+    "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<answer>1", "</reasoning> <answer>", "<reasoning>x</reasoning>",
+    "<reasoning>x</reasoning><answer>1</answer>", "(", "[", '{"a":', "[1,", "(1+", "\\frac{", "```\n", "```json\n{}\n```", "9", "1,", "1.", "-",
+    "1/", "\u0663", "a ", "a b c d ", " ", "\n", "\\", "rm  -r", "\\boxed{", "<think>", "/10 ", "<tool_call>", "<tool_call>{",
 ]
-BRACKETS = ["(", ")", "[", "{", "}", '{"a":', "[{},", "[1,", "(1+", "((1)+", "A).:", "\\frac{", "```\n", "```json\n", "```json\n{}\n```"]
-DIGITS = ["9", "0", "1,", "1,000", "1.", "0.1", ".", "-", "$1", "5 %", "1e9", "1/", "2**", "\u0663", "1 abc"]
-WORDS = ["a ", "a b c d ", " ", "\n", "\\", '"', "rm ", "rm  -r", "\x00", "\u0130", "please ", "\\boxed{"]
-FRAMES = ["{}", "<answer>{}</answer>", "<reasoning>{}</reasoning><answer>1", "<answer>{}!", "```json\n{}", "\\boxed{{{}}}", "1{}x"]
-
-
-def fill(frame, unit, size):
-    return frame.format(unit * (size // len(unit)))
+FRAMES = ["{}", "<answer>{}</answer>", "<answer>{}!", "```json\n{}", "\\boxed{{{}}}"]
 
 
 def points(name, *texts):
@@ -46,79 +34,29 @@ def points(name, *texts):
 
 def rating(text):
     try:
-        return parse_rating(text, 10)
+        return parse_rating(text)
     except ValueError:
         return None
 
 
-polite = rule_list("polite", {r"\bplease\b": 0.5, r"\bstupid\b": -1.0})
 READERS = {
     **{name: lambda text, name=name: points(name, text, text) for name in BUILT_IN if name not in IN_A_SANDBOX},
-    "rule_list": lambda text: polite([text]),
     "judge": rating,
     "math_equality's reading": lambda text: (mathematics.final_answer(text), mathematics.as_latex(text)),
     "passes_tests's reading": lambda text: answers.extract_block(text, "python|py"),
     "calculator": lambda text: run_calls(text, {"calculate": calculate}),
     "guess_letter": lambda text: guess_letter([{"role": "assistant", "content": text}], "e"),
 }
-THEIR_OWN = {                   # what else a function looks for
-    "judge": ["<think>", "</think>", "<think>1</think>", "/ ", "out of ", "/10 ", "-1"],
-    "calculator": ["calculate(", "calculate(1) ", "calculate()) ", "<tool_call>", "<tool_call>{", '<tool_call>{"name": 1}</tool_call>'],
-}
-
-
-def processor_time(function, text, calls):
-    started = time.process_time()
-    for _ in range(calls):
-        function(text)
-    return (time.process_time() - started) / calls
-
-
-def growth(function, make, attempts=9):
-    """Time of a large text / that of a small one, each the least of several measurements, until it is within the bound."""
-    small, large = make(SMALL), make(LARGE)
-    of_small = of_large = float("inf")
-    for _ in range(attempts):
-        of_small, of_large = min(of_small, processor_time(function, small, 5)), min(of_large, processor_time(function, large, 1))
-        if of_large <= MOST * max(of_small, SHORTEST):
-            break
-    return of_large / max(of_small, SHORTEST)
-
-
-@pytest.fixture
-def no_longer_than_a_minute():
-    def stop(*_):
-        raise TimeoutError("the time grows too fast to measure")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-
-
-COUNTERS = "repetition_penalty", "diversity"              # their tables outgrow the processor's caches; quadratic would be 100
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_longer_than_a_minute")
-@pytest.mark.parametrize("every", [5, exhaustive(1)])
 @pytest.mark.parametrize("name", READERS)
-def test_the_time_of_a_reward_function_is_linear_in_the_completion(name, every):
-    units = [*TAGS, *BRACKETS, *DIGITS, *WORDS, *THEIR_OWN.get(name, [])]
-    for frame, unit in list(itertools.product(FRAMES, units))[list(READERS).index(name) % every :: every]:
-        ratio = growth(READERS[name], lambda size, frame=frame, unit=unit: fill(frame, unit, size))
-        assert ratio <= (50 if name in COUNTERS else MOST), (frame, unit)
-
-
-def test_an_expression_of_the_user_that_takes_exponential_time_ends(monkeypatch):
-    monkeypatch.setattr(answers, "SECONDS_PER_PATTERN", 0.05)
-    text, endless = "a" * 60 + "b", "(a|aa)+$"
-    started = time.process_time()
-    assert reward_functions.answer_pattern([f"<answer>{text}</answer>"], pattern=[endless]) == [0.0]
-    assert reward_functions.safety([text, "a"], forbidden=[[endless], ["b"]]) == [0.0, 1.0]
-    assert rule_list("rules", {endless: 1.0})([text]) == [0.0]
-    assert rule_list("rules", {endless: -1.0, "B$": 0.5})([text]) == [-0.5]
-    assert time.process_time() - started < 2
+def test_no_completion_of_100_000_characters_takes_a_second(name):
+    for frame, unit in itertools.product(FRAMES, UNITS):
+        text = frame.format(unit * (100_000 // len(unit)))
+        started = time.process_time()
+        READERS[name](text)
+        assert time.process_time() - started < 1, (frame, unit)
 
 
 # ---- the expressions that the functions are equal to ---------------------------------------------------------------

@@ -50,20 +50,6 @@ def test_a_function_that_raises_leaves_the_totals_of_its_groups_unscored_and_sco
     assert combined[0].isnan().all() and combined[1].isfinite().all(), "in --reward_combination gdpo as well"
 
 
-def test_a_function_that_looks_at_siblings_gets_all_of_them_when_it_is_called_again():
-    sizes = []
-
-    def shortest(completions, prompts, **columns):
-        sizes.append(len(completions))
-        if "" in completions:
-            raise KeyError("empty")
-        return [float(len(c) == min(len(d) for d, q in zip(completions, prompts) if q == p)) for c, p in zip(completions, prompts)]
-
-    total = score(shortest, "a", "", "cc", "ddd", on_error="none")
-    assert torch.tensor(total[0]).isnan().all() and total[1] == [1.0, 0.0]
-    assert sizes == [4, 2, 2], "all; the first group; the second group"
-
-
 def test_a_failed_function_is_counted_as_unscored_in_a_step_and_kept_in_the_run_folder(tmp_path):
     def sometimes(completions, prompts, **columns):
         if seen.setdefault("prompt", prompts[0]) == prompts[0]:            # all groups together, and the first one
@@ -143,11 +129,6 @@ def test_logged_values_reach_metrics_and_records_of_a_step_and_an_evaluation(tmp
     assert step["grad_norm"] > 0 and step["step"] == run.progress.step, "our own metrics have precedence"
     records = read_jsonl(run.folder.path / "rollouts.jsonl")
     assert [r["extra"] for r in records] == [{"first": r["completion"][:1], "tensor": i, "object": "{1}"} for i, r in enumerate(records)]
-
-
-def test_a_wrong_number_of_values_is_an_error_of_the_function():
-    with pytest.raises(RewardError, match=r"ValueError: .* \(test_what_is_passed.py, line"):
-        score(lambda completions, log_extra, **kwargs: log_extra("guess", ["x"]), *"abcd")
 
 
 def test_what_is_logged_stays_with_its_completions_when_groups_are_replaced_and_joined():
@@ -271,14 +252,3 @@ def test_ctrl_c_ends_a_call_with_a_limit():
             score(spins, *"ab", examples=EXAMPLES[:1], timeout=20.0)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_a_function_that_reads_messages_where_prompts_are_text_is_told_how_to_get_them():
-    def role(completions, **columns):
-        return [float(completion[0]["content"] == "x") for completion in completions]
-
-    with pytest.raises(RewardError, match=r"Prompts are text, so completions are text: .* make each prompt a list of messages"):
-        score(role, "x", "y", "x", "y")
-    with pytest.raises(RewardError) as raised:
-        score(fussy, "x", "", "x", "y")
-    assert "ZeroDivisionError" in str(raised.value) and "Prompts are text" not in str(raised.value)

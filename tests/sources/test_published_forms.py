@@ -1,6 +1,6 @@
 """
-Ten data sets in the form in which they are published: the columns, types and notation of their cards, with sentences of our own.
-Nine are read as they are; Countdown has no prompt and needs one flag, as does supervised training on DeepMath and UltraChat.
+Eight data sets in the form in which they are published: the columns, types and notation of their cards, with sentences of our own.
+Seven are read as they are; Countdown has no prompt and needs one flag, as does supervised training on UltraChat.
 """
 
 import numpy as np
@@ -42,12 +42,8 @@ DEEPMATH = [  # zwhe99/DeepMath-103K
      "r1_solution_1": "The power rule.", "r1_solution_2": "By hand.", "r1_solution_3": "By limits."}
     for n in NUMBERS
 ]
-NUMINAMATH = [  # AI-MO/NuminaMath-CoT
-    {"source": "synthetic", "problem": f"Add {n} and {n}.", "solution": f"Twice {n} is $\\boxed{{{2 * n}}}$",
-     "messages": [user(f"Add {n} and {n}."), assistant(f"Twice {n} is $\\boxed{{{2 * n}}}$")]}
-    for n in NUMBERS
-]
-NUMINAMATH[4] |= {"solution": "As was to be shown.", "messages": [user("Add 6 and 6."), assistant("As was to be shown.")]}
+
+
 COUNTDOWN = [{"target": n * 3 + 4, "nums": [n, 3, 4]} for n in NUMBERS]          # Jiayi-Pan/Countdown-Tasks-3to4
 ALPACA = [  # tatsu-lab/alpaca
     {"instruction": "Translate into French.", "input": text, "output": "Bonjour.",
@@ -70,11 +66,8 @@ MMLU = [  # cais/mmlu
     {"question": f"What is {n} squared?", "subject": "elementary_mathematics", "choices": ["2", str(n), str(n * n), "0"], "answer": 2}
     for n in NUMBERS
 ]
-HUMANEVAL = [  # openai/openai_humaneval
-    {"task_id": f"Own/{n}", "prompt": f'def times(x):\n    """Return {n} times x.\n    """\n', "entry_point": "times",
-     "canonical_solution": f"    return {n} * x\n", "test": f"def check(candidate):\n    assert candidate(1) == {n}\n"}
-    for n in NUMBERS
-]
+
+
 READ = {    # rows, and prompt, answer and completion of the first and the last one
     "gsm8k": (GSM8K, [
         ("A box holds 2,000 pens. How many do two boxes hold?", "4000", tagged("2*2,000=4,000.", "4000")),
@@ -84,9 +77,6 @@ READ = {    # rows, and prompt, answer and completion of the first and the last 
         ("Solve $6x = 1$.", "\\frac{1}{6}", tagged(MATH[4]["solution"], "\\frac{1}{6}"))]),
     "deepmath": (DEEPMATH, [
         ("What is the derivative of $x^2$?", "2x^{1}", None), ("What is the derivative of $x^6$?", "6x^{5}", None)]),
-    "numinamath": (NUMINAMATH, [
-        ("Add 2 and 2.", "4", tagged("Twice 2 is $\\boxed{4}$", "4")),
-        ("Add 6 and 6.", "As was to be shown.", None)]),
     "alpaca": (ALPACA, [
         ("Translate into French.\n\nHello.", None, "Bonjour."), ("Translate into French.", None, "Bonjour.")]),
     "ultrachat": (ULTRACHAT, [("Tell me 2 things.", None, None), ("Tell me 6 things.", None, None)]),
@@ -95,8 +85,6 @@ READ = {    # rows, and prompt, answer and completion of the first and the last 
         ([{"role": "system", "content": "Be brief."}, user("Count to 6."), assistant("One."), user("Go on.")], None, "Two.")]),
     "mmlu": (MMLU, [
         ("What is 2 squared?\nA. 2\nB. 2\nC. 4\nD. 0", "C", None), ("What is 6 squared?\nA. 2\nB. 6\nC. 36\nD. 0", "C", None)]),
-    "humaneval": (HUMANEVAL, [
-        (HUMANEVAL[0]["prompt"], None, "    return 2 * x\n"), (HUMANEVAL[4]["prompt"], None, "    return 6 * x\n")]),
 }
 
 
@@ -126,17 +114,6 @@ def test_countdown_needs_the_flag_that_the_message_names(tmp_path):
         load_examples(path, columns={"prompt": "Make {goal}"})
 
 
-def test_supervised_training_on_deepmath_needs_the_flag_that_the_message_names(tmp_path):
-    path = write_lines(tmp_path / "deepmath.jsonl", DEEPMATH)
-    flags = ["--dataset", path, "--eval_limit", "0"]
-    with pytest.raises(ValueError, match="name a --completion_column"):
-        validate_demonstrations(parse_config(flags), data_of(*flags)[0])
-    flags += ["--completion_column", "r1_solution_1"]
-    examples, _ = data_of(*flags)
-    validate_demonstrations(parse_config(flags), examples)
-    assert examples[4]["completion"] == "The power rule." and examples[4]["answer"] == "6x^{5}"
-
-
 def test_supervised_training_on_ultrachat_needs_the_flag_that_the_message_names(tmp_path):
     path = write_lines(tmp_path / "ultrachat.jsonl", ULTRACHAT)
     flags = ["--dataset", path, "--eval_limit", "0"]
@@ -147,26 +124,13 @@ def test_supervised_training_on_ultrachat_needs_the_flag_that_the_message_names(
     assert examples[4]["prompt"] == ULTRACHAT[4]["messages"][:3] and examples[4]["completion"] == "No more."
 
 
-def test_a_text_with_columns_is_the_whole_prompt():
-    examples = load_examples(MMLU, columns={"prompt": "{question} One of {choices}."})
-    assert examples[0]["prompt"] == "What is 2 squared? One of ['2', '2', '4', '0']."
-
-
-def test_the_letter_of_mmlu_is_what_the_rewards_compare_with(tmp_path):
-    examples = load_examples(write_lines(tmp_path / "mmlu.jsonl", MMLU))
-    columns = dict(answer=[e["answer"] for e in examples], choices=[e["choices"] for e in examples])
-    for given, points in ("C", 1.0), ("A", 0.0):
-        texts = [f"<answer>{given}</answer>"] * 5
-        assert multiple_choice(texts, **columns) == correctness(texts, answer=columns["answer"]) == [points] * 5
-
-
 @pytest.mark.parametrize("prompt", ["2+2? A) 3 B) 4", "2+2?\nA. 3\nB. 4", "2+2? (A) 3, (B) 4"])
 def test_choices_that_the_prompt_has_are_not_repeated(prompt):
     assert load_examples([{"prompt": prompt, "choices": ["3", "4"], "answer": "B"}])[0]["prompt"] == prompt
 
 
 @pytest.mark.parametrize("row", [
-    {"prompt": "2+2?", "choices": [[3], [4]], "answer": 1}, {"prompt": "2+2?", "choices": "3 or 4", "answer": 1},
+    {"prompt": "2+2?", "choices": [3, 4], "answer": 1}, {"prompt": "2+2?", "choices": "3 or 4", "answer": 1},
     {"prompt": "2+2?", "choices": [str(n) for n in range(27)], "answer": 1},
     {"prompt": "2+2?", "choices": {"text": ["3"]}, "answer": 1}, {"prompt": "2+2?", "choices": None, "answer": 1},
 ])
@@ -180,12 +144,7 @@ def test_a_column_of_the_prompt_without_a_value_is_no_text():
     assert [example["prompt"] for example in found] == ["\n2+2?", "Cats.\nHow many?"]
 
 
-def test_numbers_messages_and_many_choices_are_lettered():
-    (example,) = load_examples([{"prompt": "1+3?", "choices": [0, 3.5, 5, 4], "answer": 3}])
-    assert example["prompt"] == "1+3?\nA. 0\nB. 3.5\nC. 5\nD. 4" and example["answer"] == "D"
-    assert multiple_choice(["<answer>D</answer>", "<answer>4</answer>", "<answer>5</answer>"], answer=["D"] * 3, choices=[example["choices"]] * 3) == [1, 1, 0]
-    with pytest.raises(ValueError, match=r"^dataset: example 1: the answer 3 may be a choice or an index; write its letter"):
-        load_examples([{"prompt": "1+2?", "choices": [1, 2, 3, 4], "answer": 3}])
+def test_messages_and_many_choices_are_lettered():
     system, question = {"role": "system", "content": "Choose."}, {"role": "user", "content": "2+2?"}
     (example,) = load_examples([{"prompt": [system, question], "choices": ["3", "4"], "answer": 1}])
     assert example["prompt"] == [system, question | {"content": "2+2?\nA. 3\nB. 4"}] and example["answer"] == "B"
@@ -207,12 +166,6 @@ def test_several_answers_are_a_list(answer):
 ])
 def test_an_answer_with_headings_is_kept(answer):
     assert load_examples([{"prompt": "p", "answer": answer}]) == [{"prompt": "p", "answer": answer}]
-
-
-@pytest.mark.parametrize("answer", [["Paris", "paris, France"], {"x": 1}, [], ["1", 2], [["a"], ["b"]]])
-def test_lists_and_objects_are_answers_as_they_are(answer, tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "p", "answer": answer}])
-    assert load_examples(path) == [{"prompt": "p", "answer": answer}]
 
 
 def test_dollys_context_belongs_to_its_instruction_and_to_no_other_prompt():

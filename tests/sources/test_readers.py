@@ -141,17 +141,6 @@ def test_gsm8k_files_work_as_they_are():
     assert all(p == 1.0 for p in reasoning_coherence(texts))
 
 
-def test_a_folder_that_datasets_understands_is_read_by_split(tmp_path, monkeypatch):
-    for split, prompt in ("train", "a"), ("test", "b"):
-        (tmp_path / f"{split}.csv").write_text(f"question,answer\n{prompt},1\n")
-    assert load_examples(str(tmp_path), "train") == [{"question": "a", "prompt": "a", "answer": "1"}]
-    assert load_examples(str(tmp_path), "test") == [{"question": "b", "prompt": "b", "answer": "1"}]
-    (tmp_path / "test.csv").unlink()
-    with pytest.raises(ValueError, match=r'Unknown split "test".*; other splits: .*--eval_split') as error:
-        load_examples(str(tmp_path), "test")
-    assert "\n" not in str(error.value)
-
-
 def test_the_part_after_the_colon_is_the_configuration(monkeypatch):
     asked = []
     monkeypatch.setattr("datasets.load_dataset", lambda *names, **how: asked.append((names, how)) or [{"prompt": "a"}])
@@ -205,19 +194,3 @@ def test_kaggle_gives_the_file_that_its_client_fetched(tmp_path, monkeypatch):
     for bad in "kaggle:somebody/grade-school", "kaggle:somebody/grade-school/main.txt", "kaggle:":
         with pytest.raises(ValueError, match=r"write kaggle:owner/name/file, with a file ending in .jsonl"):
             load_examples(bad)
-
-
-@pytest.mark.parametrize("source,package,function,words", [
-    ("tfds:gsm8k", "tensorflow_datasets", "data_source", ["pip install tensorflow_datasets array_record importlib_resources"]),
-    ("kaggle:a/b/c.csv", "kagglehub", "dataset_download", ["pip install kagglehub", "kaggle.json", "KAGGLE_USERNAME"]),
-])
-def test_what_a_client_cannot_reach_and_a_missing_client_are_one_line(source, package, function, words, monkeypatch):
-    def fail(*names, **how):
-        raise RuntimeError("no such thing\nand a stack of lines")
-
-    for client, reason in (None, "import"), (SimpleNamespace(**{function: fail}), "no such thing"):      # None: its import fails
-        monkeypatch.setitem(sys.modules, package, client)
-        monkeypatch.setitem(sys.modules, f"{package}.text", SimpleNamespace())
-        with pytest.raises(ValueError, match=rf"^{source}: \w+.* answers: {reason}") as raised:
-            load_examples(source)
-        assert "\n" not in str(raised.value) and all(word in str(raised.value) for word in words)
