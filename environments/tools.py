@@ -9,6 +9,7 @@ import operator
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
@@ -35,24 +36,50 @@ def answer_calls(conversation: list[dict], functions: dict[str, Callable]) -> di
 
 
 def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
-    """Return the results, or error messages, of all tool calls in a message in the format of Hermes and Qwen.
+    """Return the results, or error messages, of all tool calls in a message; [] if there are none.
 
-    <tool_call>{"name": "calculate", "arguments": {"expression": "47+85"}}</tool_call>
+    <tool_call>{"name": "calculate", "arguments": {"expression": "47+85"}}</tool_call>       Hermes and Qwen
+    calculate(47+85)              at the end of a message, for models that were not trained on that format
     """
-    calls = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
-    deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
-    return [run_call(call, functions) if time.monotonic() < deadline else late for call in calls]
+    if calls := re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+        deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
+        return [run_json_call(call, functions) if time.monotonic() < deadline else late for call in calls]
+    text = text.rstrip()
+    *_, call = [None, *re.finditer(rf"\b({'|'.join(functions)})\(", text)]              # the last one
+    if call is None or not text.endswith(")"):
+        return []
+    function, argument = functions[call[1]], text[call.end() : -1]
+    takes_one = argument.strip() or inspect.signature(function).parameters
+    return [run_call(function, *[value_of(argument, function)] * bool(takes_one))]
 
 
-def run_call(text: str, functions: dict[str, Callable]) -> str:
-    """Return the result of {"name": ..., "arguments": {...}} as text, or an error message for the model."""
+def value_of(text: str, function: Callable) -> object:
+    """Return the argument of a call: a literal, unless the first parameter takes text; else the text.
+
+    A string in quotes is a literal too, so buy("rice") and buy(rice) are the same.
+    """
+    kind = next((p.annotation for p in inspect.signature(function).parameters.values()), str)
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        value = ast.literal_eval(text.strip())
+        if isinstance(value, str) or kind not in (str, "str", str | None, "str | None"):
+            return value
+    return text
+
+
+def run_json_call(text: str, functions: dict[str, Callable]) -> str:
+    """Return the result of {"name": ..., "arguments": {...}}, or an error message."""
     try:
         call = json.loads(text)
         function, arguments = functions[call["name"]], {**call["arguments"]}
     except Exception:
         return f'error: not {{"name": "{"|".join(functions)}", "arguments": {{...}}}}'
+    return run_call(function, **arguments)
+
+
+def run_call(function: Callable, /, *args, **kwargs) -> str:
+    """Return the result of a tool as text. An exception becomes an error message to the model."""
     try:
-        return str(await_result(function(**arguments))).strip() or "(nothing)"
+        return str(await_result(function(*args, **kwargs))).strip() or "(nothing)"
     except Exception as error:
         return f"error: {str(error) or type(error).__name__}"
 

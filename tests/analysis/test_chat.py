@@ -14,8 +14,6 @@ from config import GRPOConfig, ModelConfig
 from data import encode_prompt
 from environments.messages import encode_turns, encode_reply
 
-CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "2+2"}}</tool_call>'
-
 
 def scripted(monkeypatch, tokenizer, *turns):
     """Sample those texts instead of the model's, token by token. Return the prompts and seeds of the calls.
@@ -107,7 +105,7 @@ def test_a_chat_goes_on_where_the_template_has_no_tools_or_rejects_a_message(fol
         reply = encode_reply(tokenizer, "2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
     finally:
         tokenizer.chat_template = None
-    calls = scripted(monkeypatch, tokenizer, CALL, len(reply), "4", "six")
+    calls = scripted(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "4", "six")
     flags = ["--environment", "calculator", "--max_turns", "3"]
     chat_of(folder, monkeypatch, ["2+2?", "a bad word", "3+3?"], flags, template)
     out = capsys.readouterr().out
@@ -128,9 +126,9 @@ def test_a_chat_ends_quietly_at_ctrl_d_and_ctrl_c(folder, capsys, monkeypatch, p
 
 def test_a_chat_with_tools_shows_their_results(folder, tokenizer, capsys, monkeypatch):
     reply = encode_reply(tokenizer, "2+2?", {"role": "tool", "content": "4"}, [tokenizer.eos_token_id])
-    scripted(monkeypatch, tokenizer, CALL, len(reply), "it is 4")
+    scripted(monkeypatch, tokenizer, "calculate(2+2)", len(reply), "it is 4")
     chat_of(folder, monkeypatch, ["2+2?"], ["--environment", "calculator", "--max_turns", "3"])
-    assert capsys.readouterr().out == f"assistant: {CALL}\ntool: 4\nassistant: it is 4\n"
+    assert capsys.readouterr().out == "assistant: calculate(2+2)\ntool: 4\nassistant: it is 4\n"
 
 
 def test_answers_to_a_file_are_those_of_one_question_and_keep_its_columns(folder, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Environments with a state: TRL's contract, threads, time limits, and what bad ones cost."""
 
-import inspect
 import itertools
 import json
 import math
@@ -122,16 +121,9 @@ def sample(model, tokenizer, config, cls, examples=None, seed=3):
     return sample_with_environment(make_engine("shared", model, tokenizer), cls, rows, config, seed=seed, num_completions=4)
 
 
-def call_of(tools, text):
-    """A call of the only tool, with a text for its only argument."""
-    ((name, function),) = tools.items()
-    (argument,) = inspect.signature(function).parameters
-    return json.dumps({"name": name, "arguments": {argument: text[:9]}})
-
-
 @pytest.fixture
 def every_turn_is_a_call(monkeypatch):
-    monkeypatch.setattr(environments.tools, "run_calls", lambda text, tools: [run_call(call_of(tools, text), tools)])
+    monkeypatch.setattr(environments.tools, "run_calls", lambda text, tools: [run_call(next(iter(tools.values())), text[:9])])
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """Tool calls: their formats, the calculator and the Python interpreter."""
 
-import json
-
 import pytest
 
 from environments import loading, tools
@@ -23,12 +21,11 @@ def test_the_calculator_computes(expression, result):
     "1+" * 200 + "1", "(" * 150, "1\0", "1j", "lambda: 1",
 ])
 def test_what_is_no_arithmetic_is_told_to_the_model_and_harms_nobody(expression):
-    call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
-    (answer,) = run_calls(f"<tool_call>{call}</tool_call>", {"calculate": calculate})
+    (answer,) = run_calls(f"calculate({expression})", {"calculate": calculate})
     assert answer.startswith("error: ") and len(answer) < 200 and "\n" not in answer
 
 
-def test_tool_calls_are_found_and_answered():
+def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
     def fails(**arguments):
         raise KeyError
 
@@ -37,19 +34,36 @@ def test_tool_calls_are_found_and_answered():
     assert run_calls("I need 47+85. " + call % "47+85", tools) == ["132"]
     assert run_calls(call % "1+1" + "\n" + call % "2+2", tools) == ["2", "4"]
     assert run_calls((call % "1+1").removesuffix("\n</tool_call>"), tools) == ["2"], "the end was its stop token"
-    assert run_calls("the answer is calculate(1+1)", tools) == []
+    assert run_calls("so: calculate(3*(4+5))", tools) == ["27"]
+    for mention in "With calculate(x) I get", "calculate( adds.", "calculate() or fails():":
+        assert run_calls(f"{mention} calculate(3*(4+5))", tools) == ["27"], mention
+    assert run_calls("calculate(1)) calculate(2", tools) == []
+    def take(count: int):
+        return f"{count + 1} left"
+
+    def pay(amount: float):
+        return amount + 1
+
+    def name(text: "str | None" = None):
+        return repr(text)
+
+    for text, result in ("calculate('1+1')", "2"), ('calculate("1+1")', "2"), ("take(2)", "3 left"), ("take(two)", "error: can only concatenate"), ("calculate(7)", "7"), (
+            "pay(5)", "6"), ("pay(0.5)", "1.5"), ("name(5)", "'5'"), ("silent(5)", "error"):
+        assert run_calls(text, tools | {"take": take, "pay": pay, "name": name})[0].startswith(result), text
+    for text in "the answer is 132", "calculated(1+1)", "calculate(1+1) is 2":
+        assert run_calls(text, tools) == []
     for text, problem in {
         "<tool_call>{broken</tool_call>": "not {", "<tool_call>[1]</tool_call>": "not {", "<tool_call></tool_call>": "not {",
         '<tool_call>{"name": "search", "arguments": {}}</tool_call>': 'not {"name": "calculate|fails|silent"',
         '<tool_call>{"name": [], "arguments": {}}</tool_call>': "error", '<tool_call>{"name": "fails"}</tool_call>': "not {",
         '<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>': "unexpected keyword",
-        '<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>': "KeyError",
+        '<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>': "KeyError", "fails(1)": "takes 0 positional",
     }.items():
         (answer,) = run_calls(text, tools)
         assert answer.startswith("error: ") and problem in answer, answer
-    assert run_calls('<tool_call>{"name": "silent", "arguments": {}}', tools) == ["(nothing)"]
+    assert run_calls("silent" + "<tool_call>" + '{"name": "silent", "arguments": {}}', tools) == ["(nothing)"]
     respond = load_environment("calculator")
-    assert respond([{"role": "assistant", "content": call % "1+1"}]) == {"role": "tool", "content": "2"}
+    assert respond([{"role": "assistant", "content": "calculate(1+1)"}]) == {"role": "tool", "content": "2"}
     assert respond([{"role": "assistant", "content": "it is 2"}]) is None
 
 

@@ -21,7 +21,7 @@ IN_A_SANDBOX = {"math_equality", "passes_tests"}          # their time is that o
 UNITS = [
     "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<answer>1", "</reasoning> <answer>", "<reasoning>x</reasoning>",
     "<reasoning>x</reasoning><answer>1</answer>", "(", "[", '{"a":', "[1,", "(1+", "\\frac{", "```\n", "```json\n{}\n```", "9", "1,", "1.", "-",
-    "1/", "\u0663", "a ", "a b c d ", " ", "\n", "\\", "rm  -r", "\\boxed{", "<think>", "/10 ", "<tool_call>", "<tool_call>{",
+    "1/", "\u0663", "a ", "a b c d ", " ", "\n", "\\", "rm  -r", "\\boxed{", "<think>", "/10 ", "calculate(", "calculate()) ", "<tool_call>",
 ]
 FRAMES = ["{}", "<answer>{}</answer>", "<answer>{}!", "```json\n{}", "\\boxed{{{}}}"]
 
