@@ -34,6 +34,8 @@ from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS
 from sample import Rollout, occurrences, stop_token_ids
 
+MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
+
 
 def sample_with_environment(
     engine, environment: Callable | None, examples: list[dict], config, *, num_completions: int | None = None,
@@ -196,6 +198,9 @@ def parse_step(returned) -> tuple[dict | None, float]:
         expected = "not text, a message with text that is not the assistant's, or None at the end"
         raise TypeError(f"it returned {message!r:.60}, {expected}")
     content = message["content"].encode(errors="replace").decode()      # a lone surrogate cannot be tokenised
+    if len(content) > MAX_MESSAGE_CHARACTERS:
+        surplus = len(content) - MAX_MESSAGE_CHARACTERS
+        content = f"{content[:MAX_MESSAGE_CHARACTERS]} [{surplus} more characters were cut]"
     return message | {"content": content}, float(points)
 
 

@@ -32,6 +32,11 @@ def load_environment(name: str | Callable) -> Callable | None:
         environment = function_from_file("environment", name, tuple(BUILT_IN))
     if inspect.isclass(environment):
         refuse_class(as_name(name), environment)
+    elif environment is not None and not inspect.signature(environment).parameters:
+        raise ValueError(
+            f"--environment={as_name(name)}: must take the conversation, a list of chat messages, as first "
+            "argument"
+        )
     return environment
 
 

@@ -5,6 +5,7 @@ Environments that execute tool calls: a calculator and a Python interpreter.
 import ast
 import inspect
 import json
+import math
 import operator
 import re
 import time
@@ -16,6 +17,7 @@ from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
 from reward_functions.calling import start_coroutine
 from reward_functions.sandbox import run_python
 
+MAX_POWER_BITS = 4096           # of the result of ** with whole numbers
 SECONDS_PER_MESSAGE = 10.0      # for all tool calls of a message; later ones are not run
 
 
@@ -93,13 +95,25 @@ def calculate(expression: str) -> str:
     """Compute an arithmetic expression.
 
     Args:
-        expression: Numbers with + - * / and parentheses, such as (3+4)*12.
+        expression: Numbers with + - * / // % ** and parentheses, such as (3+4)*12.
     """
     result = evaluate_expression(expression, CALCULATOR_OPERATORS, convert=lambda number: number)
+    if isinstance(result, complex):
+        raise ValueError("not a real number")
     return str(result) if isinstance(result, int) else f"{result:.12g}"
 
 
-CALCULATOR_OPERATORS = FOUR_OPERATORS | {ast.UAdd: operator.pos, ast.USub: operator.neg}
+def limited_power(base, exponent):
+    """Return base**exponent, or raise ValueError before computing a power that is too large."""
+    if base and abs(exponent) * max(1, math.log2(abs(base))) > MAX_POWER_BITS:
+        raise ValueError("the power is too large")
+    return base**exponent
+
+
+CALCULATOR_OPERATORS = FOUR_OPERATORS | {
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: limited_power,
+    ast.UAdd: operator.pos, ast.USub: operator.neg,
+}
 
 
 def python(code: str) -> str:

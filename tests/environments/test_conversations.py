@@ -16,7 +16,9 @@ from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
 from logprobs import completion_lengths
 from engine.errors import RunError
-from environments.conversations import Conversation, describe_conversations, sample_with_environment
+from environments.conversations import (
+    MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
+)
 from environments.loading import load_environment
 from environments.messages import encode_turns, encode_reply
 from grpo import policy_loss
@@ -220,8 +222,11 @@ def test_a_conversation_that_would_outgrow_the_limit_ends_before_the_answer(mode
     assert not sample_conversations(model, tokenizer, settings, PROMPTS, lambda conversation: "x" * 100).finished.any()
 
 
-def test_half_of_a_surrogate_pair_is_replaced(tokenizer, settings):
-    conversation = Conversation(tokenizer, "p", lambda conversation: "half a pair: \ud83d", settings, [1])
+def test_an_enormous_message_is_cut_and_says_so(tokenizer, settings):
+    conversation = Conversation(tokenizer, "p", lambda conversation: "x" * 10**6, settings, [1])
+    message, _ = conversation.environment_step("hello")
+    assert message["content"] == "x" * MAX_MESSAGE_CHARACTERS + f" [{10**6 - MAX_MESSAGE_CHARACTERS} more characters were cut]"
+    conversation.respond = lambda conversation: "half a pair: \ud83d"
     assert tokenizer.decode(conversation.end_turn(tokenizer("hello").input_ids)) == "\nhalf a pair: ?\n"
 
 

@@ -32,12 +32,13 @@ def test_an_environment_gets_the_columns_it_asks_for():
     ("--environment calculator --max_turns 2 --reward_functions environment --use_value_head --reward_combination gdpo",
      "--reward_combination=gdpo: --use_value_head takes the points of each turn"),
     ("--environment calculater --max_turns 2", "--environment calculater: unknown.*calculator"),
+    ("--environment {dir}/mine.py:bare --max_turns 2", "must take the conversation"),
     ("--environment {dir}/mine.py:needy --max_turns 2", "--environment=.*needs the column level"),
     ("--environment {dir}/mine.py:broken --max_turns 2", "raised ZeroDivisionError"),
 ])
 def test_mistakes_are_one_line_before_the_first_step(tmp_path, capsys, flags, message):
     (tmp_path / "mine.py").write_text(
-        "def needy(conversation, level):\n    pass\ndef broken(conversation):\n    return 1 / 0\n"
+        "def bare():\n    pass\ndef needy(conversation, level):\n    pass\ndef broken(conversation):\n    return 1 / 0\n"
     )
     with pytest.raises(SystemExit) as stop:
         train.main([*QUICK, "--use_grpo", "--output_dir", str(tmp_path / "run"), *flags.format(dir=tmp_path).split()])

@@ -9,16 +9,16 @@ from reward_functions.sandbox import SandboxResult
 
 
 @pytest.mark.parametrize("expression,result", [
-    ("47+85", "132"), (" (3+4)*12 ", "84"), ("7/2", "3.5"), ("6/2", "3"), ("1e3", "1000"),
-    ("0.1+0.2", "0.3"), ("-7", "-7"),
+    ("47+85", "132"), (" (3+4)*12 ", "84"), ("2**10", "1024"), ("7/2", "3.5"), ("6/2", "3"), ("-7//2", "-4"), ("1e3", "1000"),
+    ("0.1+0.2", "0.3"), ("10%4", "2"),
 ])
 def test_the_calculator_computes(expression, result):
     assert calculate(expression) == result
 
 
 @pytest.mark.parametrize("expression", [
-    "", "1/0", "9**9**9", "__import__('os').system('true')", "a+1", "'x'*3", "[1]*9", "True+1", "1 if 1 else 2",
-    "1+" * 200 + "1", "(" * 150, "1\0", "1j", "lambda: 1",
+    "", "1/0", "9**9**9", "2**-99999", "__import__('os').system('true')", "a+1", "'x'*3", "[1]*9", "True+1", "1 if 1 else 2",
+    "(-8)**0.5",     "1+" * 200 + "1", "(" * 150, "1\0", "1j", "10.0**400", "lambda: 1", "9**999**1.5",
 ])
 def test_what_is_no_arithmetic_is_told_to_the_model_and_harms_nobody(expression):
     (answer,) = run_calls(f"calculate({expression})", {"calculate": calculate})
