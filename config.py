@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from grpo import BASELINES, LOSSES, SCALES, Loss
+from logprobs import distribution_of
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
 START_FLAGS = "resume", "check"  # not in config.json
@@ -383,10 +384,9 @@ class GRPOConfig(Section):
         return self.advantage_scale if self.normalize_advantages else "none"
 
     @property
-    def policy(self) -> dict:
+    def distribution(self) -> dict:
         """Return keyword arguments of completion_log_probs that turn logits into the sampled distribution."""
-        return dict(
-            temperature=self.generation_temperature, top_k=self.generation_top_k, top_p=self.generation_top_p)
+        return distribution_of(self)
 
     @property
     def loss_entry(self) -> Loss:
@@ -406,13 +406,13 @@ class GRPOConfig(Section):
         return {name: float_or_nan(text) for name, _, text in parts}
 
     @property
-    def loss(self) -> dict:
+    def loss_arguments(self) -> dict:
         """Return keyword arguments of policy_loss and token_loss."""
         clips = dict(clip_low=self.clip_low, clip_high=self.clip_high)
         return dict(loss_type=self.loss_type) | clips | self.named_loss_options
 
     @property
-    def supervised(self) -> "GRPOConfig":
+    def with_supervised_loss(self) -> "GRPOConfig":
         """Return this section with the loss of supervised training: REINFORCE at temperature 1 alone."""
         return dataclasses.replace(
             self, loss_type="reinforce", loss_options=[], ppo_epochs=1, minibatch_size=0, entropy_coef=0.0,

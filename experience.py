@@ -133,10 +133,10 @@ def compute_experience(
     policy_logp = rollout.sampling_logp
     if reference is not None and config.estimator != "exact":
         with engine.on_device(reference):
-            of_reference = log_probs_of_rollout(engine, ranks, rollout, config.policy, model=reference)
+            of_reference = log_probs_of_rollout(engine, ranks, rollout, config.distribution, model=reference)
             reference_logp = of_reference.logp
     if config.weight_cap or value_head is not None or not engine.same_arithmetic:
-        before = log_probs_of_rollout(engine, ranks, rollout, config.policy, value_head=value_head)
+        before = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
         policy_logp, values = before.logp, before.values
         found = compare_with_sampler(policy_logp, rollout)
         metrics |= {"sampler_deviation": found["sampler_deviation"]} if engine.same_arithmetic else found
@@ -214,17 +214,17 @@ def token_advantages(
 
 @torch.no_grad()
 def log_probs_of_rollout(
-    engine, ranks, rollout: Rollout, policy: dict, *, model=None, value_head=None
+    engine, ranks, rollout: Rollout, distribution: dict, *, model=None, value_head=None
 ) -> LogProbs:
     """Compute log-probabilities of a whole rollout, on the CPU. Each rank forwards some of its rows.
 
-    policy  temperature, top_k, top_p;  model  in place of the engine's
+    distribution  temperature, top_k, top_p;  model  in place of the engine's
     """
     shape = rollout.completion_mask.shape
     names = ["logp", "entropy"] + ["values"] * (value_head is not None)
     results = {name: torch.zeros(shape) for name in names}
     for rows, counts in ranks.steps(engine.micro_batches(rollout, torch.arange(shape[0]), ranks.size)):
-        new = engine.log_probs(rollout, rows, policy, model=model, value_head=value_head)
+        new = engine.log_probs(rollout, rows, distribution, model=model, value_head=value_head)
         for name in names if counts else ():
             results[name][rows] = getattr(new, name).cpu()
     return LogProbs(**{name: ranks.sum(values) for name, values in results.items()})  # 0 on the other ranks

@@ -67,7 +67,7 @@ def completion_log_probs(
     predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column    # its position - 1
     chosen = rollout.completion_ids[rows][mask].to(device)
     pass_row, predictor = pass_row.to(device), predictor.to(device)
-    policy = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
     def hidden_states(network) -> Tensor:
         return network.base_model(**inputs).last_hidden_state[pass_row, predictor]               # (N, H)
@@ -78,7 +78,7 @@ def completion_log_probs(
             reference_hidden = call(reference, partial(hidden_states, reference))
 
     def forward() -> list[Tensor | None]:
-        hidden, head = hidden_states(model), partial(head_log_probs, model, policy, reference)
+        hidden, head = hidden_states(model), partial(head_log_probs, model, distribution, reference)
         size = max(64, LOGITS_AT_ONCE // len(model.get_output_embeddings().weight))
         logp, entropy, kl = in_chunks(head, size, hidden, chosen, reference_hidden)
         values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
@@ -109,7 +109,7 @@ def in_chunks(
 
 
 def head_log_probs(
-    model, policy: dict, reference, hidden: Tensor, chosen: Tensor, reference_hidden: Tensor | None
+    model, distribution: dict, reference, hidden: Tensor, chosen: Tensor, reference_hidden: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logp, entropy and exact KL (0 without a reference), (n,) nats each, of tokens chosen (n,).
 
@@ -117,7 +117,7 @@ def head_log_probs(
 
     hidden, reference_hidden  (n, H), final hidden states of the model and the reference
     """
-    logits = restrict_logits(compute_logits(model, hidden), **policy, chosen=chosen)           # (n, V)
+    logits = restrict_logits(compute_logits(model, hidden), **distribution, chosen=chosen)           # (n, V)
     log_p = logits.log_softmax(dim=-1)
     lowest = torch.finfo(log_p.dtype).min                 # in place of -inf: that times 0 would be NaN
     p, finite_log_p = log_p.exp(), log_p.clamp(min=lowest)
@@ -125,7 +125,7 @@ def head_log_probs(
     if reference_hidden is None:
         return logp, entropy, torch.zeros_like(logp)
     with torch.no_grad():
-        log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / policy["temperature"]
+        log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / distribution["temperature"]
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1).clamp(min=lowest)
     return logp, entropy, (p * (finite_log_p - log_q)).sum(dim=-1)
 
@@ -223,3 +223,12 @@ def restrict_logits(
         if chosen is not None:
             outside.scatter_(-1, chosen[:, None], False)
     return logits.masked_fill(outside, -torch.inf)
+
+
+def distribution_of(config) -> dict:
+    """Return temperature, top_k, top_p of sampling. Temperature 0: the most likely token or one of them."""
+    greedy = config.generation_temperature == 0
+    return dict(
+        temperature=1.0 if greedy else config.generation_temperature,
+        top_k=1 if greedy else config.generation_top_k, top_p=config.generation_top_p,
+    )

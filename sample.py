@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from data import encode_demonstration, encode_prompt
-from logprobs import compute_logits, restrict_logits
+from logprobs import compute_logits, distribution_of, restrict_logits
 
 DROP_BELOW = 0.75               # completions that have ended stay in the batch until at most this share of it
                                 # has not: dropping rows copies the cache of all others
@@ -75,19 +75,19 @@ def sample_completions_for_prompts(
     earlier = occurrences(prompts) if earlier is None else earlier
     uniforms = uniform_streams(prompt_ids, earlier, group_size, config.generation_max_length, seed)
     prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
-    policy = sampling_policy(config)
+    distribution = distribution_of(config)
     parts = []
     with sampling_mode(model):
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             numbers = uniforms[first_row : first_row + len(batch) * group_size]
-            parts.append(sample_batch(model, tokenizer, batch, numbers, policy, first_row, reply))
+            parts.append(sample_batch(model, tokenizer, batch, numbers, distribution, first_row, reply))
     columns = map(torch.cat, zip(*parts, strict=True))    # ids, drawn, written, logp, stopped of all batches
     return make_rollout(tokenizer, prompt_ids, *columns)
 
 
 def sample_batch(
-    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, policy: dict, first_row: int,
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict, first_row: int,
     reply: Callable | None,
 ) -> tuple[Tensor, ...]:
     """Sample the completions of some prompts together. Here B and T are those of uniforms.
@@ -119,7 +119,7 @@ def sample_batch(
     logits, attention_mask, position_ids = (x[prompt_of] for x in (logits, attention_mask, position_ids))
     every = 1 if device.type == "cpu" else LOOK_EVERY
     for t in range(limit):
-        token, token_logp = sample_inverse_cdf(restrict_logits(logits, **policy), uniforms[rows, t])
+        token, token_logp = sample_inverse_cdf(restrict_logits(logits, **distribution), uniforms[rows, t])
         from_policy = ~forced[rows, t] & ~stopped[rows]  # elsewhere the token is not used
         ids[rows, t] = torch.where(from_policy, token, ids[rows, t])
         logp[rows, t] = torch.where(from_policy, token_logp.float(), 0.0)
@@ -180,15 +180,6 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     goal = uniforms[:, None].to(p.device) * cdf[:, -1:]
     token = torch.searchsorted(cdf, goal, right=True).clamp(max=p.shape[1] - 1).to(logits.device)
     return token[:, 0], log_p.gather(-1, token)[:, 0]
-
-
-def sampling_policy(config) -> dict:
-    """Return temperature, top_k, top_p of sampling. Temperature 0: the most likely token or one of them."""
-    greedy = config.generation_temperature == 0
-    return dict(
-        temperature=1.0 if greedy else config.generation_temperature,
-        top_k=1 if greedy else config.generation_top_k, top_p=config.generation_top_p,
-    )
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     results = []
     for micro_batch, counts in run.ranks.steps(micro_batches):       # 0: a pass for the sake of other ranks
         new = run.engine.log_probs(
-            experience.rollout, micro_batch, config.policy,
+            experience.rollout, micro_batch, config.distribution,
             value_head=run.value_head if config.use_value_head else None,
             reference=run.reference if config.exact_kl else None,
         )
@@ -171,7 +171,7 @@ def total_loss(
     aggregation = config.loss_entry.aggregation                                  # dapo: token_mean
     loss, terms = policy_loss(
         new.logp, batch.old_logp, batch.advantages, mask, weights=batch.weights,
-        **config.loss, **denominators)            # loss_type, clip_low, clip_high, ...; num_tokens, ...
+        **config.loss_arguments, **denominators)  # loss_type, clip_low, clip_high, ...; num_tokens, ...
     terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)
@@ -191,7 +191,8 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
     """Make demonstrations more likely: one update with the loss -logp, that is with advantage 1."""
     rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_turns)
     experience = demonstrations_as_experience(examples, rollout)
-    losses = accumulate_gradients(run, experience, torch.arange(len(examples)), run.config.grpo.supervised)
+    config = run.config.grpo.with_supervised_loss
+    losses = accumulate_gradients(run, experience, torch.arange(len(examples)), config)
     update = optimizer_step(run, losses["total_loss"])
     tokens = int(experience.mask.sum()) / len(examples)
     metrics = {"loss": losses["total_loss"], "entropy": losses["entropy"], "completion_tokens": tokens}

@@ -62,7 +62,7 @@ def explain(run: Run) -> None:
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
     experience = train.compute_experience_of_groups(run, groups)
     show_completions(console, config, groups, experience)
-    old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp             # (G, T)
+    old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp             # (G, T)
     best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()
     picked = [(row, t) for row in (best_first[0], best_first[-1]) for t in least_likely_tokens(rollout, row)]
     title = "3. Some tokens before the update: by sampler (old) and trainer (new)"
@@ -79,7 +79,7 @@ def explain(run: Run) -> None:
     if run.progress.skipped_in_a_row:
         console.print("   loss or gradient is not finite: skipped, nothing has changed")
 
-    new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.policy).logp
+    new = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp
     title = "6. The same tokens after it, as a second epoch on this rollout would see them"
     show_tokens(console, config, run.tokenizer, experience, new, picked, title)
     show_change(console, experience, old, new)
@@ -174,7 +174,7 @@ def show_tokens(
     """Print ratio, loss and KL of the picked tokens (row, t); logp (G, T): under the policy."""
     mask = experience.mask
     loss, clipped, log_ratio = token_loss(                                       # (G, T) each
-        logp, experience.old_logp, experience.advantages, mask, **config.loss)
+        logp, experience.old_logp, experience.advantages, mask, **config.loss_arguments)
     ratio = log_ratio.clamp(-20, 20).exp()
     head, columns = ["", "token", "old logp", "new logp", "ratio", "A", "clipped", "loss"], []
     if experience.reference_logp is not None:

@@ -126,7 +126,7 @@ def replay_supervised_step(run: Run, records: list[dict]) -> dict:
     """Return metrics of a supervised step from its records."""
     rollout, _ = rollout_of(records, run.tokenizer.pad_token_id)
     experience = demonstrations_as_experience([], rollout)
-    metrics = gradient_metrics(run, experience, run.config.grpo.supervised)
+    metrics = gradient_metrics(run, experience, run.config.grpo.with_supervised_loss)
     return {name: metrics[name] for name in ("policy_loss", "total_loss", "entropy", "grad_norm")}
 
 

@@ -74,14 +74,14 @@ class Engine:
         return micro_batches(rollout, rows, self.max_tokens, parts)
 
     def log_probs(
-        self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,
+        self, rollout: Rollout, rows: Tensor | None, distribution: dict, *, model=None, reference=None,
         value_head=None,
     ) -> LogProbs:
         """Compute log-probabilities (rows, T) of completions, with gradient: see completion_log_probs.
 
-        policy  temperature, top_k, top_p;  model  in place of the engine's: a reference
+        distribution  temperature, top_k, top_p;  model  in place of the engine's: a reference
         """
         return completion_log_probs(
-            model or self.model, rollout, rows, **policy, reference=reference, value_head=value_head,
+            model or self.model, rollout, rows, **distribution, reference=reference, value_head=value_head,
             call=forward_pass,
         )

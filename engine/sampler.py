@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from data import encode_prompt
 from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph
-from logprobs import compute_logits, restrict_logits
+from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import (
-    Rollout, make_rollout, occurrences, sampling_mode, sampling_policy, stop_token_ids, uniform_streams,
+    Rollout, make_rollout, occurrences, sampling_mode, stop_token_ids, uniform_streams,
 )
 
 INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
@@ -38,7 +38,7 @@ def sample_sharing_prompts(
     earlier = occurrences(prompts) if earlier is None else earlier
     uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
-    state = SamplingState(uniforms, stop_ids, pad_id, sampling_policy(config), device, reply)
+    state = SamplingState(uniforms, stop_ids, pad_id, distribution_of(config), device, reply)
     cut_graph(device)
     groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
     with sampling_mode(model):
@@ -98,7 +98,7 @@ class SamplingState:
     """Hold the tokens drawn so far, and draw more. Tensors have rows for all completions and dummy_row."""
 
     def __init__(
-        self, uniforms: Tensor, stop_ids: list[int], pad_id: int, policy: dict, device,
+        self, uniforms: Tensor, stop_ids: list[int], pad_id: int, distribution: dict, device,
         reply: Callable | None = None,
     ):
         self.dummy_row, limit = uniforms.shape
@@ -111,7 +111,7 @@ class SamplingState:
         self.count[self.dummy_row :] = 1                  # padding always forwards the same token
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
-        self.policy = policy                              # temperature, top_k, top_p
+        self.distribution = distribution                              # temperature, top_k, top_p
         self.reply = reply                                # see sample_completions_for_prompts
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:
@@ -119,7 +119,7 @@ class SamplingState:
         ended = self.stopped[row_ids] | (self.count[row_ids] >= self.ids.shape[1])
         row_ids = row_ids.masked_fill(ended, self.dummy_row)
         position = self.count[row_ids].masked_fill(row_ids == self.dummy_row, 0)
-        logits = restrict_logits(logits, **self.policy)
+        logits = restrict_logits(logits, **self.distribution)
         tokens, logp = sample_in_blocks(logits, self.uniforms[row_ids, position])
         forced = self.forced_tokens[row_ids, position]
         drawn = forced < 0

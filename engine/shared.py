@@ -37,11 +37,11 @@ class Shared(Engine):
         return micro_batches_of_groups(rollout, rows, self.max_tokens, parts)
 
     def log_probs(
-        self, rollout: Rollout, rows: Tensor | None, policy: dict, *, model=None, reference=None,
+        self, rollout: Rollout, rows: Tensor | None, distribution: dict, *, model=None, reference=None,
         value_head=None,
     ) -> LogProbs:
         """As Engine.log_probs; on the CPU if the model is on XLA."""
-        policy = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | policy
+        distribution = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | distribution
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
         model, device = model or self.model, self.device
         *inputs, predictor = pack_groups(rollout, rows, device)
@@ -57,13 +57,13 @@ class Shared(Engine):
                 reference_hidden = forward_pass(reference, of_reference)
 
         def policy_logits(raw: Tensor, chosen: Tensor) -> Tensor:
-            return restrict_logits(scale_and_softcap(model, raw), chosen=chosen, **policy)
+            return restrict_logits(scale_and_softcap(model, raw), chosen=chosen, **distribution)
 
         def forward_head():
             hidden, head = forward_hidden(model, inputs, predictor), model.get_output_embeddings()
             logp, entropy, kl = HeadLogProbs.apply(
                 hidden, head.weight, head.bias, chosen, policy_logits, reference_hidden,
-                lambda hidden: compute_logits(reference, hidden) / policy["temperature"],
+                lambda hidden: compute_logits(reference, hidden) / distribution["temperature"],
             )
             values = None if value_head is None else value_head(hidden).to(logp.dtype)
             results = logp, entropy, None if reference is None else kl, values

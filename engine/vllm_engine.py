@@ -35,8 +35,8 @@ from engine.precision import is_exact, precision_of
 from engine.ranks import Ranks
 from engine.sampler import SamplingState
 from engine.sharding import forward_pass, reshard
-from logprobs import compute_logits
-from sample import Rollout, make_rollout, occurrences, random_generators, sampling_policy, stop_token_ids
+from logprobs import compute_logits, distribution_of
+from sample import Rollout, make_rollout, occurrences, random_generators, stop_token_ids
 
 SEQUENCE_TOKENS = 64            # length of the fixed sequence
 BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
@@ -146,9 +146,9 @@ class VLLM(Engine):
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         earlier = occurrences(prompts) if earlier is None else earlier
         seeds = [int(g.integers(2**62)) for g in random_generators(prompt_ids, earlier, size, seed)]
-        stop_ids, policy = stop_token_ids(self.model, self.tokenizer), sampling_policy(config)
+        stop_ids, distribution = stop_token_ids(self.model, self.tokenizer), distribution_of(config)
         state = SamplingState(
-            torch.zeros(len(seeds), limit), stop_ids, self.tokenizer.pad_token_id, policy,
+            torch.zeros(len(seeds), limit), stop_ids, self.tokenizer.pad_token_id, distribution,
             torch.device("cpu"), reply,
         )
         requests = [range(p * size, (p + 1) * size) for p in range(len(prompts))]     # rows of siblings
@@ -157,7 +157,8 @@ class VLLM(Engine):
             turns = self.generate(
                 [prompt_ids[row // size] + state.ids[row, : count[row]].tolist() for row in first],
                 num_completions=len(requests[0]), max_tokens=[limit - count[row] for row in first],
-                seeds=[seeds[row] + count[row] for row in first], stop_ids=stop_ids, policy=policy,
+                seeds=[seeds[row] + count[row] for row in first], stop_ids=stop_ids,
+                distribution=distribution,
             )
             rows = [row for request in requests for row in request]
             for row, turn in zip(rows, chain(*turns), strict=True):
@@ -172,19 +173,19 @@ class VLLM(Engine):
 
     def generate(
         self, prompts: list[list[int]], *, num_completions: int, max_tokens: list[int], seeds: list[int],
-        stop_ids: list[int], policy: dict,
+        stop_ids: list[int], distribution: dict,
     ) -> list[list[tuple[list[int], list[float], bool]]]:
         """Sample completions of each prompt: token ids with the stop token, their logp, whether it was drawn.
 
         max_tokens, seeds  of each prompt; the completions of a prompt have successive seeds
-        policy             temperature, top_k, top_p: logp (nats) is of the distribution that they leave
+        distribution       temperature, top_k, top_p: logp (nats) is of the distribution that they leave
         """
         from vllm import SamplingParams
 
         parameters = [
             SamplingParams(
                 n=num_completions, max_tokens=limit, seed=seed, stop_token_ids=stop_ids, ignore_eos=True,
-                logprobs=0, detokenize=False, **policy,
+                logprobs=0, detokenize=False, **distribution,
             )
             for limit, seed in zip(max_tokens, seeds, strict=True)
         ]

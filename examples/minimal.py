@@ -67,7 +67,7 @@ def accumulate_gradients(model, rollout: Rollout, advantages: torch.Tensor, loss
     mask, old_logp = rollout.completion_mask, rollout.sampling_logp              # (B, T)
     num_tokens = int(mask.sum())                          # of the step: micro-batches add up to it
     for rows in micro_batches(rollout, advantages[:, 0].nonzero()[:, 0], TOKENS_PER_FORWARD):
-        logp = completion_log_probs(model, rollout, rows, **CONFIG.policy).logp  # (b, T), with gradient
+        logp = completion_log_probs(model, rollout, rows, **CONFIG.distribution).logp  # (b, T), with gradient
         loss, _ = policy_loss(
             logp, old_logp[rows], advantages[rows], mask[rows], loss_type=loss_type, num_tokens=num_tokens)
         loss.backward()

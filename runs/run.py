@@ -402,8 +402,8 @@ class Run:
                 folder.append("reward_errors.jsonl", step, phase, failures)
             before, every = step - metrics["updates"], self.config.training.log_rollouts_every
             if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
-                policy = self.config.grpo.policy
-                after = log_probs_of_rollout(self.engine, self.ranks, experience.rollout, policy)
+                after = log_probs_of_rollout(
+                    self.engine, self.ranks, experience.rollout, self.config.grpo.distribution)
                 records = completion_records(experience, after)
                 folder.append("rollouts.jsonl", step, phase, records)
         if metrics["skipped"]:

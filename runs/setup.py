@@ -102,7 +102,8 @@ def start_up_check(
     make_engine, teacher  engine and reference of set_up
     raises  ValueError if a check failed, RunError if a reward function raised
     """
-    training, grpo = config.training, config.grpo if config.training.use_grpo else config.grpo.supervised
+    training = config.training
+    grpo = config.grpo if training.use_grpo else config.grpo.with_supervised_loss
     max_tokens = training.max_tokens_per_forward
     plain = Engine(policy, tokenizer, max_tokens=max_tokens)
     with plain.sampling():

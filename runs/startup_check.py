@@ -142,7 +142,7 @@ def check_sampler(plain: Engine, rollout: Rollout, config) -> Finding:
 
     The plain engine pads prompts on the left to sample, and rows on the right to train.
     """
-    trained = plain.log_probs(rollout, None, config.policy).logp
+    trained = plain.log_probs(rollout, None, config.distribution).logp
     options = "--attn_implementation eager, or --generation_top_p 1 --generation_top_k 0"
     fix = f"ratios would not start at 1: try {options}"
     return compare(plain.model, "sampler", "sampler and trainer", rollout.sampling_logp, trained, fix)
@@ -155,7 +155,7 @@ def check_engine(engine: Engine, ranks, examples: list[dict], config) -> Finding
     prompt = encode_prompt(engine.tokenizer, examples[0]["prompt"])
     with engine.sampling():
         rollout = engine.sample(of_two_lengths(prompt), shortened(config, 64), seed=0, num_completions=8)
-    trained = log_probs_of_rollout(engine, ranks, rollout, config.policy)
+    trained = log_probs_of_rollout(engine, ranks, rollout, config.distribution)
     found = compare_with_sampler(trained.logp, rollout)
     errors = surprise_in_standard_errors(trained, rollout.completion_mask)
     ok = found["sampler_deviation"] <= engine.ratio_tolerance
@@ -189,12 +189,12 @@ def check_packing(shared: Engine, plain: Engine, prompts: list[list[int]], confi
     try:
         rollout = shared.sample(prompts, config, seed=0, num_completions=2)
         rollout.completion_mask[1::2, 5:] = False         # packs of different lengths
-        packed = shared.log_probs(rollout, None, config.policy).logp.cpu()
+        packed = shared.log_probs(rollout, None, config.distribution).logp.cpu()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return Finding("packing", None, f"off: {first_line(error)}{INSTEAD}")
-    rows = plain.log_probs(rollout, None, config.policy).logp.cpu()
+    rows = plain.log_probs(rollout, None, config.distribution).logp.cpu()
     both = torch.stack([packed, rollout.sampling_logp.where(rollout.completion_mask, 0.0)])
     finding = compare(shared.model, "packing", "packed and plain rows", both, rows.expand(2, -1, -1), "")
     if finding.ok:

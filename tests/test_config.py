@@ -85,7 +85,7 @@ def test_a_script_adds_a_loss_and_its_options_are_checked_like_others():
     LOSSES["capped"] = Loss(capped, "token_mean", {"cap": (1.0, 10.0)})
     try:
         config = Config.of(use_grpo=True, loss_type="capped", loss_options={"cap": 3}, ppo_epochs=2)
-        assert config.grpo.loss == dict(loss_type="capped", clip_low=0.2, clip_high=0.2, cap=3.0)
+        assert config.grpo.loss_arguments == dict(loss_type="capped", clip_low=0.2, clip_high=0.2, cap=3.0)
         saved = {name: value for section in config.as_dict().values() for name, value in section.items()}
         assert Config.of(**saved) == config and json.loads(json.dumps(config.as_dict()))["grpo"]["loss_options"] == ["cap=3"]
         with pytest.raises(ValueError, match=r"--loss_options=cap=30: capped takes cap from 1 to 10, off_policy_limit from 0 to inf, as name=number"):
@@ -104,7 +104,7 @@ def test_compatible_flags_are_not_rejected():
     )
     config = parse_config(flags.split())
     assert config.updates_per_rollout == 2 * 4
-    assert config.grpo.loss == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, off_policy_limit=1.0)
+    assert config.grpo.loss_arguments == dict(loss_type="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, off_policy_limit=1.0)
     assert config.grpo.scale == "batch" and parse_config(["--no_normalize_advantages"]).grpo.scale == "none"
     assert parse_config(["--use_kl_penalty", "false", "--kl_estimator", "k1"]).grpo.kl_coef == 0, "k1 nowhere is fine"
 

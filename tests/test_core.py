@@ -320,7 +320,7 @@ groups = Groups([{}, {}], rollout, rewards, {}, rewards)
 found = compute_experience(groups, compute_group_advantages(rewards), config, Engine(), Ranks(), reference=reference)
 assert found.advantages[:2, 0].tolist() == [-found.advantages[1, 0].item(), found.advantages[1, 0].item()] != [0, 0]
 assert not found.mask[3].any() and found.mask[:3].equal(rollout.completion_mask[:3])
-expected = completion_log_probs(reference, rollout, **config.policy).logp
+expected = completion_log_probs(reference, rollout, **config.distribution).logp
 torch.testing.assert_close(found.reference_logp, expected.detach(), atol=1e-5, rtol=0)
 """)
 

@@ -57,7 +57,7 @@ def test_its_numbers_are_those_of_a_training_step_on_the_same_group(tmp_path, ca
     run.progress.phase_step = 0
     examples = next(run.batches)
     rollout = run.engine.sample([examples[0]["prompt"]], run.config.grpo, seed=1)
-    policy = run.config.grpo.policy
+    policy = run.config.grpo.distribution
     before = run.engine.log_probs(rollout, None, policy).logp.sum(dim=1).tolist()
     metrics, experience = train.grpo_training_step(run, examples)
     completions = completion_records(experience)

@@ -67,7 +67,7 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
     engines = [make_engine("shared", each, tokenizer) for each in (model, in_float32)]
     rollout, again = (engine.sample(PROMPTS, settings, seed=0) for engine in engines)
     assert torch.equal(rollout.completion_ids, again.completion_ids)
-    now, then = (engine.log_probs(rollout, None, settings.policy).logp for engine in engines)
+    now, then = (engine.log_probs(rollout, None, settings.distribution).logp for engine in engines)
     assert torch.equal(now, then)
     now.sum().backward()
     then.sum().backward()
@@ -98,7 +98,7 @@ def test_the_reference_is_the_adapter_as_it_was(saved, settings):
     base, _ = load(saved)
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
-    log_probs = partial(engine.log_probs, rollout, None, settings.policy)
+    log_probs = partial(engine.log_probs, rollout, None, settings.distribution)
     reference = make_reference(model)
     assert isinstance(reference, AdapterReference)
     with_noise(model)

@@ -76,19 +76,19 @@ def test_layers_in_half_with_weights_and_numbers_in_float32(architecture, tokeni
     _, model = architecture
     engine = make_engine("shared", model, tokenizer)
     rollout = engine.sample(PROMPTS, settings, seed=0)
-    exact = engine.log_probs(rollout, None, settings.policy).logp.detach()
+    exact = engine.log_probs(rollout, None, settings.distribution).logp.detach()
     with_precision(model, precision)
-    rounded = engine.log_probs(rollout, None, settings.policy).logp
+    rounded = engine.log_probs(rollout, None, settings.distribution).logp
     assert 1e-5 < (rounded - exact).abs().max() < 0.5, "really rounded, and no more than that"
     assert rounded.dtype == torch.float32
     rounded.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
     sampled = engine.sample(PROMPTS, settings, seed=1)
-    trained = engine.log_probs(sampled, None, settings.policy).logp
+    trained = engine.log_probs(sampled, None, settings.distribution).logp
     assert (sampled.sampling_logp - trained).abs().max() < 0.1
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
-        assert not torch.allclose(engine.log_probs(rollout, None, settings.policy).logp, rounded), "no stale copies"
+        assert not torch.allclose(engine.log_probs(rollout, None, settings.distribution).logp, rounded), "no stale copies"
 
 
 def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architecture, tokenizer, settings):
@@ -100,8 +100,8 @@ def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architectur
     layers = sum(p.numel() for p in reference.parameters() if p.dtype == torch.bfloat16)
     assert layers > 0.9 * sum(m.weight.numel() for m in text_model(model).modules() if type(m).__name__ in ("Linear", "Conv1D"))
     with torch.no_grad():
-        policy = engine.log_probs(rollout, None, settings.policy).logp
-        assert torch.equal(engine.log_probs(rollout, None, settings.policy, model=reference).logp, policy)
+        policy = engine.log_probs(rollout, None, settings.distribution).logp
+        assert torch.equal(engine.log_probs(rollout, None, settings.distribution, model=reference).logp, policy)
     blend_reference(reference, model, 0.0)
     assert all(torch.equal(p.to(kept.dtype), kept) for p, kept in zip(model.parameters(), reference.parameters(), strict=True))
 

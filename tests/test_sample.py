@@ -57,7 +57,7 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
     prompts = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
     uniforms = uniform_streams(prompts, [0, 0, 0, 1], 3, 14, seed=2)
     with torch.no_grad():
-        expected = [sample_by_hand(model, prompts[row // 3], uniforms[row], config.policy, stops, reply) for row in range(12)]
+        expected = [sample_by_hand(model, prompts[row // 3], uniforms[row], config.distribution, stops, reply) for row in range(12)]
     assert {ended for _, _, ended in expected} == {True, False} and any(False in drawn for _, drawn, _ in expected) == with_environment
     forward = model.base_model.forward
     monkeypatch.setattr(model.base_model, "forward", lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or forward(**inputs))
@@ -82,7 +82,7 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
             assert shapes == [(4, max(map(len, prompts))), *((rows, 1) for rows in sizes[1:])]
             assert with_environment or sizes[-1] < 12
     with torch.no_grad():
-        trained = make_engine("plain", model, tokenizer).log_probs(rollout, None, config.policy)
+        trained = make_engine("plain", model, tokenizer).log_probs(rollout, None, config.distribution)
     torch.testing.assert_close(rollout.sampling_logp, trained.logp, atol=1e-5, rtol=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_pad_may_be_a_stop_id_or_a_token_that_is_sampled(model, tokenizer, pad, 
     rollout = engine.sample(PROMPTS, config, seed=0)
     if pad == 50:
         assert (rollout.completion_ids == 50)[rollout.completion_mask].any(), "the pad token was sampled"
-    trained = engine.log_probs(rollout, None, config.policy)
+    trained = engine.log_probs(rollout, None, config.distribution)
     assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
@@ -241,8 +241,8 @@ class Scripted(VLLM):
         Engine.__init__(self, *args)
         self.requests = []
 
-    def generate(self, prompts, *, num_completions, max_tokens, seeds, stop_ids, policy):
-        self.requests.append(dict(prompts=prompts, n=num_completions, max_tokens=max_tokens, seeds=seeds, policy=policy))
+    def generate(self, prompts, *, num_completions, max_tokens, seeds, stop_ids, distribution):
+        self.requests.append(dict(prompts=prompts, n=num_completions, max_tokens=max_tokens, seeds=seeds, distribution=distribution))
         turns = []
         for limit in max_tokens:
             rows = [([50 + g] * g + [stop_ids[0]] for g in range(num_completions))] if num_completions > 1 else [[[60, stop_ids[0]]]]
@@ -256,7 +256,7 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer):
     rollout = engine.sample(PROMPTS, config, seed=0)
     (request,) = engine.requests
     assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
-    assert request["policy"] == dict(temperature=0.5, top_k=50, top_p=0.9) and request["max_tokens"] == [3] * len(PROMPTS)
+    assert request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9) and request["max_tokens"] == [3] * len(PROMPTS)
     assert len(set(request["seeds"])) == len(PROMPTS)
     assert rollout.completion_mask.sum(dim=1).tolist() == [1, 2, 3, 3] * len(PROMPTS)
     assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit

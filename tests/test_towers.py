@@ -57,7 +57,7 @@ def test_only_the_text_model_is_trained_and_has_a_gradient(base, lora_rank, sett
     shared, plain = (make_engine(name, model, tokenizer) for name in ("shared", "plain"))
     assert check_packing(shared, plain, prompts, settings).ok
     rollout = shared.sample(PROMPTS, settings, seed=0)
-    now = shared.log_probs(rollout, None, settings.policy)
+    now = shared.log_probs(rollout, None, settings.distribution)
     assert (now.logp - rollout.sampling_logp).abs().max() < 1e-4
     now.logp.sum().backward()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained

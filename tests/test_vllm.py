@@ -95,7 +95,7 @@ def sample(engine, **options):
 
 
 def compare(engine, rollout, config) -> dict[str, float]:
-    return compare_with_sampler(log_probs_of_rollout(engine, Ranks(), rollout, config.policy).logp, rollout)
+    return compare_with_sampler(log_probs_of_rollout(engine, Ranks(), rollout, config.distribution).logp, rollout)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])

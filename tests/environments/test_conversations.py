@@ -58,7 +58,7 @@ def test_sampler_and_trainer_agree_over_whole_conversations(architecture, tokeni
             holes &= ~rollout.completion_mask
             assert describe_conversations(rollout)["turns"] > 1.5 and holes.sum() > 50, "there is something to get wrong"
             assert not rollout.sampling_logp[holes].any()
-            trained = shared.log_probs(rollout, None, config.policy)
+            trained = shared.log_probs(rollout, None, config.distribution)
             assert (rollout.sampling_logp - trained.logp).abs().max() < 1e-4
             assert not trained.logp[holes].any() and not trained.entropy[holes].any()
 
@@ -73,7 +73,7 @@ def test_packed_and_plain_rows_and_any_split_give_the_same_gradient(architecture
         engine = make_engine(name, model, tokenizer)
         advantages = torch.randn(len(everything), generator=torch.Generator().manual_seed(0))
         for rows in batches:
-            new = engine.log_probs(rollout, rows, settings.policy)
+            new = engine.log_probs(rollout, rows, settings.distribution)
             mask = rollout.completion_mask[rows]
             num_tokens = int(rollout.completion_mask.sum())
             loss, _ = policy_loss(new.logp, rollout.sampling_logp[rows], advantages[rows], mask, num_tokens=num_tokens)
@@ -101,7 +101,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
     for engine in "shared", "plain":
         seldom = sample_conversations(model, tokenizer, settings, engine=engine)
         assert same(seldom, together)
-        trained = make_engine("shared", model, tokenizer).log_probs(seldom, None, settings.policy)
+        trained = make_engine("shared", model, tokenizer).log_probs(seldom, None, settings.distribution)
         assert (seldom.sampling_logp - trained.logp).abs().max() < 1e-4
 
 
