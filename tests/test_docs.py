@@ -243,6 +243,6 @@ def test_the_recipes_of_the_contributing_page_pasted_into_a_copy_pass_the_tests_
     done = subprocess.run([sys.executable, "-m", "pytest", *checks], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     flags = "advantage_scale='mean_distance', loss_type='capped', loss_options=['cap=4']"
-    program = f"from config import *; print(GRPOConfig({flags}).loss)"
+    program = f"from config import *; print(GRPOConfig({flags}).loss_arguments)"
     used = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert "'cap': 4.0" in used.stdout, used.stderr
