@@ -48,7 +48,7 @@ def test_core_files_import_core_files_and_libraries_alone():
     found = {name: imports_of(name) - LIBRARIES for name in CORE}
     assert found.pop("rewards") == {"analysis"}, "the linter, where rewards.py is a program"
     assert found == {
-        "grpo": set(), "logprobs": set(), "data": set(), "config": {"grpo"}, "sample": {"data", "logprobs"}, "model": {"rewards"},
+        "grpo": set(), "logprobs": set(), "data": set(), "config": {"grpo", "logprobs"}, "sample": {"data", "logprobs"}, "model": {"rewards"},
         "experience": {"grpo", "logprobs", "rewards", "sample"},
     }
     assert imports_of("data") <= sys.stdlib_module_names
@@ -245,7 +245,7 @@ print(json.dumps([[answer(load_examples, source) for source in (*files, *others)
 
 
 def test_the_policy_alone_is_loaded_saved_and_followed_and_refuses_what_rooms_do(tmp_path):
-    for name in "model", "rewards", "config", "grpo":     # config.py reads the tables of grpo.py
+    for name in "model", "rewards", "config", "grpo", "logprobs":
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     run(tmp_path, "-c", """
 import torch

@@ -232,7 +232,7 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
     ("--evaluate arithmetic --samples 0", "--samples=0: must be at least 1"),
     ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name --reward_functions that need none, or the column with --answer"),
-    ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", r"correctness: needs the column answer.*a line of data.*\{"),
+    ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", "correctness: needs the column answer"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
     ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
 ])
