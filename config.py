@@ -216,7 +216,8 @@ class GRPOConfig(Section):
         "keep", "keep: train on completions cut at generation_max_length; mask: leave them out of the loss; "
         "penalise: subtract up to 1 point in the last fifth before it")
 
-    normalize_advantages: bool = flag(True, "divide advantages as advantage_scale says; without it, Dr. GRPO")
+    normalize_advantages: bool = flag(
+        True, "divide advantages as advantage_scale says; Dr. GRPO: false, with --loss_type dr_grpo")
     advantage_scale: Literal[*(name for name in SCALES if name != "none")] = flag(
         "group", "normalize_advantages: divide by the standard deviation of each group, or of the batch, or "
         "by the group's mean")

@@ -6,7 +6,7 @@ rewards) and "completion" (a demonstration, for supervised training: text, or th
 Other columns are passed to the reward functions.
 
 Left out on purpose: hubs, other files and tasks, data larger than memory, and forms of published data sets,
-such as an answer after ####: sources.load_examples. Conversations as token ids: environments/messages.py.
+such as an answer after ####; sources.load_examples reads them. Conversations: environments/messages.py.
 """
 
 import json
@@ -38,10 +38,11 @@ def load_examples(
     seed     of the order of the sums; it does not change which of them are test problems
     columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
     """
-    name = source if isinstance(source, str) else "dataset"
+    is_name = isinstance(source, str)
+    name = source if is_name else "dataset"
     if name == "arithmetic":
         return arithmetic(split, seed)[:limit]
-    if name is source:
+    if is_name:
         rows = read_json_lines(source)
     else:
         rows = ((f"dataset: example {n}", row) for n, row in enumerate(require_sequence(source), start=1))

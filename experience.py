@@ -38,7 +38,7 @@ class Groups:
 
     @property
     def tied(self) -> Tensor:
-        """Return (P,) bool: all rewards of the group are equal, so it has no gradient."""
+        """Return (P,) bool: all rewards of the group are equal, so that their advantages are 0."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
 
 
@@ -93,13 +93,15 @@ class Experience:
     def has_gradient(self, rows: Tensor, config) -> Tensor:
         """Return (b,) bool: the rows that have a gradient.
 
-        Rows of tied groups have none, unless a term of the loss does not depend on advantages.
+        Rows whose advantages are all 0 have none, unless a term of the loss does not depend on advantages.
         """
         always = bool(config.kl_in_loss or config.entropy_coef or config.use_value_head)
         return self.mask[rows].any(dim=1) & (always | (self.advantages[rows] != 0).any(dim=1))
 
     def sampled_kl(self, logp: Tensor, config) -> Tensor:
         """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
+
+        With top-k or top-p each of them is truncated to its own tokens, unlike in the exact KL.
 
         ratio_k3 is k3 times the differentiable ratio exp(logp - policy_logp), scaled down to weight_cap.
         """

@@ -3,7 +3,7 @@ The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices
 policy_loss, token_loss and gspo works alone, copied below `import torch` and `from torch import Tensor`
 without the rest of this file; these need what they call.
 
-Reading order: compute_group_advantages (compare each completion with its group), clipped_ratio and
+Reading order: compute_group_advantages (compare each completion with its group), clipped_loss and
 policy_loss (raise the probability of the better ones, within limits), kl_penalty (stay near the reference);
 the other losses; then value_loss and generalized_advantage_estimation, for training with a critic, and
 corrections of rewards and weights. A new loss is a function and an entry of LOSSES: flags, explanations and
@@ -101,7 +101,7 @@ def compute_group_advantages(
     return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
 
 
-def clipped_ratio(
+def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, *, dual_clip: float = torch.inf,
     **unused,
 ) -> tuple[Tensor, Tensor]:
@@ -110,8 +110,8 @@ def clipped_ratio(
         -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
     """
-    # The minimum ends the gradient of leaving the trust region and keeps that of coming back into it. The
-    # second clip ends the gradient where a token with a negative advantage has become much more probable.
+    # The gradient is 0 once the ratio has left the interval in the direction of A, and not on the way back.
+    # With dual_clip it is 0 as well where a token with a negative advantage has become much more probable.
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -219,9 +219,11 @@ def kl_penalty(
 ) -> Tensor:
     """Estimate KL(policy || reference) per token, from the tokens that were sampled.
 
-        k1   -x                         x = ref_logp - logp; times ratio, if there is one
+        k1   -x
         k2   x**2 / 2
         k3   exp(x) - x - 1
+
+    with x = ref_logp - logp. If there is a ratio, the result is multiplied by it.
 
     logp, ref_logp  (B, T) nats
     ratio           (B, T) exp(logp - old_logp) with its gradient, or None
@@ -252,11 +254,11 @@ def gspo(
 
         -min(sequence_ratio * A, clip(sequence_ratio, 1 - clip_low, 1 + clip_high) * A)
 
-    The clip is far narrower than for tokens: the paper takes 3e-4 and 4e-4. dual_clip as in clipped_ratio.
+    The clip is far narrower than for tokens: the paper takes 3e-4 and 4e-4. dual_clip as in clipped_loss.
     """
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                         # (B, 1)
     mean_log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(mask)
-    return clipped_ratio(mean_log_ratio, advantages, clip_low, clip_high, dual_clip=dual_clip)
+    return clipped_loss(mean_log_ratio, advantages, clip_low, clip_high, dual_clip=dual_clip)
 
 
 def cispo(
@@ -358,9 +360,9 @@ class Loss:
 DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
 TAUS = {"tau_positive": (0.01, 100.0), "tau_negative": (0.01, 100.0)}
 LOSSES = {                      # the keys are the choices of --loss_type
-    "dapo": Loss(clipped_ratio, "token_mean", DUAL_CLIP),                        # arXiv:2503.14476 eq. 8
-    "grpo": Loss(clipped_ratio, "sequence_mean", DUAL_CLIP),                     # arXiv:2402.03300 eq. 3
-    "dr_grpo": Loss(clipped_ratio, "constant", DUAL_CLIP),                       # arXiv:2503.20783 sec. 3.2
+    "dapo": Loss(clipped_loss, "token_mean", DUAL_CLIP),                        # arXiv:2503.14476 eq. 8
+    "grpo": Loss(clipped_loss, "sequence_mean", DUAL_CLIP),                     # arXiv:2402.03300 eq. 3
+    "dr_grpo": Loss(clipped_loss, "constant", DUAL_CLIP),                       # arXiv:2503.20783 sec. 3.2
     "gspo": Loss(gspo, "sequence_mean", DUAL_CLIP),
     "cispo": Loss(cispo, "token_mean"),
     "sapo": Loss(sapo, "sequence_mean", TAUS),

@@ -34,7 +34,7 @@ class LogProbs:
     logp: Tensor                        # (rows, T) nats, with gradient; 0 where completion_mask is False
     entropy: Tensor                     # (rows, T) nats, of the same distribution; 0 there too
     kl: Tensor | None = None            # (rows, T) nats, KL(policy || reference), with a reference
-    values: Tensor | None = None        # (rows, T) expected points before each token, with a value head
+    values: Tensor | None = None        # (rows, T) points expected from each token on, with a value head
 
 
 def completion_log_probs(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import grpo
 from formula_language import Dual, dual, evaluate, evaluate_first, exp, formulas
 from grpo import (
-    AGGREGATIONS, BASELINES, CENTERED_BASELINES, LOSSES, SCALES, aggregate, clipped_ratio, compute_group_advantages,
+    AGGREGATIONS, BASELINES, CENTERED_BASELINES, LOSSES, SCALES, aggregate, clipped_loss, compute_group_advantages,
     generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty, policy_loss, token_loss, value_loss,
 )
 
@@ -211,7 +211,7 @@ def objective_by_hand(batch, loss_type, dual_clip=None, kl=None, weights=None, m
                 old_logp=old_logp[i][t], A=advantages[i][t if len(advantages[i]) > 1 else 0],
                 clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
             )
-            x = evaluate(formulas(clipped_ratio)[1][1], **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
+            x = evaluate(formulas(clipped_loss)[1][1], **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
             x = x * (weights[i][t].item() if weights is not None else 1.0)
             if kl:
                 k = evaluate(dict(formulas(kl_penalty))[kl.removeprefix("ratio_")], x=ref_logp[i][t] - now[t])
@@ -299,7 +299,7 @@ def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weigh
             names = dict(
                 ratio=ratio, sequence_ratio=ratio, product=exp(sum(row)), A=A, logp=now, old_logp=old_logp[i, t].item(),
                 clip_low=CLIP_LOW, clip_high=CLIP_HIGH) | defaults(per_token)
-            formula = formulas(clipped_ratio)[1][1] if dual_clip else None       # gspo's too, with its own ratio
+            formula = formulas(clipped_loss)[1][1] if dual_clip else None       # gspo's too, with its own ratio
             x = evaluate(formula, **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
             count += ratio.value > 1 + CLIP_HIGH if loss_type == "cispo" else dual(x).slope == 0
     assert count > 0 or loss_type in ("reinforce", "sapo")

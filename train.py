@@ -1,15 +1,18 @@
 """
 GRPO and supervised training of a language model.
 
-    python train.py --use_grpo --num_completions_per_prompt 4      a small model, without downloads
+    python train.py --use_grpo --num_completions_per_prompt 4      a small model learns sums: a supervised
+                                                                   start, then GRPO; without downloads
     python train.py --help                                         every flag
 
 Reading order here: grpo_training_step, with sampling above it and the loss below it; then learn, the loop
 around the steps. examples/minimal.py is the same without checkpoints, processes and flags.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
-Units: points; nats for log-probabilities (logp) and KL. A group of equal rewards is tied.
-    score, reward  weighted sum of the reward functions; the same, clipped and penalised for length
+Units: points for scores, rewards and advantages, nats for log-probabilities (logp) and KL.
+    score          weighted sum of what the reward functions give to a completion
+    reward         what is learned from: the score after --reward_clip, --overlong, --reward_combination
+    tied           of a group: all its rewards are equal
     rollout        completions, and their logp when they were sampled
     experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
     run            policy, its reference (a frozen or following copy), optimiser, data; progress, in updates
@@ -48,7 +51,7 @@ __all__ = [
     "supervised_training_step", "train", "validate_grpo_setup",
 ]
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
-VALUE_COEF = 0.1                # weight of the value head's squared error in the loss
+VALUE_COEF = 0.1                # weight of value_loss, which is half of the squared error
 
 
 @timed("sampling_seconds")
@@ -63,7 +66,8 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
 def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups:
     """Sample and score a group for each prompt: each rank a slice of them. All ranks get all groups."""
-    def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:        # earlier: see Engine.sample
+    def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:
+        # earlier: how often each prompt came before in this batch; equal prompts get other random numbers
         rollout, config = sample(run, examples, earlier, run.sampling_seed(attempt)), run.config.grpo
         functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
         scores, per_function = compute_rewards_for_completions(functions, config.weights, rollout, examples)
@@ -90,7 +94,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         ratio  exp(logp - old_logp)                       policy now / policy that sampled
         loss   mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + kl_coef * KL
 
-    by default; the demonstration has no KL, other choices are in grpo.py. Returns metrics and the experience.
+    These are the defaults, and grpo.py has all others. Returns metrics and the experience.
     """
     config, progress = run.config.grpo, run.progress
     P, G = len(examples), config.num_completions_per_prompt
@@ -100,7 +104,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
     require(len(groups.rollout.completions) == P * G, f"{len(groups.rollout.completions)=} {P=} {G=}")
 
-    # 2. and 3. Compare each completion with the others of its group: the next function.
+    # 2. Compare each completion with the others of its group. 3. Compute what all updates share.
     experience = compute_experience_of_groups(run, groups)
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
@@ -124,8 +128,8 @@ def compute_experience_of_groups(run: Run, groups: Groups) -> Experience:
     # 2. Compare each completion with the others of its group. Equal rewards: zeros.
     advantages = compute_group_advantages(                                       # (P, G)
         groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
-    off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
     if config.baseline in CENTERED_BASELINES:
+        off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
         require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
 
     # 3. Add old and reference logp, values, weights.
@@ -263,15 +267,16 @@ def step_evaluate_save(run: Run, phase: Phase) -> bool:
     if within and is_due(before, progress.phase_step, run.config.training.save_steps):
         run.save_checkpoint()
     if progress.skipped_in_a_row >= MOST_SKIPPED:
+        checkpoint = run.save_checkpoint()
         raise RunError(
             f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights before "
-            f"them are in {run.save_checkpoint()}, the batches in skipped.jsonl: inspect them with "
+            f"them are in {checkpoint}, the batches in skipped.jsonl: inspect them with "
             "python -m analysis.replay, or lower --learning_rate")
     return False
 
 
 def main(argv: list[str]) -> None:
-    """Parse the flags; then check or train."""
+    """Parse the flags, set up and check the run; then train, unless --check asks for the check alone."""
     with exit_on_errors(mistakes=(ValueError, OSError)):
         run = set_up(parse_config(argv))
     if not run.config.training.check:

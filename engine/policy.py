@@ -35,7 +35,7 @@ def load_any_tokenizer(config):
 
 
 def load_any_policy(config, *, trainable: bool = True):
-    """Load the model and the tokenizer of config.model_path by model.load_any_policy, from wherever they are.
+    """Load the model and the tokenizer of config.model_path by load_policy of model.py, from anywhere.
 
     Weights that are trained are float32 at any precision of the layers: in bfloat16 a step of 1e-6 would be
     rounded away.

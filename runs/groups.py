@@ -39,7 +39,7 @@ def sample_on_all_ranks(engine, ranks, sample_and_score: Callable, examples: lis
 
 
 def replace_tied(groups: Groups, new: Groups) -> Groups:
-    """Return the groups with new ones in place of those that are tied."""
+    """Return the groups that are not tied, and behind them the new ones, whether tied or not."""
     return join([select(groups, ~groups.tied), replace(new, replaced=len(new.rewards))])
 
 

@@ -149,7 +149,7 @@ class Run:
         return {name: term.detach() * counts for name, term in terms.items()}
 
     def add_up(self, results: list[dict], names: list[str], share: float) -> dict[str, float]:
-        """Add up the terms of micro-batches, over all ranks.
+        """Return the terms of an update: those of its micro-batches, on all ranks, added up.
 
         share  of the update's tokens, those of rows that were forwarded: statistics become means over them
         """
