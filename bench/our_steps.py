@@ -61,7 +61,7 @@ def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:
         str(workload.group_size), "--generation_max_length", str(workload.new_tokens), "--generation_temperature", "1",
         "--generation_top_p", "1", "--generation_top_k", "0", "--max_prompt_length", "2048", "--eval_limit", "0",
         "--learning_rate", "1e-6", "--max_steps", str(1 + workload.measured_steps), "--save_steps", "0", "--report_to", "none",
-        "--seed", str(seed), *flags,
+        "--seed", str(seed), *(["--engine", "shared"] if workload.mean_length else []), *flags,
     ]))
     learn(run)
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()][1:]
