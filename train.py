@@ -94,7 +94,8 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         ratio  exp(logp - old_logp)                       policy now / policy that sampled
         loss   mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + kl_coef * KL
 
-    These are the defaults, and grpo.py has all others. Returns metrics and the experience.
+    These are the defaults; the demonstration has no KL, and grpo.py has all other choices. Returns metrics
+    and the experience.
     """
     config, progress = run.config.grpo, run.progress
     P, G = len(examples), config.num_completions_per_prompt

@@ -134,3 +134,14 @@ def test_the_step_calls_the_five_functions_in_their_order_and_asserts_shape_and_
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     asserted = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "require"]
     assert any("rewards.shape == (P, G)" in test for test in asserted) and any("off_center" in test for test in asserted)
+
+
+def test_no_public_function_or_class_has_the_name_of_another_one():
+    """Two names are those of programs; load_examples of sources/ reads what that of data.py leaves out."""
+    places = {}
+    for path in modules_of_the_program():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice.keys() <= {"main", "run_command_line", "load_examples"}, twice
