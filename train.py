@@ -167,7 +167,7 @@ def total_loss(
 ) -> dict[str, torch.Tensor]:
     """Return the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
-        total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + 0.1 * value_loss
+        total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
         KL         = mean of ratio * (exp(x) - x - 1), x = reference logp - logp (grpo.kl_penalty)
 
     new, batch  (b, T), under the current policy with gradient; the same rows of the experience

@@ -191,7 +191,10 @@ def show_tokens(
 
 def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominators: dict) -> None:
     """Print the terms of the loss with their weights, and the denominators."""
-    weights = {"policy_loss": 1.0, "kl": config.kl_coef, "entropy": -config.entropy_coef, "value_loss": 0.1}
+    weights = {
+        "policy_loss": 1.0, "kl": config.kl_coef, "entropy": -config.entropy_coef,
+        "value_loss": train.VALUE_COEF,
+    }
     weights = {name: weight for name, weight in weights.items() if name in losses and weight}
     lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items()]
     lines.append(["total_loss", f"{losses['total_loss']:+.6f}", ""])

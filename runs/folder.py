@@ -178,7 +178,7 @@ def open_tracker(
 
 
 def completion_records(experience, after=None) -> list[dict]:
-    """Return the lines of rollouts.jsonl, one for each completion: texts, rewards, and tokens for --replay.
+    """Return the lines of rollouts.jsonl, one for each completion: texts, rewards, and tokens for a replay.
 
     experience  an Experience;  after  LogProbs of its rollout after the updates
     """
