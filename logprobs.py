@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = 2**22          # n * V of a chunk of the head, 16 megabytes in float32; but n is at least 64
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**26}  # n * V of a chunk of the head: 16 megabytes in float32, or
+                                # 256 where reading the head takes longer than to multiply a few tokens by it
+TOKENS_AT_ONCE = 64             # n at least
 
 
 @dataclass
@@ -79,7 +81,7 @@ def completion_log_probs(
 
     def forward() -> list[Tensor | None]:
         hidden, head = hidden_states(model), partial(head_log_probs, model, distribution, reference)
-        size = max(64, LOGITS_AT_ONCE // len(model.get_output_embeddings().weight))
+        size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
         logp, entropy, kl = in_chunks(head, size, hidden, chosen, reference_hidden)
         values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
         return [logp, entropy, None if reference is None else kl, values]
@@ -88,6 +90,11 @@ def completion_log_probs(
     mask = mask.to(device)
     zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
     return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
+
+
+def tokens_in_chunk(vocab_size: int, device: torch.device) -> int:
+    """Return how many tokens go through the head at once."""
+    return max(TOKENS_AT_ONCE, LOGITS_AT_ONCE.get(device.type, 2**22) // vocab_size)
 
 
 def in_chunks(

@@ -36,14 +36,14 @@ class SampledToLength(sampler.SamplingState):
         SampledToLength.rollouts += is_rollout
 
     def step(self, row_ids, logits):
-        forced, stop, last = logits.clone(), int(self.stop_ids[0]), self.count[row_ids] + 1 >= self.lengths[row_ids]
-        forced[:, stop] = -torch.inf
-        forced[last] = -torch.inf
-        forced[last, stop] = 0.0
-        at, going = self.count[row_ids], ~self.stopped[row_ids]
+        stop, last = self.stop_ids[:1], (self.count[row_ids] + 1 >= self.lengths[row_ids])[:, None]
+        is_stop = torch.arange(logits.shape[1], device=logits.device) == stop
+        forced = logits.masked_fill(is_stop != last, -torch.inf).masked_fill(is_stop & last, 0.0)
+        at, going = self.count[row_ids].clamp(max=self.ids.shape[1] - 1), ~self.stopped[row_ids]
         super().step(row_ids, forced)
-        kept = row_ids[going], at[going]                   # trained on as if nothing had been forced, or ratios would not be 1
-        self.logp[kept] = logits[going].log_softmax(dim=-1).gather(1, self.ids[kept][:, None])[:, 0]
+        ids = self.ids[row_ids, at]                       # trained on as if nothing had been forced, or ratios would not be 1
+        logp = logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
+        self.logp[row_ids, at] = torch.where(going, logp, self.logp[row_ids, at])
 
 
 def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:

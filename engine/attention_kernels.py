@@ -3,12 +3,13 @@ Kernels of attention: softmax(scaling * q k^T + mask) v, together with the log-s
 results over two sets of keys can be merged into the result over both (Hydragen, arXiv:2402.05099).
 
 A kernel is a class of two functions. forward: q (B, R, n, D), k and v (B, 1, m, D), one key head for its R
-query heads, a mask to add to the scores (B or 1, 1, n, m) or None, causal -> output (B, R, n, D), log-sum-exp
-(B, R, n). backward takes output and log-sum-exp, over these keys or over more, and returns the gradients of
-q, k and v through these keys.
+query heads, a mask to add to the scores (B or 1, 1, n, m) or None (additive_mask), causal -> output
+(B, R, n, D), log-sum-exp (B, R, n). backward takes output and log-sum-exp, over these keys or over more, and
+returns the gradients of q, k and v through these keys.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class FlashOnCPU:
 
 
 class FlashOnCUDA:
-    """Call torch's flash attention for 16-bit numbers on CUDA. Not yet run on a GPU."""
+    """Call torch's flash attention for 16-bit numbers on CUDA, which has no mask."""
 
     @staticmethod
     def forward(q, k, v, mask, causal: bool, options: Options):
@@ -68,22 +69,24 @@ class FlashOnCUDA:
 
 
 class EfficientOnCUDA:
-    """Call torch's memory-efficient attention for CUDA, also in float32. Not yet run on a GPU."""
+    """Call torch's memory-efficient attention for CUDA: with masks, in float32, and on older GPUs."""
 
     @staticmethod
     def forward(q, k, v, mask, causal: bool, options: Options):
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        mask = None if mask is None else mask.expand(*q.shape[:3], -1)
         output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=options.scaling
+            q, k, v, mask, True, 0.0, causal, scale=options.scaling
         )
         return output, lse[:, :, : q.shape[2]]            # rounded up to a multiple of 32
 
     @staticmethod
     def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        lse, unused = pad(lse, (0, -lse.shape[2] % 32)), torch.zeros((), dtype=torch.int64, device=q.device)
+        mask = None if mask is None else mask.expand(*q.shape[:3], -1)
+        lse, unused = pad(lse, (0, -lse.shape[2] % 32), value=torch.inf), q.new_zeros((), dtype=torch.int64)
         grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, output, lse, unused, unused, 0.0, [True, True, True, False], causal,
+            grad, q, k, v, mask, output, lse, unused, unused, 0.0, [True, True, True, False], causal,
             scale=options.scaling,
         )
         return grad_q, grad_k.sum(dim=1, keepdim=True), grad_v.sum(dim=1, keepdim=True)
@@ -164,24 +167,39 @@ def choose_kernel(device: str, dtype: torch.dtype, head_sizes: tuple[int, int], 
     """Choose the kernel of a block by device type, dtype, head sizes of keys and values, mask, and soft cap.
 
     masked: there is a window or padding. Attention sinks need no kernel: add_sinks merges them into the
-    result.
+    result. Heads whose size is no multiple of 8 have no kernel of CUDA.
     """
-    half = dtype in (torch.float16, torch.bfloat16)
     if softcap or head_sizes[0] != head_sizes[1]:
         return Chunked
     if device == "cpu":
         return FlashOnCPU
-    if device == "cuda" and not masked and (half or dtype == torch.float32):
-        return FlashOnCUDA if half and head_sizes[0] <= 256 else EfficientOnCUDA
+    if device == "cuda" and dtype != torch.float64 and head_sizes[0] % 8 == 0:
+        for_flash = not masked and dtype != torch.float32 and head_sizes[0] <= 256
+        return EfficientOnCUDA if not for_flash or is_older_than_ampere() else FlashOnCUDA
     return Chunked
 
 
+@cache
+def is_older_than_ampere() -> bool:
+    """Return True for a T4 or V100, say, for which flash attention was not built."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a mask (..., n, m) into what is added to scores: 0, or mask_value for a masked key.
+
+    Rows begin at multiples of 32 bytes, as CUDA's kernel requires.
+    """
+    shape = *visible.shape[:-1], visible.shape[-1] + -visible.shape[-1] % 16
+    mask = torch.full(shape, mask_value(dtype), dtype=dtype, device=visible.device)
+    return mask[..., : visible.shape[-1]].masked_fill_(visible, 0.0)
+
+
 def merge_by_lse(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention over two sets of keys: outputs (K, L, R, D), log-sum-exps (K, L, R)."""
-    both = torch.stack([lse, other_lse])
-    total = both.logsumexp(dim=0)
-    first, second = (both - total).exp_()[..., None]
-    return (output * first + other * second).to(output.dtype), total
+    """Merge the attention over two sets of keys: outputs (..., D), log-sum-exps (...)."""
+    weight = torch.sigmoid(other_lse - lse)[..., None]    # of the other one
+    merged = torch.lerp(output.to(weight.dtype), other.to(weight.dtype), weight)
+    return merged.to(output.dtype), torch.logaddexp(lse, other_lse)
 
 
 def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ completion has a row for its own keys and values. A decoding step attends to [pr
 with one product over the prompt's keys for all siblings.
 
 Column t of a row holds token t of its completion, so positions alone define the mask, and forwarding a row's
-last token again changes nothing. All shapes stay the same between two calls of compact.
+last token again changes nothing. All shapes and addresses stay the same between two calls of compact.
 Shapes: P prompts of up to Tp tokens, R rows of C columns, one row for each active completion; K key heads, H
 query heads, D head size; S slots, the largest number of rows of a prompt.
 """
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.attention_kernels import Options, mask_value
+from engine.attention_kernels import Options, additive_mask
 from engine.devices import bucket
 from engine.packing import make_layout
 from engine.prefix_attention import Siblings, decode_in_halves, decode_in_one_softmax, forward_packed
 
-COLUMNS_AT_ONCE = 32  # on a CPU or GPU a step attends to a multiple of this many columns, up to the capacity
+COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many columns, elsewhere to all of them
 
 
 @dataclass
@@ -140,8 +140,7 @@ class PrefixCache:
 
         self.prompt_length = torch.tensor(self.lengths).repeat_interleave(num_slots)[slots].to(device)  # (R,)
         self.column = torch.arange(max(width, self.capacity)).to(device)
-        heads = max(layer.keys.shape[1] for layer in self.layers)
-        self.row_start = (torch.arange(len(slots) * heads) * self.capacity).to(device)  # in keys, flattened
+        self.rows = torch.arange(len(slots)).to(device)
         return torch.tensor(row_ids + [dummy_row] * padding).to(device)
 
     def forward(self, ids: Tensor, count: Tensor, longest: int) -> Tensor:
@@ -150,52 +149,67 @@ class PrefixCache:
         ids (R,); count (R,) tokens of each completion so far, at most `longest`
         """
         rounded = -(-longest // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
-        self.columns = self.capacity if ids.device.type == "xla" else min(self.capacity, rounded)
-        self.count, self.known_masks, self.layer_of = count, {}, {}
+        self.columns = min(self.capacity, rounded) if ids.device.type == "cpu" else self.capacity
+        self.count, self.of_step, self.layer_of = count, {}, {}
         positions = self.prompt_length + count - 1
         return self.model.base_model(
             input_ids=ids[:, None], position_ids=positions[:, None], token_layout=self, use_cache=False
         ).last_hidden_state[:, 0]
 
-    def masks(self, heads: int, width: int, window: int | None, dtype) -> tuple[Tensor | None, Tensor]:
-        """Compute additive masks, 0 or mask_value for a masked key, once for all layers of a type.
+    def once_a_step(self, function, *args):
+        """Return function(*args), computed once for all layers that need it."""
+        key = function.__name__, *args
+        if key not in self.of_step:
+            self.of_step[key] = function(*args)
+        return self.of_step[key]
 
-        returns  for the last `width` columns of each row's prompt (R * K, 1, width), None if no key is
-                 masked; and for the row's own columns (R * K, 1, columns)
+    def write_positions(self, heads: int) -> Tensor:
+        """Return (R * K,): where the new keys belong among all of a layer, flattened."""
+        first = (self.rows[:, None] * heads + self.column[:heads]) * self.capacity               # (R, K)
+        return (first + self.count[:, None] - 1).flatten()
+
+    def own_mask(self, heads: int, window: int | None, dtype) -> Tensor:
+        """Return the additive mask of each row's own columns, (R * K, 1, columns)."""
+        last, columns = self.count[:, None] - 1, self.column[: self.columns]     # last: of the new token
+        visible = columns <= last if window is None else (columns <= last) & (columns > last - window)
+        return additive_mask(visible.repeat_interleave(heads, dim=0)[:, None], dtype)
+
+    def prompt_mask(self, heads: int, queries: int, width: int, window: int | None, dtype) -> Tensor | None:
+        """Return the additive mask of the last `width` columns of prompts; None if no key is masked.
+
+        returns  (R * K, 1, width), or with queries > 0 grouped as queries of these heads are (Siblings)
         """
-        window = window if window is not None and window < self.longest + self.capacity else None
-        if (heads, width, window) not in self.known_masks:
-            last, columns = self.count[:, None] - 1, self.column[: self.columns]     # last: of the new token
-            visible = columns <= last if window is None else (columns <= last) & (columns > last - window)
-            own, prompt = additive_mask(visible, heads, dtype), None
-            if window or width > self.shortest:
-                columns = self.column[:width] - width     # column -1: the end of the prompt
-                visible = columns >= -self.prompt_length[:, None]
-                visible = visible if window is None else visible & (columns > last - window)
-                prompt = additive_mask(visible, heads, dtype)
-            self.known_masks[heads, width, window] = prompt, own
-        return self.known_masks[heads, width, window]
+        if not window and width <= self.shortest:
+            return None
+        columns = self.column[:width] - width             # column -1: the end of the prompt
+        visible = columns >= -self.prompt_length[:, None]
+        if window:
+            visible = visible & (columns > self.count[:, None] - 1 - window)
+        visible = visible.repeat_interleave(heads, dim=0)[:, None]
+        if queries:
+            visible = self.siblings.group(visible.expand(-1, queries, -1), heads)
+        return additive_mask(visible, dtype)
 
     def attend(self, module, query, key, value, *, source, window, softcap, scaling, sinks) -> Tensor:
         """Cache new keys and values; attend: query (R, H, 1, D), key, value (R, K, 1, D) -> (R, 1, H, D)."""
         heads = key.shape[1]
         if source not in self.layer_of:                   # layers may share keys
             layer = self.layer_of[source] = self.layers[len(self.layer_of)]
-            write_position = self.row_start[: len(query) * heads].view(-1, heads) + self.count[:, None] - 1
+            positions = self.once_a_step(self.write_positions, heads)
             for cached, new in (layer.keys, key), (layer.values, value):
                 size = new.shape[-1]
-                cached.view(-1, size).index_copy_(0, write_position.flatten(), new.reshape(-1, size))
+                cached.view(-1, size).index_copy_(0, positions, new.reshape(-1, size))
         layer = self.layer_of[source]
         own = (x[:, :, : self.columns].flatten(0, 1) for x in (layer.keys, layer.values))
         prompts = (x.flatten(0, 1) for x in (layer.prompt_keys, layer.prompt_values))
-        masks = self.masks(heads, layer.prompt_keys.shape[2], window, query.dtype)
         query = query.unflatten(1, (heads, -1))[:, :, :, 0].flatten(0, 1)        # (R * K, H / K, D)
-        decode = decode_in_halves if query.dtype in (torch.bfloat16, torch.float16) else decode_in_one_softmax
+        in_halves = query.dtype in (torch.bfloat16, torch.float16)
+        queries, width = query.shape[1] if in_halves else 0, layer.prompt_keys.shape[2]
+        window = window if window is not None and window < self.longest + self.capacity else None
+        masks = (
+            self.once_a_step(self.prompt_mask, heads, queries, width, window, query.dtype),
+            self.once_a_step(self.own_mask, heads, window, query.dtype),
+        )
+        decode = decode_in_halves if in_halves else decode_in_one_softmax
         output = decode(query, *own, *prompts, *masks, sinks, self.siblings, Options(None, softcap, scaling))
         return output.unflatten(0, (-1, heads)).flatten(1, 2)[:, None]
-
-
-def additive_mask(visible: Tensor, heads: int, dtype) -> Tensor:
-    """Turn a mask (R, n) into what is added to scores, (R * K, 1, n), for K = heads."""
-    zero = torch.zeros((), dtype=dtype, device=visible.device)
-    return torch.where(visible, zero, mask_value(dtype))[:, None].repeat_interleave(heads, dim=0)

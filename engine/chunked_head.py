@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.devices import bucket, cut_graph
-from logprobs import LOGITS_AT_ONCE, lm_head
-
-TOKENS_AT_ONCE = 64             # at least, since every chunk goes through the whole head four times
+from logprobs import lm_head, tokens_in_chunk
 
 
 class HeadLogProbs(torch.autograd.Function):
@@ -124,7 +122,7 @@ def split_chunks(weight: Tensor, *columns: Tensor | None) -> Iterator[tuple]:
 
 def chunk_size(weight: Tensor) -> int:
     """Return the number of tokens of a chunk; it divides N on XLA."""
-    return max(TOKENS_AT_ONCE, LOGITS_AT_ONCE // bucket(len(weight), weight.device))
+    return tokens_in_chunk(bucket(len(weight), weight.device), weight.device)
 
 
 def row_dot(weights: Tensor, values: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -26,6 +27,8 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from engine.errors import is_out_of_memory
 
 tensor_parallel = 1  # processes that share a slice of the work: --mesh tp=N
 
@@ -48,7 +51,7 @@ def best_device(wanted: str = "auto") -> torch.device:
     if wanted == "cpu" or device is None or (device.type == "mps" and processes > 1):     # mps: a single GPU
         device = torch.device("cpu")
     if device.type == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.set_float32_matmul_precision("high")
     if processes > 1 and device.type != "cpu":
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         if device.index >= (gpus := torch.accelerator.device_count()):
@@ -167,6 +170,26 @@ def cut_graph(device: torch.device) -> None:
         import torch_xla
 
         torch_xla.sync()
+
+
+def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return a call of all kernels that a function launches on CUDA; elsewhere, and where that fails, itself.
+
+    To launch a token's thousands of kernels from Python takes longer than to run them. The function must have
+    run once, read and write the same tensors each time, and not wait for the device: experts that are called
+    one by one do.
+    """
+    if device.type != "cuda":
+        return function
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            function()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return function
+    return graph.replay
 
 
 def eager_device(device: torch.device) -> torch.device:

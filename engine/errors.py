@@ -26,6 +26,10 @@ class RunError(RuntimeError):
     """A run cannot continue. The message is one line that tells what to change; the exit code is 1."""
 
 
+class CannotShare(Exception):
+    """The layers of a model cannot share prompts between completions; plain rows do for all models."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an allocation failed, on any device."""
     texts = "out of memory", "ALLOC_FAILED", "can't allocate memory", "RESOURCE_EXHAUSTED"       # CPU, XLA

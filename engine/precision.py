@@ -61,4 +61,4 @@ def precision_of(model: PreTrainedModel) -> str:
 
 def is_exact(model: PreTrainedModel) -> bool:
     """Return True if the layers compute in float32 throughout, and not in 16 bits or, on CUDA, in TF32."""
-    return precision_of(model) == "float32" and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return precision_of(model) == "float32" and torch.get_float32_matmul_precision() == "highest"

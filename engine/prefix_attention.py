@@ -27,7 +27,8 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from engine import attention_kernels
-from engine.attention_kernels import Options, add_sinks, choose_kernel, mask_value, merge_by_lse
+from engine.attention_kernels import Options, add_sinks, additive_mask, choose_kernel, merge_by_lse
+from engine.errors import CannotShare
 
 NAME = "prefix_attention"
 PADDED_QUERY, PADDED_KEY = -1, 2**30  # positions of padding: no query attends to such a key
@@ -107,9 +108,8 @@ def kernel_calls(block: Block, q: Tensor, v: Tensor, options: Options) -> Iterat
         else:  # right-aligned: the last column is the end of a prompt
             keys = slice(max(0, num_keys - max(1, window - 1)) if window else 0, num_keys)
         visible = attends_to(block.query_positions[:, start:end], block.key_positions[:, keys], window)
-        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-        mask.masked_fill_(~visible, mask_value(q.dtype))
-        yield kernel, slice(start, end), keys, mask.repeat(len(q) // len(mask), 1, 1)[:, None], False
+        mask = additive_mask(visible.repeat(len(q) // len(visible), 1, 1)[:, None], q.dtype)
+        yield kernel, slice(start, end), keys, mask, False
 
 
 class PrefixAttention(torch.autograd.Function):
@@ -285,7 +285,10 @@ def decode_in_halves(
     query, keys, values, prompt_keys, prompt_values, prompt_mask, own_mask, sinks, siblings: Siblings,
     options: Options,
 ) -> Tensor:
-    """Compute the same with the kernels of a pass, so that in 16 bits sampler and trainer round alike."""
+    """Compute the same with the kernels of a pass, so that in 16 bits sampler and trainer round alike.
+
+    prompt_mask  (P * K, S * r, Tp) or None: grouped
+    """
     heads, sizes = len(prompt_keys) // len(siblings.rows), (keys.shape[-1], values.shape[-1])
 
     def attend(q, k, v, mask):  # q (n, r, D), k and v (n, m, D), mask (n, r, m) or None
@@ -293,13 +296,10 @@ def decode_in_halves(
         mask = None if mask is None else mask[:, None]
         return (x[:, 0] for x in kernel.forward(q[:, None], k[:, None], v[:, None], mask, False, options))
 
-    own_mask = own_mask.expand(-1, query.shape[1], -1)
-    if prompt_mask is not None:
-        prompt_mask = siblings.group(prompt_mask.expand(-1, query.shape[1], -1), heads)
     prompt, prompt_lse = attend(siblings.group(query, heads), prompt_keys, prompt_values, prompt_mask)
     prompt_lse = siblings.ungroup(prompt_lse[..., None], heads)[..., 0]
-    prompt = siblings.ungroup(prompt, heads)
-    output, lse = merge_by_lse(*attend(query, keys, values, own_mask), prompt, prompt_lse)
+    own = attend(query, keys, values, own_mask.expand(-1, query.shape[1], -1))
+    output, lse = merge_by_lse(*own, siblings.ungroup(prompt, heads), prompt_lse)
     if sinks is not None:
         output, _ = add_sinks(output, lse, sinks.view(heads, -1).repeat(len(query) // heads, 1))
     return output
@@ -316,11 +316,13 @@ def prefix_attention(
 
     token_layout  a TokenLayout in a pass over prompts and completions, a PrefixCache while tokens are sampled
     s_aux         (H,) attention sinks
-    raises        AssertionError if the model does not pass the layout on
+    raises        CannotShare if the model does not pass the layout on, or wants what is not supported
     """
     name = type(module).__name__
-    assert token_layout is not None, f"{name} was not given the layout of its tokens"
-    assert dropout == 0 and kwargs.get("position_bias") is None, f"{name}: {dropout=} or a position bias"
+    if token_layout is None:
+        raise CannotShare(f"{name} was not given the layout of its tokens")
+    if dropout or kwargs.get("position_bias") is not None:
+        raise CannotShare(f"{name}: {dropout=} or a position bias")
     source, device = key, query.device.type               # layers that share keys get the same tensor
     if torch.is_autocast_enabled(device):
         query = query.to(torch.get_autocast_dtype(device))
@@ -335,7 +337,7 @@ AttentionInterface.register(NAME, prefix_attention)
 
 
 def check_layers(model, layout: TokenLayout) -> None:
-    """Assert that every attention layer of a model got the layout in a pass, with the window of its type."""
+    """Raise CannotShare unless every layer of a model got the layout in a pass, with the window of its type."""
     text_config = model.config.get_text_config()
     window = getattr(text_config, "sliding_window", None)
     layer_types = getattr(text_config, "layer_types", None)
@@ -344,7 +346,8 @@ def check_layers(model, layout: TokenLayout) -> None:
         windows = {"full_attention": None, "sliding_attention": window}
         expected = Counter(windows.get(layer_type, layer_type) for layer_type in layer_types)
     found = Counter(layout.layers.values())
-    assert found == expected, f"attention layers by window: {dict(found)}, expected {dict(expected)}"
+    if found != expected:
+        raise CannotShare(f"attention layers by window: {dict(found)}, expected {dict(expected)}")
 
 
 def forward_packed(model, ids: Tensor, positions: Tensor, layout: TokenLayout) -> Tensor:

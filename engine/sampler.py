@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from data import encode_prompt
 from engine.cache import PrefixCache
-from engine.devices import bucket, cut_graph
+from engine.devices import bucket, cut_graph, recorded
 from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import (
     Rollout, make_rollout, occurrences, sampling_mode, stop_token_ids, uniform_streams,
@@ -82,15 +82,22 @@ def decode(model, active: list[int], state: "SamplingState", cache, group_size: 
     capacity = min(longest + max(INITIAL_CAPACITY, longest), max_length) - 1
     row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)   # (R,)
     cut_graph(device)                                     # so that every step is the same program
+
+    def sample_token() -> None:
+        count = state.count[row_ids]
+        hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
+        state.step(row_ids, compute_logits(model, hidden))
+
     enough = int(len(active) * COMPACT_BELOW[device.type])
+    step, num_tokens = sample_token, 1                    # recorded once it has run
     while longest <= capacity and len(active) > enough:
-        for _ in range(min(capacity - longest + 1, STEPS_BETWEEN_CHECKS[device.type])):
-            count = state.count[row_ids]
-            hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
-            state.step(row_ids, compute_logits(model, hidden))
+        for _ in range(min(capacity - longest + 1, num_tokens)):
+            step()
             longest += 1
             cut_graph(device)
         active = state.active_rows(active)
+        if num_tokens < STEPS_BETWEEN_CHECKS[device.type]:
+            step, num_tokens = recorded(sample_token, device), STEPS_BETWEEN_CHECKS[device.type]
     return active
 
 
@@ -140,13 +147,14 @@ class SamplingState:
         count, stopped = torch.stack([self.count, self.stopped.long()]).tolist()
         if ended := [row for row in row_ids if self.reply and stopped[row]]:
             # Whole tensors are copied: their shapes stay the same, for XLA.
-            ids, forced, device = self.ids.cpu(), self.forced_tokens.cpu(), self.ids.device
+            ids, forced, device = self.ids.cpu(), self.forced_tokens.cpu().clone(), self.ids.device
             begun = [self.reply(row, ids[row, : count[row]].tolist()) for row in ended]
             for row, reply in zip(ended, begun, strict=True):
                 reply = reply() if callable(reply) else reply
                 end, stopped[row] = count[row], not reply
                 forced[row, end : end + len(reply)] = torch.tensor(reply, dtype=torch.long)
-            self.forced_tokens, self.stopped = forced.to(device), torch.tensor(stopped).bool().to(device)
+            self.forced_tokens.copy_(forced)              # in place: recorded steps read these tensors
+            self.stopped.copy_(torch.tensor(stopped))
             cut_graph(device)
         return [row for row in row_ids if not stopped[row] and count[row] < self.ids.shape[1]]
 

@@ -14,7 +14,7 @@ from analysis.reward_linter import completions_of, flags_of, score_texts
 from config import GRPOConfig
 from data import encode_prompt
 from engine import make_engine, saves_tokens
-from engine.errors import first_line
+from engine.errors import CannotShare
 from engine.text_model import has_experts
 from engine.plain import Engine
 from engine.precision import is_exact
@@ -190,10 +190,8 @@ def check_packing(shared: Engine, plain: Engine, prompts: list[list[int]], confi
         rollout = shared.sample(prompts, config, seed=0, num_completions=2)
         rollout.completion_mask[1::2, 5:] = False         # packs of different lengths
         packed = shared.log_probs(rollout, None, config.distribution).logp.cpu()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return Finding("packing", None, f"off: {first_line(error)}{INSTEAD}")
+    except CannotShare as error:
+        return Finding("packing", None, f"off: {error}{INSTEAD}")
     rows = plain.log_probs(rollout, None, config.distribution).logp.cpu()
     both = torch.stack([packed, rollout.sampling_logp.where(rollout.completion_mask, 0.0)])
     finding = compare(shared.model, "packing", "packed and plain rows", both, rows.expand(2, -1, -1), "")

@@ -12,7 +12,8 @@ from engine.attention_kernels import (
 @pytest.mark.parametrize("expected, device, dtype, size, masked, softcap", [
     (FlashOnCPU, "cpu", torch.float32, 64, True, False), (Chunked, "cpu", torch.float32, 64, False, True),
     (FlashOnCUDA, "cuda", torch.bfloat16, 256, False, False), (EfficientOnCUDA, "cuda", torch.float16, 512, False, False),
-    (EfficientOnCUDA, "cuda", torch.float32, 64, False, False), (Chunked, "cuda", torch.bfloat16, 64, True, False),
+    (EfficientOnCUDA, "cuda", torch.float32, 64, False, False), (EfficientOnCUDA, "cuda", torch.bfloat16, 64, True, False),
+    (Chunked, "cuda", torch.bfloat16, 64, True, True), (Chunked, "cuda", torch.float32, 36, False, False),
     (Chunked, "cuda", torch.float64, 64, False, False), (Chunked, "mps", torch.float32, 64, False, False),
 ])
 def test_the_kernel_of_a_device_and_head_sizes_that_differ_take_the_general_one(expected, device, dtype, size, masked, softcap):

@@ -18,8 +18,7 @@ from logprobs import restrict_logits
 @pytest.mark.parametrize("cap,bias", [(None, False), (3.0, True)])
 def test_the_heads_gradient_written_by_hand_is_that_of_finite_differences(policy, cap, bias, monkeypatch):
     """Log-probability, entropy and exact KL, with a soft cap, a bias, a kept support, over several chunks, in float64."""
-    monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 1)
-    monkeypatch.setattr(chunked_head, "TOKENS_AT_ONCE", 2)
+    monkeypatch.setattr(chunked_head, "tokens_in_chunk", lambda vocab_size, device: 2)
     draws = torch.Generator().manual_seed(0)
     tokens, width, size = 5, 4, 11
 

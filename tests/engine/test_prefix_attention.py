@@ -6,6 +6,7 @@ from conftest import ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, made_up_roll
 
 from config import GRPOConfig
 from engine import attention_kernels, make_engine, prefix_attention
+from engine.errors import CannotShare
 from engine.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Options, choose_kernel
 from engine.packing import make_layout
 from logprobs import completion_log_probs
@@ -102,6 +103,8 @@ def test_a_new_token_attends_to_its_prompt_and_its_own_columns_as_in_one_softmax
     table = torch.zeros(4, dtype=torch.long).scatter(0, torch.tensor(slots), torch.arange(rows)).view(2, 2)
     siblings = prefix_attention.Siblings(table, torch.tensor(slots))
     masks = [mask[:, None].repeat_interleave(heads, dim=0) for mask in (prompt_mask, own_mask)]
+    if decode is prefix_attention.decode_in_halves:
+        masks[0] = siblings.group(masks[0].expand(-1, repeats, -1), heads)
     flat = [x.flatten(0, 1) for x in (query, keys, values, prompt_keys, prompt_values)]
     found = decode(*flat, masks[0] if masked else None, masks[1], None if sink is None else sink.flatten(), siblings, options)
     for row, prompt in enumerate(prompt_of):
@@ -232,5 +235,5 @@ def test_a_layer_that_is_not_given_the_layout_is_named(shared):
 def test_a_window_that_does_not_arrive_is_noticed_however_long_it_is(shared):
     """On prompts shorter than the window no number would tell."""
     shared.model.config.sliding_window = 4096             # the layers have kept 5
-    with pytest.raises(AssertionError, match="attention layers by window"):
+    with pytest.raises(CannotShare, match="attention layers by window"):
         shared.log_probs(made_up_rollout([5], [4, 4]), None, {})
