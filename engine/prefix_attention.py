@@ -128,7 +128,7 @@ class PrefixAttention(torch.autograd.Function):
         if layout.prefix:
             slots = layout.prefix_query_slots
             other = forward_blocks(layout.prefix, slots, q, k, v, options, no_block_lse=-torch.inf)
-            output, lse = merge_by_lse(output, lse, *other)
+            output, lse = merge_by_lse(output, lse, *other), torch.logaddexp(lse, other[1])
         if sinks is not None:
             output, lse = add_sinks(output, lse, sinks.view(len(k), 1, -1))
         ctx.save_for_backward(query, key, value, sinks, output, lse)
@@ -242,16 +242,27 @@ class Siblings:
 
     rows: Tensor                # (P, S) rows of each prompt, padded with row 0
     slots: Tensor               # (R,) index of each row in `rows`, flattened
+    known: dict = field(default_factory=dict)   # number of key heads -> what `indices` returns
+
+    def indices(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Return where a query head of `group` comes from, (P * K * S,), and one of `ungroup`, (R * K,)."""
+        if heads not in self.known:
+            head, width = torch.arange(heads, device=self.rows.device)[:, None], self.rows.shape[1]
+            prompt, sibling = self.slots[:, None] // width, self.slots[:, None] % width          # (R, 1)
+            back = (prompt * heads + head.T) * width + sibling                                   # (R, K)
+            self.known[heads] = (self.rows[:, None] * heads + head).flatten(), back.flatten()
+        return self.known[heads]
 
     def group(self, x: Tensor, heads: int) -> Tensor:
         """Group the rows of each prompt: (R * K, r, n) -> (P * K, S * r, n)."""
-        x = x.unflatten(0, (-1, heads))[self.rows.flatten()].unflatten(0, self.rows.shape)
-        return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        grouped = x.flatten(1).index_select(0, self.indices(heads)[0])           # (P * K * S, r * n)
+        return grouped.view(len(self.rows) * heads, -1, x.shape[-1])
 
     def ungroup(self, x: Tensor, heads: int) -> Tensor:
         """Undo group: (P * K, S * r, n) -> (R * K, r, n)."""
-        x = x.unflatten(1, (self.rows.shape[1], -1)).unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
-        return x[self.slots].flatten(0, 1)
+        size = self.rows.shape[1]
+        back = x.reshape(len(x) * size, -1).index_select(0, self.indices(heads)[1])
+        return back.view(len(back), -1, x.shape[-1])
 
 
 def decode_in_one_softmax(
@@ -296,13 +307,12 @@ def decode_in_halves(
         mask = None if mask is None else mask[:, None]
         return (x[:, 0] for x in kernel.forward(q[:, None], k[:, None], v[:, None], mask, False, options))
 
+    own, own_lse = attend(query, keys, values, own_mask.expand(-1, query.shape[1], -1))
+    if sinks is not None:
+        own, own_lse = add_sinks(own, own_lse, sinks.view(heads, -1).repeat(len(query) // heads, 1))
     prompt, prompt_lse = attend(siblings.group(query, heads), prompt_keys, prompt_values, prompt_mask)
     prompt_lse = siblings.ungroup(prompt_lse[..., None], heads)[..., 0]
-    own = attend(query, keys, values, own_mask.expand(-1, query.shape[1], -1))
-    output, lse = merge_by_lse(*own, siblings.ungroup(prompt, heads), prompt_lse)
-    if sinks is not None:
-        output, _ = add_sinks(output, lse, sinks.view(heads, -1).repeat(len(query) // heads, 1))
-    return output
+    return merge_by_lse(own, own_lse, siblings.ungroup(prompt, heads), prompt_lse)
 
 
 # ---- the interface to transformers -------------------------------------------------------------------------
@@ -337,7 +347,7 @@ AttentionInterface.register(NAME, prefix_attention)
 
 
 def check_layers(model, layout: TokenLayout) -> None:
-    """Raise CannotShare unless every layer of a model got the layout in a pass, with the window of its type."""
+    """Raise CannotShare unless every layer of a model got the layout, with the window of its type."""
     text_config = model.config.get_text_config()
     window = getattr(text_config, "sliding_window", None)
     layer_types = getattr(text_config, "layer_types", None)

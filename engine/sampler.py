@@ -23,8 +23,10 @@ from sample import (
     Rollout, make_rollout, occurrences, sampling_mode, stop_token_ids, uniform_streams,
 )
 
-INITIAL_CAPACITY = 32           # tokens of a completion that the cache has room for at first
-COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5)       # share of active rows; XLA pads to powers of two
+# Tokens of a completion that the cache has room for at first, and the share of active rows below which others
+# are dropped. Both change shapes, after which XLA compiles another program and CUDA records another graph.
+INITIAL_CAPACITY = defaultdict(lambda: 32, cuda=256)
+COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5, cuda=0.5)
 STEPS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)     # checking for ended rows waits for the device
 
 
@@ -79,7 +81,7 @@ def decode(model, active: list[int], state: "SamplingState", cache, group_size: 
     """Sample tokens until enough rows have ended or the cache is full. Return the rows still active."""
     device, max_length = state.ids.device, state.ids.shape[1]
     longest = int(state.count.cpu()[active].max())        # tokens so far; the last one is forwarded next
-    capacity = min(longest + max(INITIAL_CAPACITY, longest), max_length) - 1
+    capacity = min(longest + max(INITIAL_CAPACITY[device.type], longest), max_length) - 1
     row_ids = cache.compact(active, [row // group_size for row in active], state.dummy_row, capacity)   # (R,)
     cut_graph(device)                                     # so that every step is the same program
 
@@ -131,7 +133,7 @@ class SamplingState:
         forced = self.forced_tokens[row_ids, position]
         drawn = forced < 0
         self.ids[row_ids, position] = torch.where(drawn, tokens, forced)
-        self.logp[row_ids, position] = torch.where(drawn, logp, 0.0)
+        self.logp[row_ids, position] = logp.masked_fill(~drawn, 0.0)
         self.count[row_ids] = position + 1
         self.stopped[row_ids] = drawn & (tokens[:, None] == self.stop_ids).any(dim=1)
 

@@ -45,7 +45,7 @@ def choose_engine(
     prompts         as for Engine.sample;  config  a GRPOConfig
     longest_prompt  of the run, in tokens; None: share prompts of any length
     """
-    may_be_plain = longest_prompt and config.engine == "auto" and plain.device.type != "xla"
+    may_be_plain = longest_prompt and config.engine == "auto" and plain.device.type not in ("xla", "cuda")
     if config.engine == "plain" or (may_be_plain and not saves_tokens(longest_prompt, config)):
         return plain, Finding("plain rows", True, "a row for each completion")
     shared = make_engine("shared", plain.model, plain.tokenizer, max_tokens=plain.max_tokens)

@@ -47,9 +47,10 @@ def test_the_check_passes_prompts_are_shared_and_two_steps_learn(tmp_path, capsy
 def exact():
     """float32 instead of TF32, so that results can be compared with the CPU's."""
     best_device()
-    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "ieee"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     yield
-    torch.backends.cuda.matmul.fp32_precision = before
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])

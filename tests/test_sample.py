@@ -166,7 +166,7 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(eng
     for i, prompt in enumerate(PROMPTS[:3]):
         alone = engine.sample([prompt], config, seed=7)
         assert alone.completions == together.completions[4 * i : 4 * i + 4]
-    monkeypatch.setattr(sampler, "INITIAL_CAPACITY", 5)
+    monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 5)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 4)
     at_once, queued = (engine.sample(
         PROMPTS * 2, replace(config, generation_batch_size=size), seed=7, num_completions=1) for size in (8, 3))

@@ -34,7 +34,7 @@ def test_growing_compacting_and_refilling_change_no_log_probability(architecture
     """Ten prompts, twelve completions at once, room for two steps at first: the cache is compacted all the time."""
     _, model = architecture
     model.generation_config.eos_token_id = EARLY
-    monkeypatch.setattr(sampler, "INITIAL_CAPACITY", 2)
+    monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 2)
     monkeypatch.setattr(cache, "COLUMNS_AT_ONCE", 3)
     prompts = PROMPTS * 2 + ["x", "another one"]
     engine, config = make_engine("shared", model, tokenizer), GRPOConfig(num_completions_per_prompt=3, **ANY)

@@ -39,7 +39,7 @@ def test_shares_and_rounds_cover_everything_once(monkeypatch):
 @pytest.fixture
 def accelerator(monkeypatch):
     """A function that lets torch report a GPU of a kind, or none. What is set for it is undone."""
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.get_float32_matmul_precision()
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
 
     def report(kind):
@@ -47,7 +47,7 @@ def accelerator(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: (check_available and device) or None)
 
     yield report
-    torch.backends.cuda.matmul.fp32_precision = before
+    torch.set_float32_matmul_precision(before)
 
 
 KINDS = None, "cuda", "mps", "xpu"
@@ -56,10 +56,10 @@ KINDS = None, "cuda", "mps", "xpu"
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gpu_that_torch_reports_is_used_unless_the_cpu_is_wanted_and_cuda_multiplies_in_tf32(accelerator, kind):
     accelerator(kind)
-    before = torch.backends.cuda.matmul.fp32_precision
-    assert best_device("cpu") == torch.device("cpu") and torch.backends.cuda.matmul.fp32_precision == before != "tf32"
+    before = torch.get_float32_matmul_precision()
+    assert best_device("cpu") == torch.device("cpu") and torch.get_float32_matmul_precision() == before == "highest"
     assert best_device() == best_device("auto") == torch.device(kind or "cpu")
-    assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if kind == "cuda" else before)
+    assert torch.get_float32_matmul_precision() == ("high" if kind == "cuda" else before)
 
 
 @pytest.mark.parametrize("kind,expected,backends", [

@@ -228,7 +228,7 @@ def test_a_layer_that_is_not_given_the_layout_is_named(shared):
     layer = shared.model.base_model.layers[0].self_attn
     right = layer.forward
     layer.forward = lambda *args, token_layout, **kwargs: right(*args, **kwargs)
-    with pytest.raises(AssertionError, match="Gemma3Attention was not given the layout"):
+    with pytest.raises(CannotShare, match="Gemma3Attention was not given the layout"):
         shared.log_probs(rollout, None, {})
 
 

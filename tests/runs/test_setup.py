@@ -12,6 +12,7 @@ from forked import Ranks
 import train
 from config import Config, ModelConfig
 from engine import shared
+from engine.errors import CannotShare
 from engine.policy import load_any_policy, save_any_policy
 from runs.setup import config_on_device
 
@@ -89,15 +90,24 @@ def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch,
     train.main([*flags, "--check", "--model_path", str(tmp_path / "model")])
     assert "note   packing      off: packed and plain rows differ by" in capsys.readouterr().out
 
-    def not_here(*args):
-        raise RuntimeError("FlashAttention only supports newer GPUs")
+    def cannot(*args):
+        raise CannotShare("a layer with state")
 
-    monkeypatch.setattr(shared, "pack_groups", not_here)
+    monkeypatch.setattr(shared, "pack_groups", cannot)
     train.main([*flags, "--check"])
-    assert "note   packing      off: FlashAttention only supports newer GPUs; plain rows instead" in capsys.readouterr().out
+    assert "note   packing      off: a layer with state; plain rows instead" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         train.main([*flags, "--check", "--engine", "shared", "--model_path", str(tmp_path / "model")])
-    assert stop.value.code == 2 and "packing: off: FlashAttention only supports newer GPUs; " in capsys.readouterr().err
+    assert stop.value.code == 2 and "packing: off: a layer with state; " in capsys.readouterr().err
+
+
+def test_another_error_of_the_shared_engine_ends_the_run(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("FlashAttention only supports newer GPUs")
+
+    monkeypatch.setattr(shared, "pack_groups", broken)
+    with pytest.raises(RuntimeError, match="newer GPUs"):
+        train.main([*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--engine", "shared"])
 
 
 @pytest.mark.slow

@@ -53,13 +53,14 @@ def test_a_model_that_cannot_be_packed_is_noted_and_rows_are_used(model, tokeniz
     assert engine is rows and found.ok is None and "plain rows instead" in found.found
 
 
-@pytest.mark.parametrize("numbers,agree", [("none", False), ("tf32", True)])
+@pytest.mark.parametrize("numbers,agree", [("highest", False), ("high", True)])
 def test_tf32_is_given_the_tolerance_of_16_bits(model, numbers, agree):
-    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, numbers
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(numbers)
     try:
         assert startup_check.compare(model, "head", "two", torch.zeros(3), torch.full((3,), 0.05), "").ok is agree
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)
 
 
 def test_positions_that_are_ignored_are_found(tokenizer, settings, monkeypatch):
