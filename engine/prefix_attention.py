@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from engine import attention_kernels
@@ -60,6 +61,7 @@ class TokenLayout:
     prefix_key_slots: Tensor    # (L,) index of each token among the keys of `prefix`
     store: Callable | None = None               # called with each layer's keys and values
     layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
+    known: dict = field(default_factory=dict)   # number of key heads -> parts
 
     def attend(self, module, query, key, value, *, source, sinks, **options) -> Tensor:
         """Compute attention: query (1, H, L, D), key, value (1, K, L, D) -> (1, L, H, D)."""
@@ -68,12 +70,52 @@ class TokenLayout:
             self.store(source, key, value, options["window"])
         return PrefixAttention.apply(query, key, value, sinks, self, Options(**options))
 
+    def parts(self, heads: int) -> list["Part"]:
+        """Return both parts of the attention, or one where no prompt is shared, for a number of key heads."""
+        if heads not in self.known:
+            self.known[heads] = [make_part(self.own, self.own_slots, self.own_slots, heads)]
+            if self.prefix:
+                slots = self.prefix_query_slots, self.prefix_key_slots
+                self.known[heads].append(make_part(self.prefix, *slots, heads))
+        return self.known[heads]
+
     def to(self, device) -> "TokenLayout":
         """Return a copy on a device."""
         blocks = ([Block(*(x.to(device) for x in block[:4]), *block[4:]) for block in blocks]
                   for blocks in (self.own, self.prefix))
         slots = self.own_slots, self.prefix_query_slots, self.prefix_key_slots
         return TokenLayout(*blocks, *(x.to(device) for x in slots))
+
+
+class Part(NamedTuple):
+    """Hold where each key head finds its tokens; row l * K + k of a matrix holds token l of head k.
+
+    A GPU copies whole rows several times as fast as it gathers along another dimension.
+    """
+
+    blocks: list[tuple[Block, Tensor, Tensor]]            # with rows of its queries (K * b, n), keys (K * b, m)
+    query_rows: Tensor          # (L * K,) of each token and head in the flattened, concatenated queries
+    key_rows: Tensor            # (L * K,) the same among the keys; the number of these for one in no block
+
+
+def make_part(blocks: list[Block], query_slots: Tensor, key_slots: Tensor, heads: int) -> Part:
+    """Return the rows of all heads from those of tokens."""
+    head = torch.arange(heads, device=query_slots.device)
+
+    def of_block(index: Tensor) -> Tensor:                # (b, n) -> (K * b, n)
+        return (index * heads + head[:, None, None]).flatten(0, 1)
+
+    def of_slots(slots: Tensor, sizes: list[int]) -> Tensor:
+        ends = torch.tensor(sizes, device=slots.device).cumsum(dim=0)
+        block = (slots[:, None] >= ends).sum(dim=1)       # (L,)
+        start, size = pad(ends, (1, 0))[block], pad(torch.tensor(sizes), (0, 1)).to(slots.device)[block]
+        return (start * heads + slots - start)[:, None] + size[:, None] * head
+
+    return Part(
+        [(block, of_block(block.queries), of_block(block.keys)) for block in blocks],
+        of_slots(query_slots, [block.queries.numel() for block in blocks]).flatten(),
+        of_slots(key_slots, [block.keys.numel() for block in blocks]).flatten(),
+    )
 
 
 def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
@@ -123,66 +165,65 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, layout: TokenLayout, options: Options):
-        q, k, v = split_key_heads(query, key.shape[1]), key[0], value[0]  # (K, L, R, D), (K, L, D) twice
-        output, lse = forward_blocks(layout.own, layout.own_slots, q, k, v, options, no_block_lse=0.0)
-        if layout.prefix:
-            slots = layout.prefix_query_slots
-            other = forward_blocks(layout.prefix, slots, q, k, v, options, no_block_lse=-torch.inf)
-            output, lse = merge_by_lse(output, lse, *other), torch.logaddexp(lse, other[1])
+        heads = key.shape[1]
+        q, k, v = (head_rows(x.transpose(1, 2), heads) for x in (query, key, value))
+        own, *prefix = layout.parts(heads)
+        output, lse = forward_part(own, q, k, v, options, no_block_lse=0.0)      # (L * K, R, D), (L * K, R)
+        for part in prefix:
+            other, other_lse = forward_part(part, q, k, v, options, no_block_lse=-torch.inf)
+            output, lse = merge_by_lse(output, lse, other, other_lse), torch.logaddexp(lse, other_lse)
         if sinks is not None:
-            output, lse = add_sinks(output, lse, sinks.view(len(k), 1, -1))
+            output, lse = add_sinks(output, lse, sinks.view(heads, -1).repeat(query.shape[2], 1))
         ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.layout, ctx.options = layout, options
-        return output.transpose(0, 1).flatten(1, 2)[None]
+        return output.view(1, query.shape[2], query.shape[1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        q, k, v, layout = split_key_heads(query, key.shape[1]), key[0], value[0], ctx.layout
-        grad = grad[0].unflatten(1, (len(k), -1)).transpose(0, 1)                # (K, L, R, D)
-        saved = grad, q, k, v, output, lse, ctx.options
-        grads = backward_blocks(layout.own, layout.own_slots, layout.own_slots, *saved)
-        if layout.prefix:
-            slots = layout.prefix_query_slots, layout.prefix_key_slots
-            others = backward_blocks(layout.prefix, *slots, *saved)
-            grads = [x + other for x, other in zip(grads, others, strict=True)]
-        grad_q, grad_k, grad_v = grads
+        heads, size = key.shape[1], query.shape[2]
+        q, k, v = (head_rows(x.transpose(1, 2), heads) for x in (query, key, value))
+        grad = head_rows(grad, heads)                                            # (L * K, R, D)
+        grads, *others = (
+            backward_part(part, grad, q, k, v, output, lse, ctx.options) for part in ctx.layout.parts(heads))
+        for other in others:
+            grads = [x + y for x, y in zip(grads, other, strict=True)]
         grad_sinks = None
         if sinks is not None:
-            weight = (sinks.view(len(k), 1, -1) - lse).exp_()                    # (K, L, R)
-            grad_sinks = -(weight * (grad * output).sum(dim=-1)).sum(dim=1).flatten().to(sinks.dtype)
-        grad_query = grad_q.transpose(1, 2).flatten(0, 1)[None]  # (K, L, R, D) -> (1, H, L, D)
-        return grad_query, grad_k[None], grad_v[None], grad_sinks, None, None
+            weight = (sinks.view(heads, -1).repeat(size, 1) - lse).exp_()        # (L * K, R)
+            of_tokens = -(weight * (grad * output).sum(dim=-1)).view(size, -1)   # (L, H)
+            grad_sinks = of_tokens.sum(dim=0).to(sinks.dtype)
+        grads = (x.view(1, size, -1, x.shape[-1]).transpose(1, 2) for x in grads)
+        return *grads, grad_sinks, None, None
 
 
-def split_key_heads(query: Tensor, key_heads: int) -> Tensor:
-    """View (1, H, L, D) as (K, L, R, D)."""
-    return query[0].unflatten(0, (key_heads, -1)).transpose(1, 2)
+def head_rows(x: Tensor, heads: int) -> Tensor:
+    """View (1, L, H, D) as (L * K, H / K, D); no copy if the heads of a token are adjacent."""
+    return x.reshape(x.shape[1] * heads, -1, x.shape[-1])
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Gather the tokens of a block: (K, L, ..., D), index (b, n) -> (K * b, n, ..., D)."""
-    return x[:, index.flatten()].unflatten(1, index.shape).flatten(0, 1)
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Gather the tokens of a block: (L * K, ...), rows (K * b, n) -> (K * b, n, ...)."""
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
-def gather_queries(x: Tensor, index: Tensor) -> Tensor:
-    """Gather the queries of a block: (K, L, R, D), index (b, n) -> (K * b, R, n, D)."""
-    return gather_rows(x, index).transpose(1, 2)
+def scatter_back(blocks: list[Tensor], rows: Tensor, fill: float = 0.0) -> Tensor:
+    """Undo gather_rows: blocks (K * b, n, ...), rows (L * K,) -> (L * K, ...), `fill` where in no block."""
+    end = blocks[0].new_full((1, *blocks[0].shape[2:]), fill)
+    return torch.cat([*(x.flatten(0, 1) for x in blocks), end]).index_select(0, rows)
 
 
-def forward_blocks(
-    blocks: list[Block], slots: Tensor, q, k, v, options: Options, no_block_lse: float
-) -> tuple[Tensor, Tensor]:
-    """Compute one part of the attention: output (K, L, R, D), log-sum-exp (K, L, R).
+def forward_part(part: Part, q, k, v, options: Options, no_block_lse: float) -> tuple[Tensor, Tensor]:
+    """Compute one part of the attention: output (L * K, R, D), log-sum-exp (L * K, R).
 
     A token in no block has output 0 and log-sum-exp no_block_lse. Padding is in no block of either part: 0 in
     one of them keeps the merged result finite.
     """
     outputs, lses = [], []
-    for block in blocks:
-        block_q = gather_queries(q, block.queries)                               # (K * b, R, n, D)
-        block_k, block_v = (gather_rows(x, block.keys)[:, None] for x in (k, v))  # (K * b, 1, m, D)
+    for block, query_rows, key_rows in part.blocks:
+        block_q = gather_rows(q, query_rows).transpose(1, 2)                     # (K * b, R, n, D)
+        block_k, block_v = (gather_rows(x, key_rows).transpose(1, 2) for x in (k, v))  # (K * b, 1, m, D)
         results = [
             kernel.forward(
                 block_q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], mask, causal, options
@@ -190,22 +231,21 @@ def forward_blocks(
             for kernel, queries, keys, mask, causal in kernel_calls(block, block_q, block_v, options)
         ]
         output, lse = (torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*results, strict=True))
-        outputs.append(flatten_rows(output.transpose(1, 2), len(k)))
-        lses.append(flatten_rows(lse.transpose(1, 2), len(k)))
-    return select_slots(outputs, slots, 0.0), select_slots(lses, slots, no_block_lse)
+        outputs.append(output.transpose(1, 2))
+        lses.append(lse.transpose(1, 2))
+    return scatter_back(outputs, part.query_rows), scatter_back(lses, part.query_rows, no_block_lse)
 
 
-def backward_blocks(
-    blocks: list[Block], query_slots: Tensor, key_slots: Tensor, grad, q, k, v, output, lse, options: Options
-) -> list[Tensor]:
-    """Compute the gradients of q (K, L, R, D), k and v (K, L, D) through one part of the attention."""
+def backward_part(part: Part, grad, q, k, v, output, lse, options: Options) -> list[Tensor]:
+    """Compute the gradients of q (L * K, R, D), k and v (L * K, 1, D) through one part of the attention."""
     grads: list[list[Tensor]] = [[], [], []]
-    for block in blocks:
-        block_grad, block_q, block_output = (gather_queries(x, block.queries) for x in (grad, q, output))
-        block_k, block_v = (gather_rows(x, block.keys)[:, None] for x in (k, v))
-        padding = (block.query_positions == PADDED_QUERY).repeat(len(k), 1)[:, None]  # (K * b, 1, n)
+    for block, query_rows, key_rows in part.blocks:
+        of_queries = (gather_rows(x, query_rows).transpose(1, 2) for x in (grad, q, output))
+        block_grad, block_q, block_output = of_queries                           # (K * b, R, n, D)
+        block_k, block_v = (gather_rows(x, key_rows).transpose(1, 2) for x in (k, v))
+        padding = (block.query_positions == PADDED_QUERY).repeat(len(query_rows) // len(block.queries), 1)
         # Padding repeats a token, which must not count twice: exp(score - inf) = 0.
-        block_lse = gather_rows(lse, block.queries).transpose(1, 2).masked_fill(padding, torch.inf)
+        block_lse = gather_rows(lse, query_rows).transpose(1, 2).masked_fill(padding[:, None], torch.inf)
         grad_q, grad_k, grad_v = [], torch.zeros_like(block_k), torch.zeros_like(block_v)
         for kernel, queries, keys, mask, causal in kernel_calls(block, block_q, block_v, options):
             chunk_grad_q, chunk_grad_k, chunk_grad_v = kernel.backward(
@@ -216,21 +256,10 @@ def backward_blocks(
             grad_k[:, :, keys] += chunk_grad_k
             grad_v[:, :, keys] += chunk_grad_v
         grad_q = torch.cat(grad_q, dim=2) if len(grad_q) > 1 else grad_q[0]
-        for result, x in zip(grads, (grad_q.transpose(1, 2), grad_k[:, 0], grad_v[:, 0]), strict=True):
-            result.append(flatten_rows(x, len(k)))
-    slots = query_slots, key_slots, key_slots
-    return [select_slots(x, index, 0.0) for x, index in zip(grads, slots, strict=True)]
-
-
-def flatten_rows(x: Tensor, key_heads: int) -> Tensor:
-    """Join the rows of a block: (K * b, n, ...) -> (K, b * n, ...)."""
-    return x.unflatten(0, (key_heads, -1)).flatten(1, 2)
-
-
-def select_slots(blocks: list[Tensor], slots: Tensor, fill: float) -> Tensor:
-    """Select the slot of each token from blocks (K, b * n, ...): (K, L, ...), `fill` for one in no block."""
-    end = blocks[0].new_full((blocks[0].shape[0], 1, *blocks[0].shape[2:]), fill)
-    return torch.cat([*blocks, end], dim=1)[:, slots]
+        for result, x in zip(grads, (grad_q, grad_k, grad_v), strict=True):
+            result.append(x.transpose(1, 2))
+    rows = part.query_rows, part.key_rows, part.key_rows
+    return [scatter_back(x, index) for x, index in zip(grads, rows, strict=True)]
 
 
 # ---- the attention of a new token --------------------------------------------------------------------------

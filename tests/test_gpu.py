@@ -1,5 +1,5 @@
 """
-On a GPU: whole runs in every precision, the CPU's log-probabilities and gradients, resuming, a process group. Not yet run on one.
+On a GPU: whole runs in every precision, the CPU's log-probabilities and gradients, resuming, a process group.
 
     make test-gpu
 
@@ -15,11 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, comparable, length_reward, made_up_rollout, run_folder, shared_log_probs, weights_of
+from conftest import (
+    ARCHITECTURES, CURRENT_ARCHITECTURES, PROMPTS, comparable, length_reward, made_up_rollout, run_folder, shared_log_probs, weights_of,
+)
 from torch.nn.utils import parameters_to_vector
 
 import train
+from config import GRPOConfig
+from engine import make_engine, sampler
 from engine.devices import best_device
+from engine.policy import save_any_policy
 from logprobs import completion_log_probs
 from engine.precision import with_precision
 from runs.folder import read_jsonl
@@ -83,6 +88,43 @@ def test_packed_and_plain_rows_agree_in_tf32_and_bfloat16(name, precision):
         results.append((new.logp.detach(), parameters_to_vector([p.grad for p in model.parameters()])))
     (packed, gradient), (plain, its_gradient) = results
     assert (packed - plain).abs().mean() < 0.05 and (gradient - its_gradient).norm() < 0.1 * its_gradient.norm()
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *CURRENT_ARCHITECTURES])
+def test_two_steps_of_an_architecture_with_lora_in_bfloat16(name, tokenizer, tmp_path, capsys):
+    torch.manual_seed(0)
+    save_any_policy((ARCHITECTURES | CURRENT_ARCHITECTURES)[name]().eval(), tokenizer, tmp_path / "base")
+    folder = run_folder(
+        tmp_path / "run", *RUN, *ON_CPU, "--model_path", str(tmp_path / "base"), "--max_steps", "2", "--lora_rank", "4",
+        "--precision", "bfloat16", "--generation_max_length", "30", "--reward_functions", length_reward(tmp_path))
+    assert ("packing ok" in capsys.readouterr().out) == (name not in ("qwen3_5", "lfm2"))
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert len(lines) >= 2 and not any(m["skipped"] for m in lines if "skipped" in m)
+
+
+RECORDED = {*ARCHITECTURES, *CURRENT_ARCHITECTURES} - {"qwen3_5", "lfm2"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, monkeypatch):
+    best_device()
+    torch.manual_seed(0)
+    model = with_precision((ARCHITECTURES | CURRENT_ARCHITECTURES)[name]().eval().to(DEVICE), precision)
+    config, engine = GRPOConfig(generation_max_length=40), make_engine("shared", model, tokenizer)
+    recorded, steps, results = sampler.recorded, [], []
+
+    def record(step, device):
+        steps.append(recorded(step, device))
+        return steps[-1]
+
+    for replacement in record, lambda step, device: step:
+        monkeypatch.setattr(sampler, "recorded", replacement)
+        results.append(engine.sample(PROMPTS, config, seed=0))
+    ours, theirs = results
+    assert torch.equal(ours.completion_ids, theirs.completion_ids)
+    torch.testing.assert_close(ours.sampling_logp, theirs.sampling_logp, atol=1e-5, rtol=0)
+    assert DEVICE != "cuda" or all(step.__name__ == "replay" for step in steps)
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
