@@ -83,7 +83,7 @@ class PrefixCache:
         tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding)
         positions = torch.cat([*map(torch.arange, lengths), torch.zeros(padding, dtype=torch.long)])
         ranges = list(zip(starts, lengths, strict=True))
-        layout = make_layout(positions.numpy(), ranges, [], {}, device).to(device)
+        layout = make_layout(positions.numpy(), ranges, [], {}, device)
         starts, lengths = torch.tensor([starts + [0] * padding_prompts, lengths + [1] * padding_prompts])
         column = torch.arange(width) - width + lengths[:, None]
         index = (starts[:, None] + column.clamp(min=0)).to(device)               # (n, Tp), right-aligned

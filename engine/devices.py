@@ -192,6 +192,14 @@ def recorded(function: Callable[[], None], device: torch.device) -> Callable[[],
     return graph.replay
 
 
+def copy_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors of one type to a device as one: a GPU lets the host wait at each copy."""
+    if device.type == "cpu":
+        return tensors
+    parts = torch.cat([x.flatten() for x in tensors]).to(device).split([x.numel() for x in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def eager_device(device: torch.device) -> torch.device:
     """Return the device for small tensors of many shapes: the CPU for XLA, which would compile each shape."""
     return torch.device("cpu") if device.type == "xla" else device

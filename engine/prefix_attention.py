@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from engine import attention_kernels
 from engine.attention_kernels import Options, add_sinks, additive_mask, choose_kernel, merge_by_lse
+from engine.devices import copy_together
 from engine.errors import CannotShare
 
 NAME = "prefix_attention"
@@ -41,7 +41,7 @@ PADDED_QUERY, PADDED_KEY = -1, 2**30  # positions of padding: no query attends t
 class Block(NamedTuple):
     """Hold rows of queries and the keys that each row attends to, as indices of tokens of the pass."""
 
-    queries: Tensor             # (b, n), right-padded by repeating a token
+    queries: Tensor             # (b, n), right-padded by repeating a token; see Part
     keys: Tensor                # (b, m)
     query_positions: Tensor     # (b, n); PADDED_QUERY on padding
     key_positions: Tensor       # (b, m); PADDED_KEY on padding
@@ -54,7 +54,7 @@ class Block(NamedTuple):
 class TokenLayout:
     """Define which token attends to which: `own` holds every token, `prefix` groups and their prompts."""
 
-    own: list[Block]
+    own: list[Block]            # on the CPU
     prefix: list[Block]
     own_slots: Tensor           # (L,) index of each token in the flattened, concatenated queries of `own`
     prefix_query_slots: Tensor  # (L,) the same for `prefix`; the number of slots for a token in no block
@@ -70,21 +70,14 @@ class TokenLayout:
             self.store(source, key, value, options["window"])
         return PrefixAttention.apply(query, key, value, sinks, self, Options(**options))
 
-    def parts(self, heads: int) -> list["Part"]:
-        """Return both parts of the attention, or one where no prompt is shared, for a number of key heads."""
+    def parts(self, heads: int, device) -> list["Part"]:
+        """Return the parts of the attention for a number of key heads: own, and prefix if there is one."""
         if heads not in self.known:
-            self.known[heads] = [make_part(self.own, self.own_slots, self.own_slots, heads)]
+            self.known[heads] = [make_part(self.own, self.own_slots, self.own_slots, heads, device)]
             if self.prefix:
                 slots = self.prefix_query_slots, self.prefix_key_slots
-                self.known[heads].append(make_part(self.prefix, *slots, heads))
+                self.known[heads].append(make_part(self.prefix, *slots, heads, device))
         return self.known[heads]
-
-    def to(self, device) -> "TokenLayout":
-        """Return a copy on a device."""
-        blocks = ([Block(*(x.to(device) for x in block[:4]), *block[4:]) for block in blocks]
-                  for blocks in (self.own, self.prefix))
-        slots = self.own_slots, self.prefix_query_slots, self.prefix_key_slots
-        return TokenLayout(*blocks, *(x.to(device) for x in slots))
 
 
 class Part(NamedTuple):
@@ -93,29 +86,31 @@ class Part(NamedTuple):
     A GPU copies whole rows several times as fast as it gathers along another dimension.
     """
 
-    blocks: list[tuple[Block, Tensor, Tensor]]            # with rows of its queries (K * b, n), keys (K * b, m)
+    blocks: list[Block]         # queries (K * b, n) and keys (K * b, m) are such rows
     query_rows: Tensor          # (L * K,) of each token and head in the flattened, concatenated queries
     key_rows: Tensor            # (L * K,) the same among the keys; the number of these for one in no block
 
 
-def make_part(blocks: list[Block], query_slots: Tensor, key_slots: Tensor, heads: int) -> Part:
-    """Return the rows of all heads from those of tokens."""
-    head = torch.arange(heads, device=query_slots.device)
+def make_part(blocks: list[Block], query_slots: Tensor, key_slots: Tensor, heads: int, device) -> Part:
+    """Return a part on a device: the rows of all heads from those of tokens."""
+    head = torch.arange(heads)
 
     def of_block(index: Tensor) -> Tensor:                # (b, n) -> (K * b, n)
         return (index * heads + head[:, None, None]).flatten(0, 1)
 
-    def of_slots(slots: Tensor, sizes: list[int]) -> Tensor:
-        ends = torch.tensor(sizes, device=slots.device).cumsum(dim=0)
-        block = (slots[:, None] >= ends).sum(dim=1)       # (L,)
-        start, size = pad(ends, (1, 0))[block], pad(torch.tensor(sizes), (0, 1)).to(slots.device)[block]
-        return (start * heads + slots - start)[:, None] + size[:, None] * head
+    def of_slots(slots: Tensor, indices: list[Tensor]) -> Tensor:                # (L,) -> (L * K,)
+        sizes = torch.tensor([index.numel() for index in indices] + [0])
+        starts = sizes.cumsum(dim=0) - sizes
+        block = torch.bucketize(slots, starts[1:], right=True)
+        first = starts[block] * heads + slots - starts[block]
+        return (first[:, None] + sizes[block, None] * head).flatten()
 
-    return Part(
-        [(block, of_block(block.queries), of_block(block.keys)) for block in blocks],
-        of_slots(query_slots, [block.queries.numel() for block in blocks]).flatten(),
-        of_slots(key_slots, [block.keys.numel() for block in blocks]).flatten(),
-    )
+    tensors = [x for b in blocks for x in (of_block(b.queries), of_block(b.keys), *b[2:4])]
+    tensors.append(of_slots(query_slots, [b.queries for b in blocks]))
+    tensors.append(of_slots(key_slots, [b.keys for b in blocks]))
+    *tensors, query_rows, key_rows = copy_together(tensors, device)
+    on_device = [Block(*tensors[4 * i : 4 * i + 4], *b[4:]) for i, b in enumerate(blocks)]
+    return Part(on_device, query_rows, key_rows)
 
 
 def attends_to(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
@@ -167,7 +162,7 @@ class PrefixAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, sinks, layout: TokenLayout, options: Options):
         heads = key.shape[1]
         q, k, v = (head_rows(x.transpose(1, 2), heads) for x in (query, key, value))
-        own, *prefix = layout.parts(heads)
+        own, *prefix = layout.parts(heads, query.device)
         output, lse = forward_part(own, q, k, v, options, no_block_lse=0.0)      # (L * K, R, D), (L * K, R)
         for part in prefix:
             other, other_lse = forward_part(part, q, k, v, options, no_block_lse=-torch.inf)
@@ -186,7 +181,8 @@ class PrefixAttention(torch.autograd.Function):
         q, k, v = (head_rows(x.transpose(1, 2), heads) for x in (query, key, value))
         grad = head_rows(grad, heads)                                            # (L * K, R, D)
         grads, *others = (
-            backward_part(part, grad, q, k, v, output, lse, ctx.options) for part in ctx.layout.parts(heads))
+            backward_part(part, grad, q, k, v, output, lse, ctx.options)
+            for part in ctx.layout.parts(heads, query.device))
         for other in others:
             grads = [x + y for x, y in zip(grads, other, strict=True)]
         grad_sinks = None
@@ -221,9 +217,9 @@ def forward_part(part: Part, q, k, v, options: Options, no_block_lse: float) -> 
     one of them keeps the merged result finite.
     """
     outputs, lses = [], []
-    for block, query_rows, key_rows in part.blocks:
-        block_q = gather_rows(q, query_rows).transpose(1, 2)                     # (K * b, R, n, D)
-        block_k, block_v = (gather_rows(x, key_rows).transpose(1, 2) for x in (k, v))  # (K * b, 1, m, D)
+    for block in part.blocks:
+        block_q = gather_rows(q, block.queries).transpose(1, 2)                  # (K * b, R, n, D)
+        block_k, block_v = (gather_rows(x, block.keys).transpose(1, 2) for x in (k, v))   # (K * b, 1, m, D)
         results = [
             kernel.forward(
                 block_q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], mask, causal, options
@@ -239,13 +235,14 @@ def forward_part(part: Part, q, k, v, options: Options, no_block_lse: float) -> 
 def backward_part(part: Part, grad, q, k, v, output, lse, options: Options) -> list[Tensor]:
     """Compute the gradients of q (L * K, R, D), k and v (L * K, 1, D) through one part of the attention."""
     grads: list[list[Tensor]] = [[], [], []]
-    for block, query_rows, key_rows in part.blocks:
-        of_queries = (gather_rows(x, query_rows).transpose(1, 2) for x in (grad, q, output))
+    for block in part.blocks:
+        of_queries = (gather_rows(x, block.queries).transpose(1, 2) for x in (grad, q, output))
         block_grad, block_q, block_output = of_queries                           # (K * b, R, n, D)
-        block_k, block_v = (gather_rows(x, key_rows).transpose(1, 2) for x in (k, v))
-        padding = (block.query_positions == PADDED_QUERY).repeat(len(query_rows) // len(block.queries), 1)
+        block_k, block_v = (gather_rows(x, block.keys).transpose(1, 2) for x in (k, v))
+        heads = len(block.queries) // len(block.query_positions)
+        padding = (block.query_positions == PADDED_QUERY).repeat(heads, 1)       # (K * b, n)
         # Padding repeats a token, which must not count twice: exp(score - inf) = 0.
-        block_lse = gather_rows(lse, query_rows).transpose(1, 2).masked_fill(padding[:, None], torch.inf)
+        block_lse = gather_rows(lse, block.queries).transpose(1, 2).masked_fill(padding[:, None], torch.inf)
         grad_q, grad_k, grad_v = [], torch.zeros_like(block_k), torch.zeros_like(block_v)
         for kernel, queries, keys, mask, causal in kernel_calls(block, block_q, block_v, options):
             chunk_grad_q, chunk_grad_k, chunk_grad_v = kernel.backward(

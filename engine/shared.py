@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 
 from engine.chunked_head import HeadLogProbs
-from engine.devices import bucket, cut_graph, eager_device
+from engine.devices import bucket, copy_together, cut_graph, eager_device
 from engine.packing import micro_batches_of_groups, pack_groups
 from engine.plain import Engine
 from engine.prefix_attention import forward_packed, use_prefix_attention
@@ -44,12 +44,13 @@ class Shared(Engine):
         distribution = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | distribution
         rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
         model, device = model or self.model, self.device
-        *inputs, predictor = pack_groups(rollout, rows, device)
-        inputs = [x.to(device) for x in inputs]           # ids, positions, layout
+        ids, positions, layout, predictor = pack_groups(rollout, rows, device)
         mask = rollout.completion_mask[rows]                                     # (b, T)
         chosen, predictor = rollout.completion_ids[rows][mask], predictor[mask]  # (N,)
         padding = (0, bucket(len(chosen), device) - len(chosen))                 # without a gradient
-        chosen, predictor = pad(chosen, padding).to(device), pad(predictor, padding).to(device)
+        tensors = [ids, positions, pad(chosen, padding), pad(predictor, padding)]
+        *inputs, chosen, predictor = copy_together(tensors, device)
+        inputs.append(layout)
         reference_hidden = None
         if reference is not None:
             with torch.no_grad():

@@ -153,7 +153,9 @@ class Run:
 
         share  of the update's tokens, those of rows that were forwarded: statistics become means over them
         """
-        sums = {name: self.ranks.sum(sum(float(terms[name]) for terms in results)) for name in names}
+        rows = [torch.stack([terms[name] for name in names]).tolist() for terms in results]
+        columns = zip(*rows, strict=True) if rows else [()] * len(names)
+        sums = {name: self.ranks.sum(sum(column)) for name, column in zip(names, columns, strict=True)}
         for name in sums.keys() - {"total_loss", "policy_loss"}:
             sums[name] = sums[name] / share if share else math.nan
         return sums
