@@ -1,7 +1,7 @@
 """
 The key-value cache of sampling. A prompt's keys and values are stored once for all of its completions. Each
-completion has a row for its own keys and values. A decoding step attends to [prompt | own] in one softmax,
-with one product over the prompt's keys for all siblings.
+completion has a row for its own keys and values. A decoding step attends to the prompt, with one product over
+its keys for all siblings, and to the row's own columns, and merges both.
 
 Column t of a row holds token t of its completion, so positions alone define the mask, and forwarding a row's
 last token again changes nothing. All shapes and addresses stay the same between two calls of compact.
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from engine.attention_kernels import Options, additive_mask
 from engine.devices import bucket
 from engine.packing import make_layout
-from engine.prefix_attention import Siblings, decode_in_halves, decode_in_one_softmax, forward_packed
+from engine.prefix_attention import Siblings, attend_to_prompt_and_own, forward_packed
 
 COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many columns, elsewhere to all of them
 
@@ -177,7 +177,7 @@ class PrefixCache:
     def prompt_mask(self, heads: int, queries: int, width: int, window: int | None, dtype) -> Tensor | None:
         """Return the additive mask of the last `width` columns of prompts; None if no key is masked.
 
-        returns  (R * K, 1, width), or with queries > 0 grouped as queries of these heads are (Siblings)
+        returns  (P * K, S * queries, width): a row for each query of the siblings, as Siblings groups them
         """
         if not window and width <= self.shortest:
             return None
@@ -185,10 +185,8 @@ class PrefixCache:
         visible = columns >= -self.prompt_length[:, None]
         if window:
             visible = visible & (columns > self.count[:, None] - 1 - window)
-        visible = visible.repeat_interleave(heads, dim=0)[:, None]
-        if queries:
-            visible = self.siblings.group(visible.expand(-1, queries, -1), heads)
-        return additive_mask(visible, dtype)
+        visible = visible.repeat_interleave(heads, dim=0)[:, None].expand(-1, queries, -1)
+        return additive_mask(self.siblings.group(visible, heads), dtype)
 
     def attend(self, module, query, key, value, *, source, window, softcap, scaling, sinks) -> Tensor:
         """Cache new keys and values; attend: query (R, H, 1, D), key, value (R, K, 1, D) -> (R, 1, H, D)."""
@@ -203,13 +201,12 @@ class PrefixCache:
         own = (x[:, :, : self.columns].flatten(0, 1) for x in (layer.keys, layer.values))
         prompts = (x.flatten(0, 1) for x in (layer.prompt_keys, layer.prompt_values))
         query = query.unflatten(1, (heads, -1))[:, :, :, 0].flatten(0, 1)        # (R * K, H / K, D)
-        in_halves = query.dtype in (torch.bfloat16, torch.float16)
-        queries, width = query.shape[1] if in_halves else 0, layer.prompt_keys.shape[2]
         window = window if window is not None and window < self.longest + self.capacity else None
+        width, dtype = layer.prompt_keys.shape[2], query.dtype
         masks = (
-            self.once_a_step(self.prompt_mask, heads, queries, width, window, query.dtype),
-            self.once_a_step(self.own_mask, heads, window, query.dtype),
+            self.once_a_step(self.prompt_mask, heads, query.shape[1], width, window, dtype),
+            self.once_a_step(self.own_mask, heads, window, dtype),
         )
-        decode = decode_in_halves if in_halves else decode_in_one_softmax
-        output = decode(query, *own, *prompts, *masks, sinks, self.siblings, Options(None, softcap, scaling))
+        options = Options(None, softcap, scaling)
+        output = attend_to_prompt_and_own(query, *own, *prompts, *masks, sinks, self.siblings, options)
         return output.unflatten(0, (-1, heads)).flatten(1, 2)[:, None]

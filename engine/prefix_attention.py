@@ -291,40 +291,19 @@ class Siblings:
         return back.view(len(back), -1, x.shape[-1])
 
 
-def decode_in_one_softmax(
+def attend_to_prompt_and_own(
     query, keys, values, prompt_keys, prompt_values, prompt_mask, own_mask, sinks, siblings: Siblings,
     options: Options,
 ) -> Tensor:
-    """Compute the attention of one new token in each row to [its prompt | its own columns].
+    """Compute the attention of one new token in each row to its prompt and to its own columns.
+
+    The kernels are those of a pass, so that in 16 bits sampler and trainer round alike.
 
     query    (R * K, r, D): r query heads for each key head of each row
     keys     (R * K, C, D) of the rows, prompt_keys (P * K, Tp, D), and values
-    masks    own_mask (R * K, 1, C), prompt_mask (R * K, 1, Tp) or None, to be added to the scores
+    masks    own_mask (R * K, 1, C), prompt_mask (P * K, S * r, Tp) or None, to be added to the scores
     sinks    (H,) or None
     returns  (R * K, r, D)
-    """
-    heads, query = len(prompt_keys) // len(siblings.rows), query * options.scaling
-    prompt = siblings.ungroup(siblings.group(query, heads).bmm(prompt_keys.mT), heads)  # (R * K, r, Tp)
-    if options.softcap:
-        own = torch.tanh(query.bmm(keys.mT) / options.softcap) * options.softcap + own_mask  # (R * K, r, C)
-        prompt = torch.tanh(prompt / options.softcap) * options.softcap
-    else:
-        own = torch.baddbmm(own_mask, query, keys.mT)
-    scores = [prompt if prompt_mask is None else prompt + prompt_mask, own]
-    if sinks is not None:
-        scores.append(sinks.view(heads, -1, 1).repeat(len(query) // heads, 1, 1))
-    probs, width = torch.cat(scores, dim=-1).softmax(dim=-1), prompt.shape[-1]
-    output = siblings.ungroup(siblings.group(probs[..., :width], heads).bmm(prompt_values), heads)
-    return torch.baddbmm(output, probs[..., width : width + keys.shape[1]], values)
-
-
-def decode_in_halves(
-    query, keys, values, prompt_keys, prompt_values, prompt_mask, own_mask, sinks, siblings: Siblings,
-    options: Options,
-) -> Tensor:
-    """Compute the same with the kernels of a pass, so that in 16 bits sampler and trainer round alike.
-
-    prompt_mask  (P * K, S * r, Tp) or None: grouped
     """
     heads, sizes = len(prompt_keys) // len(siblings.rows), (keys.shape[-1], values.shape[-1])
 

@@ -80,12 +80,11 @@ def test_values_and_gradients_are_those_of_dense_attention(
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("decode", [prefix_attention.decode_in_one_softmax, prefix_attention.decode_in_halves])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("prompt_of", [[0, 0, 1, 1], [1, 0, 1]], ids=["in order", "ragged"])
-def test_a_new_token_attends_to_its_prompt_and_its_own_columns_as_in_one_softmax(decode, softcap, sinks, masked, prompt_of):
+def test_a_new_token_attends_to_its_prompt_and_its_own_columns_as_in_one_softmax(softcap, sinks, masked, prompt_of):
     """Two key heads with three query heads each, a row at a time."""
     draws, heads, repeats, size, rows = torch.Generator().manual_seed(0), 2, 3, 8, len(prompt_of)
 
@@ -103,10 +102,9 @@ def test_a_new_token_attends_to_its_prompt_and_its_own_columns_as_in_one_softmax
     table = torch.zeros(4, dtype=torch.long).scatter(0, torch.tensor(slots), torch.arange(rows)).view(2, 2)
     siblings = prefix_attention.Siblings(table, torch.tensor(slots))
     masks = [mask[:, None].repeat_interleave(heads, dim=0) for mask in (prompt_mask, own_mask)]
-    if decode is prefix_attention.decode_in_halves:
-        masks[0] = siblings.group(masks[0].expand(-1, repeats, -1), heads)
+    masks[0] = siblings.group(masks[0].expand(-1, repeats, -1), heads)
     flat = [x.flatten(0, 1) for x in (query, keys, values, prompt_keys, prompt_values)]
-    found = decode(*flat, masks[0] if masked else None, masks[1], None if sink is None else sink.flatten(), siblings, options)
+    found = prefix_attention.attend_to_prompt_and_own(*flat, masks[0] if masked else None, masks[1], None if sink is None else sink.flatten(), siblings, options)
     for row, prompt in enumerate(prompt_of):
         for head in range(heads):
             key, value = (torch.cat(x) for x in ((prompt_keys[prompt, head], keys[row, head]), (prompt_values[prompt, head], values[row, head])))
