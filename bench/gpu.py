@@ -118,7 +118,7 @@ def main() -> None:
                 flags = ["--precision", "bfloat16", *device, *FLAGS.get(part, [])]
                 python, command = sys.executable, ["our_steps.py", name, folder, 0, *flags]
                 if part.endswith("TRL"):
-                    python, command = python_with_trl(), ["trl_steps.py", name, folder, 0, "--bfloat16"]
+                    python, command = python_with_trl(), ["trl_steps.py", name, folder, 0, "--bfloat16", "--rows", 8]
                 result = ("", unwritten or "TRL is not installed: bench/against_trl.py builds its environment")
                 if python and not unwritten:
                     result = run_part(part, [python, BENCH / command[0], *command[1:]], HF_HUB_OFFLINE="1")

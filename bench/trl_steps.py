@@ -2,6 +2,7 @@
 GRPO steps of TRL on a workload, measured from outside; runs in an environment of its own (requirements-trl-*.txt).
 
     python bench/trl_steps.py NAME FOLDER SEED [--gradient_checkpointing] [--bfloat16]        prints one line of JSON
+    python bench/trl_steps.py NAME FOLDER SEED --bfloat16 --rows 8                            so many completions in a pass
     python bench/trl_steps.py NAME FOLDER SEED --teacher FOLDER        steps of DistillationTrainer, a prompt for each completion
 """
 
@@ -45,15 +46,16 @@ class Clock(TrainerCallback):
         self.steps.append(time.perf_counter() - self.began)
 
 
-def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, teacher: str) -> None:
+def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, teacher: str, rows: int) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     workload, clock, sampling = find_workload(name), Clock(), []
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     dataset = Dataset.from_list([json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()])
+    total = workload.prompts * workload.group_size
     settings = dict(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=workload.prompts * workload.group_size,
+        output_dir=str(folder / "trl"), per_device_train_batch_size=rows or total, gradient_accumulation_steps=total // (rows or total),
         max_completion_length=workload.new_tokens, temperature=1.0, top_p=1.0, top_k=0, max_steps=1 + workload.measured_steps,
         learning_rate=1e-6, gradient_checkpointing=checkpointing, bf16=half, use_cpu=not torch.cuda.is_available(),
         report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=seed,
@@ -91,5 +93,5 @@ def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, te
 if __name__ == "__main__":
     main(
         sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), "--gradient_checkpointing" in sys.argv, "--bfloat16" in sys.argv,
-        sys.argv[-1] if "--teacher" in sys.argv else "",
+        sys.argv[-1] if "--teacher" in sys.argv else "", int(sys.argv[-1]) if "--rows" in sys.argv else 0,
     )

@@ -166,7 +166,8 @@ class PrefixAttention(torch.autograd.Function):
         output, lse = forward_part(own, q, k, v, options, no_block_lse=0.0)      # (L * K, R, D), (L * K, R)
         for part in prefix:
             other, other_lse = forward_part(part, q, k, v, options, no_block_lse=-torch.inf)
-            output, lse = merge_by_lse(output, lse, other, other_lse), torch.logaddexp(lse, other_lse)
+            output = merge_by_lse(output, lse, other, other_lse)
+            lse = torch.stack([lse, other_lse]).logsumexp(dim=0)           # XLA has no logaddexp
         if sinks is not None:
             output, lse = add_sinks(output, lse, sinks.view(heads, -1).repeat(query.shape[2], 1))
         ctx.save_for_backward(query, key, value, sinks, output, lse)

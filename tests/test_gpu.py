@@ -102,11 +102,12 @@ def test_two_steps_of_an_architecture_with_lora_in_bfloat16(name, tokenizer, tmp
     assert len(lines) >= 2 and not any(m["skipped"] for m in lines if "skipped" in m)
 
 
-RECORDED = {*ARCHITECTURES, *CURRENT_ARCHITECTURES} - {"qwen3_5", "lfm2"}
+SHARED = {*ARCHITECTURES, *CURRENT_ARCHITECTURES} - {"qwen3_5", "lfm2"}
+EXPERTS = "gemma4_experts", "qwen3_moe", "gpt_oss", "glm4_moe"                  # wait for the device in a step
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sorted(RECORDED))
+@pytest.mark.parametrize("name", sorted(SHARED))
 def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, monkeypatch):
     best_device()
     torch.manual_seed(0)
@@ -124,7 +125,8 @@ def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, mon
     ours, theirs = results
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
     torch.testing.assert_close(ours.sampling_logp, theirs.sampling_logp, atol=1e-5, rtol=0)
-    assert DEVICE != "cuda" or all(step.__name__ == "replay" for step in steps)
+    on_card = DEVICE == "cuda" and torch.version.cuda     # a pretended one has no graphs
+    assert {step.__name__ for step in steps} == {"replay" if on_card and name not in EXPERTS else "sample_token"}
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
