@@ -27,7 +27,7 @@ from sample import (
 # are dropped. Both change shapes, after which XLA compiles another program and CUDA records another graph.
 INITIAL_CAPACITY = defaultdict(lambda: 32, cuda=256)
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5, cuda=0.5)
-STEPS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)     # checking for ended rows waits for the device
+TOKENS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)    # checking for ended rows waits for the device
 
 
 def sample_sharing_prompts(
@@ -90,16 +90,16 @@ def decode(model, active: list[int], state: "SamplingState", cache, group_size: 
         hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
         state.step(row_ids, compute_logits(model, hidden))
 
-    enough = int(len(active) * COMPACT_BELOW[device.type])
-    step, num_tokens = sample_token, 1                    # recorded once it has run
+    enough, tokens_at_once = int(len(active) * COMPACT_BELOW[device.type]), TOKENS_BETWEEN_CHECKS[device.type]
+    step, num_tokens = sample_token, 1 if device.type == "cuda" else tokens_at_once      # then it is recorded
     while longest <= capacity and len(active) > enough:
         for _ in range(min(capacity - longest + 1, num_tokens)):
             step()
             longest += 1
             cut_graph(device)
         active = state.active_rows(active)
-        if num_tokens < STEPS_BETWEEN_CHECKS[device.type]:
-            step, num_tokens = recorded(sample_token, device), STEPS_BETWEEN_CHECKS[device.type]
+        if num_tokens < tokens_at_once:
+            step, num_tokens = recorded(sample_token, device), tokens_at_once
     return active
 
 
