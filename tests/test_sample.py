@@ -173,7 +173,7 @@ def test_the_same_completion_alone_in_a_batch_and_after_others_have_finished(eng
     assert queued.completions == at_once.completions      # some begin while others are long
     torch.testing.assert_close(queued.sampling_logp, at_once.sampling_logp, atol=1e-5, rtol=1e-5)
     for steps in 3, 100:                                  # between two looks at which rows have ended
-        monkeypatch.setitem(sampler.STEPS_BETWEEN_CHECKS, "cpu", steps)
+        monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", steps)
         seldom = engine.sample(PROMPTS[:3], config, seed=7)
         assert torch.equal(seldom.completion_ids, together.completion_ids) and torch.equal(seldom.completion_mask, together.completion_mask)
         torch.testing.assert_close(seldom.sampling_logp, together.sampling_logp, atol=1e-5, rtol=1e-5)

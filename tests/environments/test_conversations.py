@@ -97,7 +97,7 @@ def test_the_same_conversation_alone_in_a_batch_from_a_queue_and_looked_at_seldo
         alone = sample_conversations(model, tokenizer, settings, [prompt])
         assert alone.completions == together.completions[4 * p : 4 * p + 4]
     assert same(sample_conversations(model, tokenizer, replace(settings, generation_batch_size=4)), together)
-    monkeypatch.setitem(sampler.STEPS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
+    monkeypatch.setitem(sampler.TOKENS_BETWEEN_CHECKS, "cpu", 8)                    # as on a GPU
     for engine in "shared", "plain":
         seldom = sample_conversations(model, tokenizer, settings, engine=engine)
         assert same(seldom, together)
