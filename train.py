@@ -5,8 +5,8 @@ GRPO and supervised training of a language model.
                                                                    start, then GRPO; without downloads
     python train.py --help                                         every flag
 
-Reading order here: grpo_training_step, with sampling above it and the loss below it; then learn, the loop
-around the steps. examples/minimal.py is the same without checkpoints, processes and flags.
+Reading order here: grpo_training_step; what it calls, in order; then learn, the loop around the steps.
+examples/minimal.py is the same without checkpoints, processes and flags.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
 Units: points for scores, rewards and advantages, nats for log-probabilities (logp) and KL.
@@ -20,6 +20,7 @@ Units: points for scores, rewards and advantages, nats for log-probabilities (lo
 
 import math
 import sys
+from functools import partial
 
 from runs.command_line import parse_config  # first, see runs/__init__.py
 
@@ -29,7 +30,7 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
 from engine.errors import RunError, require
 from engine.policy import follow_policy
-from environments.conversations import sample_with_environment
+from engine.sharding import clip_gradient
 from environments.messages import encode_turns
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience
 from experience import minibatches, shape_rewards
@@ -39,7 +40,9 @@ from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
 from runs.errors import exit_on_errors, halved_when_out_of_memory
-from runs.groups import replace_tied, sample_on_all_ranks, summarize_groups, summarize_updates, timed
+from runs.groups import (
+    replace_tied, sample_completions, sample_on_all_ranks, summarize_groups, summarize_updates, timed,
+)
 from runs.phases import Phase, is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup
@@ -52,38 +55,6 @@ __all__ = [
 ]
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
 VALUE_COEF = 0.1                # weight of value_loss, which is half of the squared error
-
-
-@timed("sampling_seconds")
-def sample_groups(run: Run, examples: list[dict]) -> Groups:
-    """Sample and score groups. --dynamic_sampling replaces tied ones by groups of new prompts."""
-    groups = sample_and_score(run, examples)
-    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
-        if num_tied := int(groups.tied.sum()):
-            groups = replace_tied(groups, sample_and_score(run, run.batches.take(num_tied), attempt))
-    return groups
-
-
-def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups:
-    """Sample and score a group for each prompt: each rank a slice of them. All ranks get all groups."""
-    def of_this_rank(examples: list[dict], earlier: list[int]) -> Groups:
-        # earlier: how often each prompt came before in this batch; equal prompts get other random numbers
-        rollout, config = sample(run, examples, earlier, run.sampling_seed(attempt)), run.config.grpo
-        functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
-        scores, per_function = compute_rewards_for_completions(functions, config.weights, rollout, examples)
-        rewards = shape_rewards(config, rollout, scores, per_function)
-        return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
-
-    groups = sample_on_all_ranks(run.engine, run.ranks, of_this_rank, examples)
-    run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
-    return groups
-
-
-@halved_when_out_of_memory("generation_batch_size")
-def sample(run: Run, examples: list[dict], earlier: list[int], seed: int) -> Rollout:
-    """Sample a group for each prompt of this rank, with the environment if there is one."""
-    return sample_with_environment(
-        run.engine, run.environment, examples, run.config.grpo, seed=seed, earlier=earlier)
 
 
 @timed("step_seconds")
@@ -113,12 +84,48 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     for rows in minibatches(config, P * G, seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
         run.require_first_ratios_of_1(experience, losses, updates)
-        update = optimizer_step(run, losses["total_loss"])
-        updates.append(losses | update)
+        updates.append(losses | optimizer_step(run, losses["total_loss"]))
         if progress.phase_step == run.phase.steps:        # optimizer_step has counted the update
             break
 
     return summarize_groups(groups, experience) | summarize_updates(updates), experience
+
+
+@timed("sampling_seconds")
+def sample_groups(run: Run, examples: list[dict]) -> Groups:
+    """Sample and score groups. --dynamic_sampling replaces tied ones by groups of new prompts."""
+    groups = sample_and_score(run, examples)
+    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
+        if num_tied := int(groups.tied.sum()):
+            groups = replace_tied(groups, sample_and_score(run, run.batches.take(num_tied), attempt))
+    return groups
+
+
+def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups:
+    """Sample and score a group for each prompt: each rank a slice of them. All ranks get all groups."""
+    of_slice = partial(groups_of_slice, run, run.sampling_seed(attempt))
+    groups = sample_on_all_ranks(run.engine, run.ranks, of_slice, examples)
+    run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
+    return groups
+
+
+def groups_of_slice(run: Run, seed: int, examples: list[dict], earlier: list[int]) -> Groups:
+    """Sample and score the groups of this rank.
+
+    earlier  how often each prompt came before in the batch: equal prompts get other random numbers
+    """
+    config, rollout = run.config.grpo, sample(run, examples, seed, earlier)
+    functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
+    scores, per_function = compute_rewards_for_completions(functions, config.weights, rollout, examples)
+    rewards = shape_rewards(config, rollout, scores, per_function)
+    return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
+
+
+@halved_when_out_of_memory("generation_batch_size")
+def sample(run: Run, examples: list[dict], seed: int, earlier: list[int]) -> Rollout:
+    """Sample a group for each prompt, by sample.py or another engine; with an environment, conversations."""
+    return sample_completions(
+        run.engine, run.environment, examples, run.config.grpo, seed=seed, earlier=earlier)
 
 
 @halved_when_out_of_memory("max_tokens_per_forward")
@@ -150,16 +157,17 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, counts in run.ranks.steps(micro_batches):       # 0: a pass for the sake of other ranks
+    for micro_batch, counts in run.ranks.steps(micro_batches):       # 0: a pass to keep other ranks company
         new = run.engine.log_probs(
             experience.rollout, micro_batch, config.distribution,
             value_head=run.value_head if config.use_value_head else None,
             reference=run.reference if config.exact_kl else None,
         )
         terms = total_loss(new, experience.select(micro_batch, new.logp.device), config, denominators)
-        results.append(run.backward(terms, counts))
-    share = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    return run.add_up(results, config.loss_terms, share)
+        run.scaler.scale(terms["total_loss"] * counts).backward()                # it scales float16 alone
+        results.append({name: term.detach() * counts for name, term in terms.items()})
+    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
+    return run.add_up(results, config.loss_terms, forwarded)
 
 
 def total_loss(
@@ -209,10 +217,20 @@ def optimizer_step(run: Run, loss: float) -> dict:
 
     A step whose loss or gradient is not finite is skipped: it counts, but parameters and schedule stay.
     """
-    progress, norm = run.progress, run.clip_gradient()
+    progress, scaler = run.progress, run.scaler_of_gradient
+    scaler.unscale_(run.optimizer)
+    norm = clip_gradient(run.parameters, run.config.training.max_grad_norm)      # over all ranks
     progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     skipped = not (math.isfinite(loss) and math.isfinite(norm))
-    run.update_weights(skipped, loss)
+    if skipped:
+        progress.skipped += 1                             # a scale above 1 may be the cause, and is halved
+        progress.skipped_in_a_row += not math.isfinite(loss) or run.scaler.get_scale() <= 1
+    else:
+        scaler.step(run.optimizer)
+        run.scheduler.step()
+        progress.skipped_in_a_row = 0
+    scaler.update()
+    run.zero_gradient()
     follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
     return {"grad_norm": norm, "skipped": int(skipped)}
 

@@ -26,13 +26,14 @@ from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
-from environments.conversations import sample_with_environment
-from environments.instances import closing_environments, tools_of
+from environments import closing_environments
+from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from engine.policy import check_context_length, load_any_policy, move, save_any_policy
 from environments.messages import encode_turns, with_known_role
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import section_of
+from runs.groups import sample_completions
 from runs.startup_check import choose_engine, refuse_wrong_sampler
 from sources.training_data import with_instruction
 from sample import Rollout, stop_token_ids
@@ -87,7 +88,7 @@ class ChatModel:
         environment = load_environment(self.config.environment)
         refuse_missing_columns(self.config.environment, environment, examples)
         self.check_length([example["prompt"] for example in examples])
-        return sample_with_environment(
+        return sample_completions(
             self.engine, environment, examples, self.config, seed=self.seed, num_completions=num_completions)
 
     def answer(self, prompt: str | list[dict] | list[int]) -> str | list[dict]:

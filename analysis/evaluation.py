@@ -16,9 +16,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from environments.conversations import sample_with_environment
 from experience import Groups
-from runs.groups import sample_on_all_ranks
+from runs.groups import sample_completions, sample_on_all_ranks
 from reward_functions.calling import wrap_reward_functions
 from rewards import (
     compute_rewards_for_completions, correctness, extract_answer, name_of, same_answer, text_of, weighted_sum,
@@ -63,7 +62,7 @@ def answer_and_score(
     functions = [correctness, *(f for f in reward_functions if f is not correctness)]
 
     def sample_slice(examples: list[dict], earlier: list[int]) -> Groups:
-        rollout = sample_with_environment(
+        rollout = sample_completions(
             engine, environment, examples, config, seed=seed, num_completions=num_completions,
             earlier=earlier,
         )

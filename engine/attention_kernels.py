@@ -195,10 +195,14 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask[..., : visible.shape[-1]].masked_fill_(visible, 0.0)
 
 
-def merge_by_lse(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+def merge_by_lse(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the attention over two sets of keys: outputs (..., D), log-sum-exps (...)."""
-    weight = torch.sigmoid(other_lse - lse)[..., None]    # of the other one
-    return torch.lerp(output.to(weight.dtype), other.to(weight.dtype), weight).to(output.dtype)
+    top = torch.maximum(lse, other_lse)
+    first, second = (lse - top).exp_(), (other_lse - top).exp_()     # not sigmoid, see dev/LOG.md
+    total = first + second
+    weight = (second / total)[..., None]
+    merged = torch.lerp(output.to(weight.dtype), other.to(weight.dtype), weight)
+    return merged.to(output.dtype), top + total.log_()
 
 
 def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

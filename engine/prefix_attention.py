@@ -165,9 +165,8 @@ class PrefixAttention(torch.autograd.Function):
         own, *prefix = layout.parts(heads, query.device)
         output, lse = forward_part(own, q, k, v, options, no_block_lse=0.0)      # (L * K, R, D), (L * K, R)
         for part in prefix:
-            other, other_lse = forward_part(part, q, k, v, options, no_block_lse=-torch.inf)
-            output = merge_by_lse(output, lse, other, other_lse)
-            lse = torch.stack([lse, other_lse]).logsumexp(dim=0)           # XLA has no logaddexp
+            other = forward_part(part, q, k, v, options, no_block_lse=-torch.inf)
+            output, lse = merge_by_lse(output, lse, *other)
         if sinks is not None:
             output, lse = add_sinks(output, lse, sinks.view(heads, -1).repeat(query.shape[2], 1))
         ctx.save_for_backward(query, key, value, sinks, output, lse)
@@ -318,7 +317,7 @@ def attend_to_prompt_and_own(
         own, own_lse = add_sinks(own, own_lse, sinks.view(heads, -1).repeat(len(query) // heads, 1))
     prompt, prompt_lse = attend(siblings.group(query, heads), prompt_keys, prompt_values, prompt_mask)
     prompt_lse = siblings.ungroup(prompt_lse[..., None], heads)[..., 0]
-    return merge_by_lse(own, own_lse, siblings.ungroup(prompt, heads), prompt_lse)
+    return merge_by_lse(own, own_lse, siblings.ungroup(prompt, heads), prompt_lse)[0]
 
 
 # ---- the interface to transformers -------------------------------------------------------------------------

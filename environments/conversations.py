@@ -38,18 +38,15 @@ MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, 
 
 
 def sample_with_environment(
-    engine, environment: Callable | None, examples: list[dict], config, *, num_completions: int | None = None,
+    engine, environment: Callable, examples: list[dict], config, *, num_completions: int | None = None,
     seed: int, earlier: list[int] | None = None,
 ) -> Rollout:
-    """Sample a group for each example's prompt. With an environment a completion is a list of messages.
+    """Sample a group of conversations for each example's prompt: a completion is a list of messages.
 
     engine   an Engine;  config  a GRPOConfig;  earlier  how often each prompt came before
     returns  with a class, its instances are open until closing_environments around the call closes them
     """
-    prompts, tokenizer = [example["prompt"] for example in examples], engine.tokenizer
-    options = dict(num_completions=num_completions, seed=seed, earlier=earlier)
-    if environment is None:
-        return engine.sample(prompts, config, **options)
+    tokenizer, options = engine.tokenizer, dict(num_completions=num_completions, seed=seed, earlier=earlier)
     group_size = num_completions or config.num_completions_per_prompt
     conversations = start_conversations(
         tokenizer, environment, examples, config, stop_token_ids(engine.model, tokenizer),
@@ -202,14 +199,3 @@ def parse_step(returned) -> tuple[dict | None, float]:
         surplus = len(content) - MAX_MESSAGE_CHARACTERS
         content = f"{content[:MAX_MESSAGE_CHARACTERS]} [{surplus} more characters were cut]"
     return message | {"content": content}, float(points)
-
-
-def describe_conversations(rollout) -> dict:
-    """Return metrics, means over completions: turns of the policy, and tokens of the environment."""
-    if rollout.turn_points is None:
-        return {}
-    mask = rollout.completion_mask                        # (B, T), False on the tokens of the environment
-    starts = mask.clone()
-    starts[:, 1:] &= ~mask[:, :-1]
-    num_forced = completion_lengths(mask).sum() - mask.sum()
-    return {"turns": float(starts.sum()) / len(mask), "environment_tokens": float(num_forced) / len(mask)}

@@ -10,20 +10,19 @@ calls that run concurrently, using instances again, images, a dict of several cl
 import inspect
 import random
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType
 
 from transformers.utils import get_json_schema
 
 from engine.errors import exits_as_errors
+from environments import OPEN
 from environments.tools import answer_calls, await_result
 from reward_functions.calling import call_with_timeout
 from reward_functions.loading import accepted
 
 NO_TOOLS = "reset", "get_reward", "close"                 # public methods that the model cannot call
 SECONDS_PER_CALL = 60.0         # without --reward_timeout
-OPEN: list["Instance"] = []     # instances that are not closed yet
 
 
 class Instance:
@@ -80,20 +79,6 @@ def start_group(environment_class: type, group: list[Instance], seed: str) -> st
             "columns, and on `random`, which is seeded"
         )
     return texts[0] if texts else ""
-
-
-@contextmanager
-def closing_environments():
-    """Close the instances that are made inside, at the end and after errors and Ctrl-C."""
-    opened_before = len(OPEN)
-    try:
-        yield
-    finally:
-        instances = OPEN[opened_before:]
-        del OPEN[opened_before:]
-        for instance in instances:
-            with suppress(Exception), exits_as_errors():
-                call_with_timeout(instance.seconds, getattr(instance.environment, "close", lambda: None))
 
 
 def public_methods(environment_class: type, owner) -> dict[str, Callable]:

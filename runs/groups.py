@@ -13,13 +13,24 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from environments.conversations import describe_conversations
-from environments.instances import closing_environments
+from environments import closing_environments
 from experience import Experience, Groups
 from reward_functions.calling import Reports
+from logprobs import completion_lengths
 from sample import Rollout, occurrences, pad_rows
 
 SUCCESS = "correctness", "math_equality", "passes_tests", "countdown", "multiple_choice"     # right: 1 point
+
+
+def sample_completions(
+    engine, environment: Callable | None, examples: list[dict], config, **of_sample,
+) -> Rollout:
+    """Sample a group for each example's prompt, as Engine.sample; with an environment, conversations."""
+    if environment is None:
+        return engine.sample([example["prompt"] for example in examples], config, **of_sample)
+    from environments.conversations import sample_with_environment  # here: with an environment alone
+
+    return sample_with_environment(engine, environment, examples, config, **of_sample)
 
 
 @closing_environments()
@@ -140,3 +151,13 @@ def summarize_groups(groups: Groups, experience: Experience) -> dict:
     } | {
         f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()
     } | describe_conversations(groups.rollout)
+
+def describe_conversations(rollout) -> dict:
+    """Return metrics, means over completions: turns of the policy, and tokens of the environment."""
+    if rollout.turn_points is None:
+        return {}
+    mask = rollout.completion_mask                        # (B, T), False on the tokens of the environment
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    num_forced = completion_lengths(mask).sum() - mask.sum()
+    return {"turns": float(starts.sum()) / len(mask), "environment_tokens": float(num_forced) / len(mask)}

@@ -24,7 +24,7 @@ from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
-from engine.sharding import clip_gradient, forward_pass, replicated_sums
+from engine.sharding import forward_pass, replicated_sums
 from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from runs.checkpoint import (
@@ -140,42 +140,20 @@ class Run:
         has_gradient = any(p.grad is not None for p in self.parameters)
         return self.scaler if has_gradient else torch.amp.GradScaler(enabled=False)
 
-    def backward(self, terms: dict[str, Tensor], counts: int) -> dict[str, Tensor]:
-        """Add the gradient of total_loss, and return the terms without gradient.
-
-        counts  0: of a pass that only keeps other ranks company, nothing is added
-        """
-        self.scaler.scale(terms["total_loss"] * counts).backward()
-        return {name: term.detach() * counts for name, term in terms.items()}
-
-    def add_up(self, results: list[dict], names: list[str], share: float) -> dict[str, float]:
+    def add_up(self, results: list[dict], names: list[str], forwarded: float) -> dict[str, float]:
         """Return the terms of an update: those of its micro-batches, on all ranks, added up.
 
-        share  of the update's tokens, those of rows that were forwarded: statistics become means over them
+        forwarded  share of the update's tokens in rows that were forwarded: statistics are means over these
         """
         rows = [torch.stack([terms[name] for name in names]).tolist() for terms in results]
         columns = zip(*rows, strict=True) if rows else [()] * len(names)
         sums = {name: self.ranks.sum(sum(column)) for name, column in zip(names, columns, strict=True)}
         for name in sums.keys() - {"total_loss", "policy_loss"}:
-            sums[name] = sums[name] / share if share else math.nan
+            sums[name] = sums[name] / forwarded if forwarded else math.nan
         return sums
 
-    def clip_gradient(self) -> float:
-        """Clip the gradient to --max_grad_norm. Return its norm before, over all processes."""
-        self.scaler_of_gradient.unscale_(self.optimizer)
-        return clip_gradient(self.parameters, self.config.training.max_grad_norm)
-
-    def update_weights(self, skipped: bool, loss: float) -> None:
-        """Take an optimiser step, unless it is skipped, and set the gradient to zero."""
-        progress, scaler = self.progress, self.scaler_of_gradient
-        if skipped:
-            progress.skipped += 1                         # a scale above 1 may be the cause, and is halved
-            progress.skipped_in_a_row += not math.isfinite(loss) or self.scaler.get_scale() <= 1
-        else:
-            scaler.step(self.optimizer)
-            self.scheduler.step()
-            progress.skipped_in_a_row = 0
-        scaler.update()
+    def zero_gradient(self) -> None:
+        """Set the gradient to zero, and end the program of the update on XLA."""
         self.optimizer.zero_grad(set_to_none=self.device.type != "xla")          # zeros: no recompilation
         self.ranks.end_program()
 

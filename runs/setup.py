@@ -23,8 +23,6 @@ from engine.precision import resolve_precision
 from engine.ranks import Ranks
 from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from engine.sharding import replicated_sums, shard
-from environments.instances import tools_of
-from environments.loading import load_environment, refuse_missing_columns
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.folder import RunFolder
@@ -89,8 +87,10 @@ def validate_grpo_setup(
         raise ValueError(f"--dataset={config.data.dataset}: every example needs a prompt")
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     require_columns([load_reward_function(name) for name in names], dataset, config.data.dataset)
-    environment = load_environment(config.grpo.environment if environment is None else environment)
-    refuse_missing_columns(config.grpo.environment, environment, dataset)
+    if environment := config.grpo.environment if environment is None else environment:
+        from environments.loading import load_environment, refuse_missing_columns  # here: with one alone
+
+        refuse_missing_columns(config.grpo.environment, load_environment(environment), dataset)
 
 
 def start_up_check(
@@ -179,7 +179,8 @@ def set_up(
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = [load_reward_function(name) for name in names] if training.use_grpo else []
     refuse_equal_names(functions)
-    environment = load_environment(config.grpo.environment if environment is None else environment)
+    environment, tools = environment_and_tools(
+        config.grpo.environment if environment is None else environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
     validate_demonstrations(config, train_set)
     checkpoint = find_checkpoint(config, folder, ranks) if training.resume else None
@@ -191,7 +192,7 @@ def set_up(
         compare_tokenizers(tokenizer, config)
     elif training.use_grpo and names == ["none"] and reference is None:
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
-    tokenizer.tools = tools_of(environment)               # for the chat template
+    tokenizer.tools = tools                               # for the chat template
     if training.use_grpo:
         validate_grpo_setup(
             config, tokenizer, train_set, reward_functions=functions, environment=environment)
@@ -225,6 +226,17 @@ def set_up(
         run.restore(checkpoint)
         run.reference = load_reference(policy, config, checkpoint, run.saved_state)
     return run
+
+
+def environment_and_tools(environment: str | Callable) -> tuple[Callable | None, list[Callable] | None]:
+    """Return an environment from its name, and its tools; (None, None) for ""."""
+    if not environment:
+        return None, None
+    from environments.instances import tools_of  # here: with an environment alone
+    from environments.loading import load_environment
+
+    environment = load_environment(environment)
+    return environment, tools_of(environment)
 
 
 def load_trained_policy(

@@ -17,7 +17,7 @@ import train
 from analysis.reward_linter import lint
 from config import ModelConfig
 from engine.policy import load_any_policy, save_any_policy
-from environments.instances import OPEN
+from environments import OPEN
 from reward_functions.loading import load_reward_function
 from rewards import correctness
 from sources import load_examples

@@ -41,7 +41,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
     (tmp_path / "tied.py").write_text(
         "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"          # call 1: the start-up check
         "    return [float(len(calls) > 2 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
-    real, rollouts = train.sample_with_environment, []
+    real, rollouts = train.sample_completions, []
 
     def sampler(*args, **options):
         rollout = real(*args, **options)
@@ -50,7 +50,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
             rollout.sampling_logp -= 0.05 * rollout.completion_mask
         return rollout
 
-    monkeypatch.setattr(train, "sample_with_environment", sampler)
+    monkeypatch.setattr(train, "sample_completions", sampler)
     flags = flags.format(tied=f"{tmp_path}/tied.py:tied").split() or ["--reward_functions", length_reward(tmp_path)]
     if "--reward_functions" not in flags:
         flags += ["--reward_functions", length_reward(tmp_path)]

@@ -23,14 +23,14 @@ def scripted(monkeypatch, tokenizer, *turns):
     calls, stop, tokens = [], [tokenizer.eos_token_id], []
     for turn in turns:
         tokens += [0] * turn if isinstance(turn, int) else tokenizer.encode(turn, add_special_tokens=False) + stop
-    real = chat.sample_with_environment
+    real = chat.sample_completions
 
     def sample_scripted(engine, environment, examples, *args, **kwargs):
         calls.append((copy.deepcopy([example["prompt"] for example in examples]), kwargs["seed"]))
         return real(engine, environment, examples, *args, **kwargs)
 
     monkeypatch.setattr(sample, "sample_inverse_cdf", lambda logits, _: (torch.tensor([tokens.pop(0)]), torch.zeros(1)))
-    monkeypatch.setattr(chat, "sample_with_environment", sample_scripted)
+    monkeypatch.setattr(chat, "sample_completions", sample_scripted)
     monkeypatch.setattr(chat, "refuse_wrong_sampler", lambda engine: None)
     monkeypatch.setattr(chat, "choose_engine", lambda plain, *_: (plain, None))  # so that tokens come in one order
     return calls

@@ -135,7 +135,7 @@ def test_the_coverage_is_the_measured_one(name, kind, chances, size, n, share):
 @pytest.fixture
 def scripted(monkeypatch):
     """The first two completions of every problem with an even answer are right; the model called "other" is always wrong."""
-    real, truth = evaluation.sample_with_environment, lambda prompt: eval(prompt.removesuffix("=?"))
+    real, truth = evaluation.sample_completions, lambda prompt: eval(prompt.removesuffix("=?"))
 
     def sample(engine, environment, examples, config, *, num_completions, **options):
         rollout = real(engine, environment, examples, config, num_completions=num_completions, **options)
@@ -146,7 +146,7 @@ def scripted(monkeypatch):
         ]
         return rollout
 
-    monkeypatch.setattr(evaluation, "sample_with_environment", sample)
+    monkeypatch.setattr(evaluation, "sample_completions", sample)
 
 
 ASK = "--evaluate arithmetic --limit 40 --generation_max_length 4".split()
@@ -193,14 +193,14 @@ def test_one_sample_is_what_evaluate_says(folder, scripted, settings, capsys):
 
 def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
     engine = make_engine("shared", *load_any_policy(ModelConfig(model_path=folder)))
-    real, settings = evaluation.sample_with_environment, replace(settings, generation_batch_size=2)
+    real, settings = evaluation.sample_completions, replace(settings, generation_batch_size=2)
 
     def scripted(engine, environment, examples, *args, **kwargs):
         rollout = real(engine, environment, examples, *args, **kwargs)
         rollout.completions = [f"<answer>{'1' if e['prompt'] == 'easy' else '0'}</answer>" for e in examples]
         return rollout
 
-    monkeypatch.setattr(evaluation, "sample_with_environment", scripted)
+    monkeypatch.setattr(evaluation, "sample_completions", scripted)
     examples = [{"prompt": "easy", "answer": "1"}] * 3 + [{"prompt": "hard", "answer": "1"}] + [{"prompt": "unknown"}]
     result = evaluate(engine, Ranks(), examples, settings, seed=0)
     assert result["eval_accuracy"] == 0.75 and result["eval_problems"] == 4
@@ -212,13 +212,13 @@ def test_accuracy_counts_sampled_answers(folder, monkeypatch, settings, capsys):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(folder, tmp_path, monkeypatch, size):
-    real, batches = evaluation.sample_with_environment, []
+    real, batches = evaluation.sample_completions, []
 
     def counting(engine, environment, examples, config, **options):
         batches.append(config.generation_batch_size)
         return real(engine, environment, examples, config, **options)
 
-    monkeypatch.setattr(evaluation, "sample_with_environment", counting)
+    monkeypatch.setattr(evaluation, "sample_completions", counting)
     (tmp_path / "q.jsonl").write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}"}}\n' for n in range(3)))
     flags = ["--model_path", folder, "--evaluate", f"{tmp_path}/q.jsonl", "--generation_max_length", "6", "--samples", "2",
              "--reward_functions", "diversity"]

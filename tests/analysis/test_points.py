@@ -106,14 +106,14 @@ def prompts(tmp_path):
 @pytest.fixture
 def scripted(monkeypatch):
     """The completions are those of the list that this returns, over and over."""
-    real, texts = evaluation.sample_with_environment, []
+    real, texts = evaluation.sample_completions, []
 
     def sample(*args, **options):
         rollout = real(*args, **options)
         rollout.completions = [texts[row % len(texts)] for row in range(len(rollout.completions))]
         return rollout
 
-    monkeypatch.setattr(evaluation, "sample_with_environment", sample)
+    monkeypatch.setattr(evaluation, "sample_completions", sample)
     return texts
 
 

@@ -16,8 +16,9 @@ from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
 from logprobs import completion_lengths
 from engine.errors import RunError
+from runs.groups import describe_conversations
 from environments.conversations import (
-    MAX_MESSAGE_CHARACTERS, Conversation, describe_conversations, sample_with_environment,
+    MAX_MESSAGE_CHARACTERS, Conversation, sample_with_environment,
 )
 from environments.loading import load_environment
 from environments.messages import encode_turns, encode_reply

@@ -20,7 +20,8 @@ from data import encode_prompt
 from engine import make_engine
 from engine.errors import RunError
 from environments.conversations import sample_with_environment, start_conversations
-from environments.instances import OPEN, closing_environments, tools_of
+from environments import OPEN, closing_environments
+from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from environments.tools import run_call
 from reward_functions import environment

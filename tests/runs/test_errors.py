@@ -140,7 +140,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
     whole = run_folder(tmp_path / "whole", *flags)
     module, forward, passes = train if where == "step" else analysis.evaluation, PrefixCache.forward, []
-    real = module.sample_with_environment
+    real = module.sample_completions
 
     def failing_forward(*args):
         passes.append(1)
@@ -153,7 +153,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
             patch.setattr(PrefixCache, "forward", failing_forward)
             return real(*args, **options)
 
-    monkeypatch.setattr(module, "sample_with_environment", fails_in_its_third_pass)
+    monkeypatch.setattr(module, "sample_completions", fails_in_its_third_pass)
     failed = run_folder(tmp_path / "failed", *flags)
     assert " ".join(capsys.readouterr().out.split()).count("--generation_batch_size 16 -> 8, and once more") == 1
     assert saved_setting(failed, "grpo", "generation_batch_size") == 8
