@@ -19,6 +19,7 @@ Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with t
 adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocabulary.
 """
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -35,9 +36,9 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, distribution_of, restrict_logits
 
-DROP_BELOW = 0.75               # completions that have ended stay in the batch until at most this share of it
-                                # has not: dropping rows copies the cache of all others
-LOOK_EVERY = 8                  # tokens between looks for ended completions on a GPU, which waits at each
+DROP_BELOW = 0.75               # ended rows leave the batch when at most this share of it goes on: to drop
+                                # some copies the cache of all others
+LOOK_EVERY = 8                  # tokens between looks for ended rows on a GPU: each waits for the device
 
 
 @dataclass
@@ -67,9 +68,8 @@ def sample_completions_for_prompts(
                generation_batch_size (completions at once, in whole groups; 0: all)
     num_completions  G, if not the config's
     earlier    result of occurrences(), if these prompts are part of a larger batch
-    reply      called with the number of a row and its ids after the prompt, when a turn has ended; returns
-               the ids that an environment adds, [] at the end, or a function that returns them, which is
-               called when all rows that end have been asked. None: a completion is one turn
+    reply      reply(row, ids after the prompt) -> ids: what an environment adds when a turn has ended, [] at
+               the end. None: a completion is one turn
     """
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -106,18 +106,9 @@ def sample_batch(
     forced = torch.zeros_like(drawn)                      # tokens of an environment
     logp = torch.zeros(num_rows, limit, device=device)
     stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
-
-    # One pass over the prompts. Positions count real tokens alone: padding does not move a prompt.
-    prompt_ids, attention_mask = (x.to(device) for x in left_pad(prompts, 0))    # (P, Tp)
-    position_ids = positions_of(attention_mask)
+    rows = torch.arange(num_rows, device=device)          # completions that are forwarded, (b,)
     cache = DynamicCache(config=model.config.get_text_config())
-    name = "cache" if "cache" in signature(type(model.base_model).forward).parameters else "past_key_values"
-    logits = next_logits(model, prompt_ids, attention_mask, position_ids, **{name: cache})       # (P, V)
-    # Their keys and values in the cache are copied for each completion (reorder_cache selects rows).
-    rows = torch.arange(num_rows, device=device)          # the completions that are forwarded, (b,)
-    prompt_of = rows // (num_rows // len(prompts))
-    cache.reorder_cache(prompt_of)
-    logits, attention_mask, position_ids = (x[prompt_of] for x in (logits, attention_mask, position_ids))
+    logits, attention_mask, position_ids = forward_prompts(model, prompts, rows, cache)
     every = 1 if device.type == "cpu" else LOOK_EVERY
     for t in range(limit):
         token, token_logp = sample_inverse_cdf(restrict_logits(logits, **distribution), uniforms[rows, t])
@@ -132,41 +123,65 @@ def sample_batch(
         if t + 1 == limit:
             break
         if t % every == 0:
-            active = (~stopped[rows]).nonzero()[:, 0]
-            if not len(active):
+            going_on = (~stopped[rows]).nonzero()[:, 0]
+            if not len(going_on):
                 break
-            if len(active) <= DROP_BELOW * len(rows):     # until then ended rows are forwarded for nothing
-                cache.reorder_cache(active)
-                rows, attention_mask, position_ids = (x[active] for x in (rows, attention_mask, position_ids))
+            if len(going_on) <= DROP_BELOW * len(rows):
+                cache.reorder_cache(going_on)             # selects rows
+                rows, attention_mask, position_ids = (
+                    x[going_on] for x in (rows, attention_mask, position_ids))
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=1)
         position_ids = position_ids[:, -1:] + 1
         last = ids[rows, t, None].masked_fill(stopped[rows, None], 0)            # pad may be no known id
-        logits = next_logits(model, last, attention_mask, position_ids, **{name: cache})
+        logits = next_logits(model, last, attention_mask, position_ids, cache)
     return tuple(x.cpu() for x in (ids, drawn, drawn | forced, logp, stopped))
+
+
+def forward_prompts(
+    model, prompts: list[list[int]], rows: Tensor, cache: DynamicCache
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward prompts once, and copy what that gives for each completion: rows (B,), G of each prompt.
+
+    Returns the logits (B, V) of the first token, and attention mask and position ids (B, Tp). Positions count
+    real tokens alone: padding does not move a prompt.
+    """
+    ids, attention_mask = (x.to(rows.device) for x in left_pad(prompts, 0))      # (P, Tp)
+    position_ids = positions_of(attention_mask)
+    logits = next_logits(model, ids, attention_mask, position_ids, cache)        # (P, V)
+    prompt_of = rows // (len(rows) // len(prompts))
+    cache.reorder_cache(prompt_of)
+    return logits[prompt_of], attention_mask[prompt_of], position_ids[prompt_of]
 
 
 def add_replies(
     reply: Callable, ended: list[int], first_row: int, ids: Tensor, forced: Tensor, stopped: Tensor, t: int
 ) -> None:
     """Write an environment's tokens behind the turns of rows that have ended, from column t on, in place."""
-    begun = [reply(first_row + row, ids[row, :t].tolist()) for row in ended]
-    for row, added in zip(ended, begun, strict=True):
-        added = (added() if callable(added) else added)[: ids.shape[1] - t]
+    for row in ended:
+        added = reply(first_row + row, ids[row, :t].tolist())[: ids.shape[1] - t]
         ids[row, t : t + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
         forced[row, t : t + len(added)] = True
         stopped[row] = not added                          # else there is another turn
 
 
-def next_logits(model, ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **cache) -> Tensor:
+def next_logits(
+    model, ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
+) -> Tensor:
     """Forward tokens (b, n) behind those in the cache, and return the logits (b, V) of the next one.
 
     attention_mask  (b, m) False on padding, of all tokens so far;  position_ids  (b, n)
-    cache           a DynamicCache by the name of the model's argument, which transformers 5.24 has changed
     """
     hidden = model.base_model(
-        input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True, **cache,
+        input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True,
+        **{name_of_cache(type(model.base_model)): cache},
     ).last_hidden_state[:, -1]                                                   # (b, H)
     return compute_logits(model, hidden)
+
+
+@functools.cache
+def name_of_cache(architecture: type) -> str:
+    """Return the name of a model's argument for the cache, which transformers 5.24 has changed for some."""
+    return "cache" if "cache" in signature(architecture.forward).parameters else "past_key_values"
 
 
 def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -150,9 +150,8 @@ class SamplingState:
         if ended := [row for row in row_ids if self.reply and stopped[row]]:
             # Whole tensors are copied: their shapes stay the same, for XLA.
             ids, forced, device = self.ids.cpu(), self.forced_tokens.cpu().clone(), self.ids.device
-            begun = [self.reply(row, ids[row, : count[row]].tolist()) for row in ended]
-            for row, reply in zip(ended, begun, strict=True):
-                reply = reply() if callable(reply) else reply
+            for row in ended:
+                reply = self.reply(row, ids[row, : count[row]].tolist())
                 end, stopped[row] = count[row], not reply
                 forced[row, end : end + len(reply)] = torch.tensor(reply, dtype=torch.long)
             self.forced_tokens.copy_(forced)              # in place: recorded steps read these tensors
