@@ -198,7 +198,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
     functions = [
         grpo.compute_group_advantages, grpo.aggregate, grpo.kl_penalty, grpo.value_loss, grpo.generalized_advantage_estimation,
-        grpo.overlong_penalty, grpo.token_loss, *(loss.per_token for loss in LOSSES.values()),
+        grpo.overlong_penalty, grpo.too_unlikely, *(loss.per_token for loss in LOSSES.values()),
     ]
     for function in functions:
         for name, formula in formulas(function):
