@@ -280,7 +280,7 @@ def token_loss(
         clip_low=clip_low, clip_high=clip_high, **options,
     )
     dropped = too_unlikely(log_ratio, advantages, mask, off_policy_limit)
-    return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio
+    return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio.detach()
 
 
 def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
@@ -344,7 +344,6 @@ def policy_loss(
         loss = loss * weights
     counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
     total = aggregate(loss, mask, LOSSES[loss_type].aggregation, **counts)
-    log_ratio = log_ratio.detach()
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {
         "clip_fraction": (clipped & mask).sum() / num_tokens,
