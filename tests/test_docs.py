@@ -168,8 +168,8 @@ def test_the_step_of_the_readme_trains_and_its_functions_are_in_the_files_it_lin
     before = [p.detach().clone() for p in model.parameters()]
     names = dict(
         torch=torch, model=model, tokenizer=tokenizer, examples=examples, prompts=[e["prompt"] for e in examples], step=0,
-        config=GRPOConfig(num_completions_per_prompt=4, generation_max_length=8), functions=[some_points], weights=[1.0],
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), max_tokens_per_forward=64,
+        config=GRPOConfig(num_completions_per_prompt=4, generation_max_length=8), correctness=some_points,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0),
     )
     for name in ours:
         module = next(file for file, source in zip(files, sources, strict=True) if f"\ndef {name}(" in source)
