@@ -3,9 +3,8 @@ The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices
 policy_loss, token_loss and gspo works alone, copied below `import torch` and `from torch import Tensor`
 without the rest of this file; these need what they call.
 
-By default a step calls compute_group_advantages (compare each completion with its group) and policy_loss
-(raise the probability of the better ones: clipped_loss of each token, then aggregate). A new loss is a
-function and an entry of LOSSES: flags, explanations and tests are read from that table.
+A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, then aggregate).
+A new loss is a function and an entry of LOSSES: flags, explanations and tests are read from that table.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
@@ -62,9 +61,8 @@ def compute_group_advantages(
     rewards = torch.as_tensor(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
-            f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}: "
-            "a lone completion has no siblings. For a flat list: torch.tensor(rewards).view(-1, group_size)."
-        )
+            f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}. For a flat list: "
+            "torch.tensor(rewards).view(-1, group_size).")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     scored = ~rewards.isnan()                                                    # (P, G)
     count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
@@ -99,7 +97,7 @@ def compute_group_advantages(
     return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
 
 
-# ---- the loss of a token -----------------------------------------------------------------------------------
+# ---- losses -----------------------------------------------------------------------------------------------
 # token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
 # clip_high. Parameters after * are options, with bounds in LOSSES. The default is the first function.
 
@@ -252,9 +250,6 @@ LOSSES = {                      # the keys are the choices of --loss_type
 }
 
 
-# ---- the loss of an update ---------------------------------------------------------------------------------
-
-
 def token_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
     clip_low: float = 0.2, clip_high: float = 0.2, off_policy_limit: float = torch.inf, **options: float,
@@ -380,6 +375,29 @@ def kl_penalty(
     return kl if ratio is None else ratio * kl
 
 
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Compute points to add to rewards of completions near the limit, linear over the last `buffer` tokens.
+
+        min(0, (max_tokens - buffer - length) / buffer)
+
+    lengths  (B,) tokens, at most max_tokens;  returns (B,) points, from 0 down to -1 at the limit
+    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
+
+
+def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """Compute factors that correct the distribution of a sampler, such as vLLM, whose arithmetic differs a
+    little from the trainer's: trainer / sampler, with equal weights. PPO's ratio is policy now / policy then.
+
+        min(exp(old_logp - sampling_logp), cap)
+
+    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler; anything in padding
+    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
+    """
+    return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
+
+
 # ---- training with a critic --------------------------------------------------------------------------------
 
 
@@ -428,29 +446,3 @@ def generalized_advantage_estimation(
         next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
     return advantages, torch.where(mask, advantages + values, 0.0)
-
-
-# ---- corrections of rewards and weights --------------------------------------------------------------------
-
-
-def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Compute points to add to rewards of completions near the limit, linear over the last `buffer` tokens.
-
-        min(0, (max_tokens - buffer - length) / buffer)
-
-    lengths  (B,) tokens, at most max_tokens;  returns (B,) points, from 0 down to -1 at the limit
-    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
-    """
-    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
-
-
-def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """Compute factors trainer / sampler, for a sampler such as vLLM whose probabilities differ a little from
-    the trainer's before any update. PPO's ratio corrects something else: what updates have changed since.
-
-        min(exp(old_logp - sampling_logp), cap)
-
-    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler; anything in padding
-    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
-    """
-    return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)

@@ -165,8 +165,7 @@ def compute_rewards_for_completions(
         failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
         points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
         per_function[name] = points.view(shape)
-    total = weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan)
-    return total, per_function
+    return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
 
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
@@ -217,8 +216,7 @@ def read_points(returned, count: int, subject: str) -> list[float | None]:
     if len(points) != count:
         raise ValueError(f"{subject} returned {len(points)} values for {count} completions; {expected}")
     if any(point and abs(point) > MOST_POINTS for point in points):
-        most = f"an infinite number of points, or more than {MOST_POINTS:g}"
-        raise ValueError(f"{subject} returned {most}; return None if it cannot score")
+        raise ValueError(f"{subject} returned points beyond {MOST_POINTS:g}; return None if it cannot score")
     return points
 
 
