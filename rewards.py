@@ -216,7 +216,7 @@ def read_points(returned, count: int, subject: str) -> list[float | None]:
     if len(points) != count:
         raise ValueError(f"{subject} returned {len(points)} values for {count} completions; {expected}")
     if any(point and abs(point) > MOST_POINTS for point in points):
-        raise ValueError(f"{subject} returned points beyond {MOST_POINTS:g}; return None if it cannot score")
+        raise ValueError(f"{subject} returned infinite or over {MOST_POINTS:g} points; return None if unable")
     return points
 
 
