@@ -3,11 +3,8 @@ The mathematics of GRPO: tensors in, tensors out. No model, no files, no devices
 policy_loss, token_loss and gspo works alone, copied below `import torch` and `from torch import Tensor`
 without the rest of this file; these need what they call.
 
-Reading order: compute_group_advantages (compare each completion with its group), clipped_loss and
-policy_loss (raise the probability of the better ones, within limits), kl_penalty (stay near the reference);
-the other losses; then value_loss and generalized_advantage_estimation, for training with a critic, and
-corrections of rewards and weights. A new loss is a function and an entry of LOSSES: flags, explanations and
-tests are read from that table.
+A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, then aggregate).
+A new loss is a function and an entry of LOSSES: flags, explanations and tests are read from that table.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
@@ -64,9 +61,8 @@ def compute_group_advantages(
     rewards = torch.as_tensor(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
-            f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}: "
-            "a lone completion has no siblings. For a flat list: torch.tensor(rewards).view(-1, group_size)."
-        )
+            f"rewards must be (prompts, group) with group >= 2, got {tuple(rewards.shape)}. For a flat list: "
+            "torch.tensor(rewards).view(-1, group_size).")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     scored = ~rewards.isnan()                                                    # (P, G)
     count = scored.sum(dim=1, keepdim=True)                                      # (P, 1)
@@ -81,7 +77,7 @@ def compute_group_advantages(
     elif baseline == "leave_one_out":
         b = (mean * count - rewards) / (count - 1)                               # (P, G)
     elif baseline != "group_mean":
-        raise ValueError(f"{baseline=}: must be one of group_mean, group_median, global_mean, leave_one_out")
+        raise ValueError(f"unknown {baseline=}: the docstring lists the choices")
 
     s = std + epsilon                                     # scale="group"
     if scale == "batch":
@@ -91,7 +87,7 @@ def compute_group_advantages(
     elif scale == "none":
         s = 1.0
     elif scale != "group":
-        raise ValueError(f"{scale=}: must be one of group, batch, mean, none")
+        raise ValueError(f"unknown {scale=}: the docstring lists the choices")
 
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 0.8.
@@ -99,6 +95,11 @@ def compute_group_advantages(
     lowest = rewards.masked_fill(~scored, torch.inf).amin(dim=1, keepdim=True)
     tied = highest - lowest <= 1e-6 * highest.abs().clamp(min=1)                 # (P, 1), also if count < 2
     return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
+
+
+# ---- losses -----------------------------------------------------------------------------------------------
+# token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
+# clip_high. Parameters after * are options, with bounds in LOSSES. The default is the first function.
 
 
 def clipped_loss(
@@ -109,6 +110,8 @@ def clipped_loss(
 
         -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
+
+    Returns loss and gradient_removed (bool), (B, T) each; unused holds what only other losses take.
     """
     # The gradient is 0 once the ratio has left the interval in the direction of A, and not on the way back.
     # With dual_clip it is 0 as well where a token with a negative advantage has become much more probable.
@@ -116,134 +119,8 @@ def clipped_loss(
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-    return -torch.maximum(gain, floor), (gain < unclipped) | (gain < floor)
-
-
-def policy_loss(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
-    num_sequences=None, max_tokens=None, weights: Tensor | None = None, **options,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss whose gradient raises the probability of completions with positive advantage.
-
-    logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
-    advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
-    loss_type   a key of LOSSES, which names the loss of a token and how tokens are averaged
-    num_tokens, num_sequences, max_tokens  of the update, all micro-batches and processes: see aggregate
-    weights     (B, T) without gradient, factors of each token's loss: see importance_weights
-    options     clip_low=0.2, clip_high=0.2 and others: see token_loss
-    returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
-                clip_fraction (share of num_tokens whose gradient was removed, or whose weight was capped),
-                ratio_deviation (mean over num_tokens of |ratio - 1|), policy_kl (nats, mean over num_tokens
-                of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
-    """
-    loss, clipped, log_ratio = token_loss(                                       # (B, T) each
-        logp, old_logp, advantages, mask, loss_type=loss_type, **options)
-    if weights is not None:
-        loss = loss * weights
-    counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
-    total = aggregate(loss, mask, LOSSES[loss_type].aggregation, **counts)
-    log_ratio = log_ratio.detach()
-    ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
-    stats = {
-        "clip_fraction": (clipped & mask).sum() / num_tokens,
-        "ratio_deviation": (ratio - 1).abs().sum() / num_tokens,
-        "policy_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
-    }
-    return total, stats
-
-
-def token_loss(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
-    clip_low: float = 0.2, clip_high: float = 0.2, off_policy_limit: float = torch.inf, **options: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of each token, whether its gradient was removed or its weight capped, and log_ratio.
-
-        loss   0 if A < 0 and distance > off_policy_limit else per_token
-        distance  mean(old_logp - logp)
-
-    per_token is the function of the loss type, the mean runs over a completion: arXiv:2512.02556 eq. 9.
-
-    logp, old_logp, advantages, mask  as for policy_loss
-    options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
-    returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
-    """
-    options = {name: value for name, value in options.items() if value is not None}        # None: the default
-    assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
-    if loss_type not in LOSSES:
-        raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
-    if unknown := options.keys() - LOSSES[loss_type].bounds:
-        known = ", ".join(LOSSES[loss_type].bounds) or "none"
-        raise ValueError(f"{', '.join(unknown)}: {loss_type} has no such option; its options: {known}")
-    if advantages.ndim == 1:
-        advantages = advantages[:, None]                                         # (B, 1)
-    # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
-    log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
-    loss, clipped = LOSSES[loss_type].per_token(                                 # (B, T) each
-        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
-        clip_low=clip_low, clip_high=clip_high, **options,
-    )
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    distance = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths            # (B, 1)
-    dropped = (advantages < 0) & (distance > off_policy_limit)
-    return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio
-
-
-def aggregate(
-    x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None
-) -> Tensor:
-    """Reduce per-token values x (B, T) to a scalar, divided by counts of the whole optimiser step.
-
-        token_mean      x / num_tokens                      tokens weigh the same
-        sequence_mean   x / length / num_sequences          completions weigh the same
-        constant        x / (num_sequences * max_tokens)    max_tokens is the generation limit
-
-    summed over tokens where mask (B, T) is True; length counts those of a row, num_sequences rows with any.
-    """
-    x, lengths = torch.where(mask, x, 0.0), mask.sum(dim=1, keepdim=True).clamp(min=1)
-    aggregations = {
-        "token_mean": lambda: x.sum() / num_tokens,
-        "sequence_mean": lambda: (x / lengths).sum() / num_sequences,
-        "constant": lambda: x.sum() / (num_sequences * max_tokens),
-    }
-    if aggregation not in aggregations:
-        raise ValueError(f"{aggregation=} must be one of {', '.join(aggregations)}")
-    if aggregation != "token_mean" and num_sequences is None:
-        raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences of the whole step")
-    if aggregation == "constant" and max_tokens is None:
-        raise ValueError("aggregation='constant' divides by the generation limit: pass max_tokens")
-    return aggregations[aggregation]()
-
-
-def kl_penalty(
-    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
-) -> Tensor:
-    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
-
-        k1   -x
-        k2   x**2 / 2
-        k3   exp(x) - x - 1
-
-    with x = ref_logp - logp. If there is a ratio, the result is multiplied by it.
-
-    logp, ref_logp  (B, T) nats
-    ratio           (B, T) exp(logp - old_logp) with its gradient, or None
-    returns         (B, T) nats; k2 and k3 are never negative
-
-    In a loss the gradient counts, not the value. On policy and on average it is 0 for k1, the gradient of
-    KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3: pass ratio
-    where the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
-    """
-    x = ref_logp - logp
-    estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
-    if estimator not in estimators:
-        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
-    kl = estimators[estimator]()
-    return kl if ratio is None else ratio * kl
-
-
-# ---- the other per-token losses. Each takes those of logp, log_ratio, advantages, mask, clip_low, clip_high
-# that it needs; logp and log_ratio are 0 where mask is False. Parameters after * are options of the loss,
-# with bounds in LOSSES. Returned are the loss, and where gradient is removed or a weight capped, (B, T) each.
+    gradient_removed = (gain < unclipped) | (gain < floor)
+    return -torch.maximum(gain, floor), gradient_removed
 
 
 def gspo(
@@ -373,6 +250,154 @@ LOSSES = {                      # the keys are the choices of --loss_type
 }
 
 
+def token_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
+    clip_low: float = 0.2, clip_high: float = 0.2, off_policy_limit: float = torch.inf, **options: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the loss of each token, whether its gradient was removed or its weight capped, and log_ratio.
+
+    logp, old_logp, advantages, mask  as for policy_loss
+    options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
+    returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
+    """
+    options = {name: value for name, value in options.items() if value is not None}        # None: the default
+    assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
+    if loss_type not in LOSSES:
+        raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")
+    if unknown := sorted(options.keys() - LOSSES[loss_type].bounds):
+        raise ValueError(f"{loss_type} has no option {unknown}; its options: {[*LOSSES[loss_type].bounds]}")
+    if advantages.ndim == 1:
+        advantages = advantages[:, None]                                         # (B, 1)
+    # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
+    log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
+    loss, clipped = LOSSES[loss_type].per_token(                                 # (B, T) each
+        logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
+        clip_low=clip_low, clip_high=clip_high, **options,
+    )
+    dropped = too_unlikely(log_ratio, advantages, mask, off_policy_limit)
+    return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio.detach()
+
+
+def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
+    """Select the completions below the mean of their group that have become too unlikely.
+
+        A < 0 and mean(old_logp - logp) > off_policy_limit
+
+    The mean runs over a completion: arXiv:2512.02556 eq. 9. Returns bool, in the shape of advantages.
+    """
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    distance = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths            # (B, 1)
+    return (advantages < 0) & (distance > off_policy_limit)
+
+
+def aggregate(
+    x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None
+) -> Tensor:
+    """Reduce per-token values x (B, T) to a scalar, divided by counts of the whole optimiser step.
+
+        token_mean      x / num_tokens                      tokens weigh the same
+        sequence_mean   x / length / num_sequences          completions weigh the same
+        constant        x / (num_sequences * max_tokens)    max_tokens is the generation limit
+
+    summed over tokens where mask (B, T) is True; length counts those of a row, num_sequences rows with any.
+    """
+    x, lengths = torch.where(mask, x, 0.0), mask.sum(dim=1, keepdim=True).clamp(min=1)
+    aggregations = {
+        "token_mean": lambda: x.sum() / num_tokens,
+        "sequence_mean": lambda: (x / lengths).sum() / num_sequences,
+        "constant": lambda: x.sum() / (num_sequences * max_tokens),
+    }
+    if aggregation not in aggregations:
+        raise ValueError(f"{aggregation=} must be one of {', '.join(aggregations)}")
+    if aggregation != "token_mean" and num_sequences is None:
+        raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences of the whole step")
+    if aggregation == "constant" and max_tokens is None:
+        raise ValueError("aggregation='constant' divides by the generation limit: pass max_tokens")
+    return aggregations[aggregation]()
+
+
+def policy_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
+    num_sequences=None, max_tokens=None, weights: Tensor | None = None, **options,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the loss whose gradient raises the probability of completions with positive advantage.
+
+    logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
+    advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
+    loss_type   a key of LOSSES, which names the loss of a token and how tokens are averaged
+    num_tokens, num_sequences, max_tokens  of the update, all micro-batches and processes: see aggregate
+    weights     (B, T) without gradient, factors of each token's loss: see importance_weights
+    options     clip_low=0.2, clip_high=0.2 and others: see token_loss
+    returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
+                clip_fraction (share of num_tokens whose gradient was removed, or whose weight was capped),
+                ratio_deviation (mean over num_tokens of |ratio - 1|), policy_kl (nats, mean over num_tokens
+                of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
+    """
+    loss, clipped, log_ratio = token_loss(                                       # (B, T) each
+        logp, old_logp, advantages, mask, loss_type=loss_type, **options)
+    if weights is not None:
+        loss = loss * weights
+    counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
+    total = aggregate(loss, mask, LOSSES[loss_type].aggregation, **counts)
+    ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
+    stats = {
+        "clip_fraction": (clipped & mask).sum() / num_tokens,
+        "ratio_deviation": (ratio - 1).abs().sum() / num_tokens,
+        "policy_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
+    }
+    return total, stats
+
+
+def kl_penalty(
+    logp: Tensor, ref_logp: Tensor, *, estimator: str = "k3", ratio: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(policy || reference) per token, from the tokens that were sampled.
+
+        k1   -x
+        k2   x**2 / 2
+        k3   exp(x) - x - 1
+
+    with x = ref_logp - logp. If there is a ratio, the result is multiplied by it.
+
+    logp, ref_logp  (B, T) nats
+    ratio           (B, T) exp(logp - old_logp) with its gradient, or None
+    returns         (B, T) nats; k2 and k3 are never negative
+
+    In a loss the gradient counts, not the value. On policy and on average it is 0 for k1, the gradient of
+    KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3: pass ratio
+    where the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
+    """
+    x = ref_logp - logp
+    estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
+    if estimator not in estimators:
+        raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
+    kl = estimators[estimator]()
+    return kl if ratio is None else ratio * kl
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Compute points to add to rewards of completions near the limit, linear over the last `buffer` tokens.
+
+        min(0, (max_tokens - buffer - length) / buffer)
+
+    lengths  (B,) tokens, at most max_tokens;  returns (B,) points, from 0 down to -1 at the limit
+    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
+
+
+def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """Compute factors that correct the distribution of a sampler, such as vLLM, whose arithmetic differs a
+    little from the trainer's: trainer / sampler, with equal weights. PPO's ratio is policy now / policy then.
+
+        min(exp(old_logp - sampling_logp), cap)
+
+    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler; anything in padding
+    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
+    """
+    return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
+
+
 # ---- training with a critic --------------------------------------------------------------------------------
 
 
@@ -421,28 +446,3 @@ def generalized_advantage_estimation(
         next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
     return advantages, torch.where(mask, advantages + values, 0.0)
-
-
-# ---- corrections of rewards and weights --------------------------------------------------------------------
-
-
-def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Compute points to add to rewards of completions near the limit, linear over the last `buffer` tokens.
-
-        min(0, (max_tokens - buffer - length) / buffer)
-
-    lengths  (B,) tokens, at most max_tokens;  returns (B,) points, from 0 down to -1 at the limit
-    DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
-    """
-    return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
-
-
-def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """Compute factors that correct for a sampler whose probabilities differ a little from the trainer's.
-
-        min(exp(old_logp - sampling_logp), cap)
-
-    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler; anything in padding
-    returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
-    """
-    return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)

@@ -8,16 +8,14 @@ and for the trainer, so that they give a token the same probability, to rounding
     p p p p     c c c c . .
           ^     ^ ^ ^               the last token of the prompt predicts the first c, each c the next one
 
-Reading order: completion_log_probs lays out the rows, head_log_probs has the formulas, in_chunks only saves
-memory. Each row has a prompt of its own; engine/shared.py forwards a prompt once for all its completions.
-Shapes: B = P*G rows of T completion tokens, b rows of a pass of L tokens, N tokens of the policy in them, n
-of those at once, H hidden size, V vocabulary.
+completion_log_probs lays out the rows, head_log_probs has the formulas. Each row has a prompt of its own;
+engine/shared.py forwards a prompt once for all its completions. Shapes: B = P*G rows of T completion tokens,
+b rows of a pass of L tokens, N tokens of the policy in them, n of those at once, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -65,14 +63,14 @@ def completion_log_probs(
     attention_mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
     positions = torch.arange(ids.shape[1], device=device) * attention_mask
     inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
-    pass_row, column = mask.nonzero(as_tuple=True)                                             # (N,) each
-    predictor = torch.tensor([len(prompt) - 1 for prompt in prompts])[pass_row] + column    # its position - 1
-    chosen = rollout.completion_ids[rows][mask].to(device)
-    pass_row, predictor = pass_row.to(device), predictor.to(device)
+    row, column = mask.nonzero(as_tuple=True)                          # (N,) each: the tokens of the policy
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    predicting_position = row.to(device), (prompt_lengths[row] + column - 1).to(device)
+    target_ids = rollout.completion_ids[rows][mask].to(device)                                 # (N,)
     distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
     def hidden_states(network) -> Tensor:
-        return network.base_model(**inputs).last_hidden_state[pass_row, predictor]               # (N, H)
+        return network.base_model(**inputs).last_hidden_state[predicting_position]             # (N, H)
 
     reference_hidden = None
     if reference is not None:
@@ -82,9 +80,9 @@ def completion_log_probs(
     def forward() -> list[Tensor | None]:
         hidden, head = hidden_states(model), partial(head_log_probs, model, distribution, reference)
         size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
-        logp, entropy, kl = in_chunks(head, size, hidden, chosen, reference_hidden)
+        logp, entropy, *kl = in_chunks(head, size, hidden, target_ids, reference_hidden)
         values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
-        return [logp, entropy, None if reference is None else kl, values]
+        return [logp, entropy, kl[0] if kl else None, values]
 
     results = call(model, forward)                                                  # (N,) each
     mask = mask.to(device)
@@ -92,85 +90,26 @@ def completion_log_probs(
     return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
 
 
-def tokens_in_chunk(vocab_size: int, device: torch.device) -> int:
-    """Return how many tokens go through the head at once."""
-    return max(TOKENS_AT_ONCE, LOGITS_AT_ONCE.get(device.type, 2**22) // vocab_size)
-
-
-def in_chunks(
-    head: Callable, size: int, hidden: Tensor, chosen: Tensor, reference_hidden: Tensor | None
-) -> list[Tensor]:
-    """Return head(hidden, chosen, reference_hidden), `size` tokens at a time, and again in the backward pass.
-
-    So no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
-    """
-    if torch.is_grad_enabled():
-        head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
-    # Allocated before the chunks: a small tensor between what they free would fragment it (dev/LOG.md).
-    results = hidden.new_empty(len(hidden), 3, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    columns = hidden, chosen, reference_hidden
-    chunks = zip(*(repeat(None) if c is None else c.split(size) for c in columns), strict=False)
-    for number, chunk in enumerate(chunks):
-        results[number * size : (number + 1) * size] = torch.stack(head(*chunk), dim=1)
-    return [column.clone() for column in results.unbind(dim=1)]          # FSDP warns of views
-
-
 def head_log_probs(
-    model, distribution: dict, reference, hidden: Tensor, chosen: Tensor, reference_hidden: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logp, entropy and exact KL (0 without a reference), (n,) nats each, of tokens chosen (n,).
+    model, distribution: dict, reference, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
+) -> list[Tensor]:
+    """Compute logp and entropy of target_ids (n,), and the exact KL with a reference: (n,) nats each.
 
         entropy = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
 
     hidden, reference_hidden  (n, H), final hidden states of the model and the reference
     """
-    logits = restrict_logits(compute_logits(model, hidden), **distribution, chosen=chosen)           # (n, V)
+    logits = restrict_logits(compute_logits(model, hidden), **distribution, chosen=target_ids)       # (n, V)
     log_p = logits.log_softmax(dim=-1)
     lowest = torch.finfo(log_p.dtype).min                 # in place of -inf: that times 0 would be NaN
     p, finite_log_p = log_p.exp(), log_p.clamp(min=lowest)
-    logp, entropy = log_p.gather(-1, chosen[:, None])[:, 0], -(p * finite_log_p).sum(dim=-1)
+    logp, entropy = log_p.gather(-1, target_ids[:, None])[:, 0], -(p * finite_log_p).sum(dim=-1)
     if reference_hidden is None:
-        return logp, entropy, torch.zeros_like(logp)
+        return [logp, entropy]
     with torch.no_grad():
         log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / distribution["temperature"]
         log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1).clamp(min=lowest)
-    return logp, entropy, (p * (finite_log_p - log_q)).sum(dim=-1)
-
-
-def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
-    """Split rows into batches of at most max_tokens tokens, padding included; a longer row is alone.
-
-    Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
-    gradient to rounding, since losses take their denominators from the whole update.
-
-    parts  least number of batches; fewer if there are fewer rows
-    """
-    _, lengths = prompts_and_lengths(rollout, rows)
-    batches: list[list[int]] = []
-    for index in sorted(range(len(rows)), key=lambda index: -lengths[index]):
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
-            batches.append([])
-        batches[-1].append(index)
-    if len(batches) < min(parts, len(rows)):              # again, with half of the tokens
-        return micro_batches(rollout, rows, min(max_tokens, max(lengths) * len(rows)) // 2, parts)
-    return [rows[batch] for batch in batches]
-
-
-def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]:
-    """Return each row's prompt without padding, and its number of tokens, prompt and completion."""
-    group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
-    prompts = [rollout.prompt_ids[p][rollout.prompt_mask[p]] for p in (rows // group_size).tolist()]
-    ends = completion_lengths(rollout.completion_mask[rows]).tolist()
-    return prompts, [len(prompt) + end for prompt, end in zip(prompts, ends, strict=True)]
-
-
-def completion_lengths(completion_mask: Tensor) -> Tensor:
-    """Return (B,): tokens up to the last one that the policy drew, an environment's before it included."""
-    steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
-    return (completion_mask * steps).amax(dim=1)
-
-
-# ---- from hidden states to the policy ----------------------------------------------------------------------
+    return [logp, entropy, (p * (finite_log_p - log_q)).sum(dim=-1)]
 
 
 def compute_logits(model, hidden: Tensor) -> Tensor:
@@ -182,7 +121,7 @@ def compute_logits(model, hidden: Tensor) -> Tensor:
 def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply hidden states (n, H) by a head (V, H) and add its bias: (n, V).
 
-    On a CPU the result is a view of (V, n): for a few tokens that takes half the time (dev/LOG.md).
+    On a CPU the result is a view of (V, n): for a few tokens that takes half the time.
     """
     if hidden.device.type != "cpu":
         return torch.nn.functional.linear(hidden, weight, bias)
@@ -239,3 +178,59 @@ def distribution_of(config) -> dict:
         temperature=1.0 if greedy else config.generation_temperature,
         top_k=1 if greedy else config.generation_top_k, top_p=config.generation_top_p,
     )
+
+
+def in_chunks(
+    head: Callable, size: int, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
+) -> list[Tensor]:
+    """Return head(hidden, target_ids, reference_hidden), `size` tokens at a time, and again in the backward
+    pass: no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
+    """
+    if torch.is_grad_enabled():
+        head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
+    # Allocated before the chunks: a small tensor between what they free would fragment the memory.
+    num_results, dtype = 2 + (reference_hidden is not None), torch.promote_types(hidden.dtype, torch.float32)
+    results = hidden.new_empty(len(hidden), num_results, dtype=dtype)
+    for number, hidden_chunk in enumerate(hidden.split(size)):
+        chunk = slice(number * size, (number + 1) * size)
+        reference_chunk = None if reference_hidden is None else reference_hidden[chunk]
+        results[chunk] = torch.stack(head(hidden_chunk, target_ids[chunk], reference_chunk), dim=1)
+    return [column.clone() for column in results.unbind(dim=1)]          # FSDP warns of views
+
+
+def tokens_in_chunk(vocab_size: int, device: torch.device) -> int:
+    """Return how many tokens go through the head at once."""
+    return max(TOKENS_AT_ONCE, LOGITS_AT_ONCE.get(device.type, 2**22) // vocab_size)
+
+
+def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
+    """Split rows into batches of at most max_tokens tokens, padding included; a longer row is alone.
+
+    Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
+    gradient to rounding, since losses take their denominators from the whole update.
+
+    parts  least number of batches; fewer if there are fewer rows
+    """
+    _, lengths = prompts_and_lengths(rollout, rows)
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: -lengths[index]):
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    if len(batches) < min(parts, len(rows)):              # again, with half of the tokens
+        return micro_batches(rollout, rows, min(max_tokens, max(lengths) * len(rows)) // 2, parts)
+    return [rows[batch] for batch in batches]
+
+
+def prompts_and_lengths(rollout, rows: Tensor) -> tuple[list[Tensor], list[int]]:
+    """Return each row's prompt without padding, and its number of tokens, prompt and completion."""
+    group_size = len(rollout.completion_ids) // len(rollout.prompt_ids)
+    prompts = [rollout.prompt_ids[p][rollout.prompt_mask[p]] for p in (rows // group_size).tolist()]
+    ends = completion_lengths(rollout.completion_mask[rows]).tolist()
+    return prompts, [len(prompt) + end for prompt, end in zip(prompts, ends, strict=True)]
+
+
+def completion_lengths(completion_mask: Tensor) -> Tensor:
+    """Return (B,): tokens up to the last one that the policy drew, an environment's before it included."""
+    steps = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)
+    return (completion_mask * steps).amax(dim=1)

@@ -27,14 +27,16 @@ import torch
 from torch import Tensor
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-NOT_PASSED = {"prompt", "original_prompt", "completion", "turn_points"}          # columns; prompts is passed
+# (?>...) forbids other ways to match: a text with many tags and no </answer> would need a cube of steps.
+FORMAT = re.compile(r"(?>(.*?)<reasoning>)(?>(.*?)</reasoning>\s*<answer>)(.*?)</answer>(.*)", re.DOTALL)
+COLUMNS_NOT_PASSED = {"prompt", "original_prompt", "completion", "turn_points"}  # functions get `prompts`
 MOST_POINTS = 1e15              # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
     """Give 1 point if the answer in tags is that of the column `answer`, else 0; two answers are none.
 
-    The column may hold a list: any of it is right. Where it holds nothing the result is None.
+    The column may hold a list: any of it is right. Where it holds nothing, or "nan", the result is None.
 
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
     {"prompt": "8 * 9 = ?", "answer": "72"}
@@ -43,30 +45,29 @@ def correctness(completions, answer, **columns) -> list[float | None]:
 
 
 def reasoning_coherence(completions, **columns) -> list[float]:
-    """Give 0 to 1 point for the structure: a fifth each for one pair of reasoning tags, one pair of answer
-    tags, reasoning directly before the answer, text in both, and no text outside of them.
+    """Give a fifth of a point each for one pair of reasoning tags, one pair of answer tags, reasoning right
+    before the answer, text in both, and no text outside of them. Nonsense in these tags earns all five.
 
     reasoning_coherence(["<reasoning>1+1=2</reasoning><answer>2</answer>"]) == [1.0]
     """
     points = []
     for text in map(text_of, completions):
-        before, _, rest = text.partition("<reasoning>")
-        reasoning, *rest = re.split(r"</reasoning>\s*<answer>", rest, maxsplit=1)
-        answer, complete, after = "".join(rest).partition("</answer>")
+        match = FORMAT.fullmatch(text)
+        before, reasoning, answer, after = map(str.strip, match.groups()) if match else [""] * 4
         checks = (
-            *(text.count(start) == text.count(end) == 1 and text.index(start) < text.index(end)
-              for start, end in (TAGS[:2], TAGS[2:])),
-            bool(complete),
-            bool(complete and reasoning.strip() and answer.strip()),
-            bool(complete) and not before.strip() and not after.strip(),
+            has_one_pair("reasoning", text),
+            has_one_pair("answer", text),
+            match is not None,
+            bool(reasoning and answer),
+            match is not None and not before and not after,
         )
         points.append(sum(checks) / len(checks))
     return points
 
 
 def explanation_quality(completions, **columns) -> list[float]:
-    """Give 0 to 1 point for conciseness: 1 for tagged reasoning of up to 100 words, decreasing linearly to 0
-    at 300, times the fraction of its lines that are not repeats. 0 without any reasoning.
+    """Give 0 to 1 point for tagged reasoning that is short and has no line twice, be it right or wrong: 1 up
+    to 100 words, decreasing linearly to 0 at 300, times the fraction of its lines that are not repeats.
 
     explanation_quality(["<reasoning>2 and 2 make 4</reasoning>"]) == [1.0]
     """
@@ -102,9 +103,14 @@ def extract_answer(text: str) -> str | None:
 
     Several answers count as none, because listing all candidates would score otherwise.
     """
-    answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
-    single = text.count("<answer>") == text.count("</answer>") == 1
-    return answer.strip() or None if closed and single else None
+    if not has_one_pair("answer", text):
+        return None
+    return text.partition("<answer>")[2].partition("</answer>")[0].strip() or None
+
+
+def has_one_pair(tag: str, text: str) -> bool:
+    """Check that <tag> and then </tag> occur in the text, once each."""
+    return re.findall(f"</?{tag}>", text) == [f"<{tag}>", f"</{tag}>"]
 
 
 def same_answer(given: str | None, truth) -> bool:
@@ -149,18 +155,17 @@ def compute_rewards_for_completions(
     """
     arguments = build_arguments(rollout, examples)
     count, shape = len(rollout.completions), (len(examples), -1)
-    calls = {name_of(function): function(**arguments) for function in reward_functions}
-    points = {                                            # of each function a list of B
-        name: read_points(call() if callable(call) else call, count, f"reward function {name}")
-        for name, call in calls.items()
-    }
-    per_function = {
-        name: torch.tensor([math.nan if p is None else p for p in row], dtype=torch.float64).view(shape)
-        for name, row in points.items()
-    }
-    failed = torch.tensor([[p != p for p in row] for row in points.values()])    # NaN; None equals itself
-    failed = failed.any(dim=0).view(shape)                                       # (P, G)
-    return weighted_sum(per_function, weights).masked_fill(failed, torch.nan), per_function
+    names = [name_of(function) for function in reward_functions]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"several reward functions have the name {', '.join(repeated)}; rename by __name__")
+    calls = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
+    per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
+    for name, call in calls.items():
+        points = read_points(call() if callable(call) else call, count, f"reward function {name}")
+        failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
+        points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
+        per_function[name] = points.view(shape)
+    return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
 
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
@@ -178,7 +183,7 @@ def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:
     assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
     rows = [example for example in examples for _ in range(group_size)]
     prompts = [row.get("original_prompt", row["prompt"]) for row in rows]        # before truncation
-    columns = {name for example in examples for name in example} - NOT_PASSED
+    columns = {name for example in examples for name in example} - COLUMNS_NOT_PASSED
     return {name: [row.get(name) for row in rows] for name in sorted(columns)} | dict(
         completions=list(map(match_prompt_format, rollout.completions, prompts)), prompts=prompts,
         completion_ids=select_tokens(rollout.completion_ids, rollout.completion_mask),
@@ -211,8 +216,7 @@ def read_points(returned, count: int, subject: str) -> list[float | None]:
     if len(points) != count:
         raise ValueError(f"{subject} returned {len(points)} values for {count} completions; {expected}")
     if any(point and abs(point) > MOST_POINTS for point in points):
-        most = f"an infinite number of points, or more than {MOST_POINTS:g}"
-        raise ValueError(f"{subject} returned {most}; return None if it cannot score")
+        raise ValueError(f"{subject} returned infinite or over {MOST_POINTS:g} points; return None if unable")
     return points
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import reward_functions
 from engine.errors import exits_as_errors
 from reward_functions import MAKERS, MODULE_OF
-from rewards import NOT_PASSED, name_of, text_of
+from rewards import COLUMNS_NOT_PASSED, name_of, text_of
 
 BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name not in MAKERS}
 # Arguments that are no columns, and columns that are not passed to functions.
 PROVIDED = ("prompts", "completions", "completion_ids", "prompt_ids", "sampling_logp", "trainer_state",
             "environments", "log_extra", "log_metric")
-RESERVED = (*PROVIDED, *NOT_PASSED)
+RESERVED = (*PROVIDED, *COLUMNS_NOT_PASSED)
 TOKEN_IDS = re.compile(r"(typing\.)?list\[(typing\.)?list\[int\]\]", re.IGNORECASE)      # an annotation
 ONLY_BY_NAME = ("sampling_logp", "prompt_ids")            # not passed as part of **columns
 ANSWER_NAMES = ("solution", "target", "ground_truth")     # further parameter names for the answer

@@ -168,8 +168,8 @@ def test_the_step_of_the_readme_trains_and_its_functions_are_in_the_files_it_lin
     before = [p.detach().clone() for p in model.parameters()]
     names = dict(
         torch=torch, model=model, tokenizer=tokenizer, examples=examples, prompts=[e["prompt"] for e in examples], step=0,
-        config=GRPOConfig(num_completions_per_prompt=4, generation_max_length=8), functions=[some_points], weights=[1.0],
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), max_tokens_per_forward=64,
+        config=GRPOConfig(num_completions_per_prompt=4, generation_max_length=8), correctness=some_points,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0),
     )
     for name in ours:
         module = next(file for file, source in zip(files, sources, strict=True) if f"\ndef {name}(" in source)
@@ -198,7 +198,7 @@ def test_the_page_on_the_algorithm_has_every_formula_of_the_docstrings_and_tests
     shown = {row[0].strip("| `"): row[1].strip("`") for row in rows}
     functions = [
         grpo.compute_group_advantages, grpo.aggregate, grpo.kl_penalty, grpo.value_loss, grpo.generalized_advantage_estimation,
-        grpo.overlong_penalty, grpo.token_loss, *(loss.per_token for loss in LOSSES.values()),
+        grpo.overlong_penalty, grpo.too_unlikely, *(loss.per_token for loss in LOSSES.values()),
     ]
     for function in functions:
         for name, formula in formulas(function):

@@ -62,6 +62,7 @@ def test_correctness(text, truth, points):
         ("<answer>1</answer>", 0.2),
         ("<reasoning>" * 3, 0.0),
         ("</reasoning>x<reasoning></answer>1<answer>", 0.0),
+        ("<reasoning>x</reasoning><answer>" * 2000, 0.0),          # in no time
         ("", 0.0),
     ],
 )
@@ -139,6 +140,12 @@ EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q"
 
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
+
+
+def test_two_functions_of_one_name_are_rejected():
+    two = [lambda completions, **columns: [1.0] * 4, lambda completions, **columns: [2.0] * 4]
+    with pytest.raises(ValueError, match="have the name <lambda>"):
+        compute_rewards_for_completions(two, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
 
 
 def test_gdpo_adds_up_the_advantages_of_each_function_by_hand():
