@@ -105,10 +105,10 @@ class Experience:
 
         ratio_k3 is k3 times the differentiable ratio exp(logp - policy_logp), scaled down to weight_cap.
         """
-        ratio, estimator = None, config.estimator.removeprefix("ratio_")
-        if config.estimator == "ratio_k3":
+        ratio, estimator = None, config.effective_kl_estimator.removeprefix("ratio_")
+        if config.effective_kl_estimator == "ratio_k3":
             ratio = torch.where(self.mask, logp - self.policy_logp, 0.0).clamp(-20, 20).exp()
-            cap = config.weight_cap or torch.inf
+            cap = config.effective_importance_cap or torch.inf
             ratio = ratio * (cap / ratio.detach()).clamp(max=1)                  # keeps the gradient
         return kl_penalty(logp, self.reference_logp, estimator=estimator, ratio=ratio)
 
@@ -133,17 +133,18 @@ def compute_experience(
         mask = mask & rollout.finished[:, None]
     reference_logp = values = weights = returns = None
     policy_logp = rollout.sampling_logp
-    if reference is not None and config.estimator != "exact":
+    if reference is not None and config.effective_kl_estimator != "exact":
         with engine.on_device(reference):
             of_reference = log_probs_of_rollout(engine, ranks, rollout, config.distribution, model=reference)
             reference_logp = of_reference.logp
-    if config.weight_cap or value_head is not None or not engine.same_arithmetic:
+    if config.effective_importance_cap or value_head is not None or not engine.same_arithmetic:
         before = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
         policy_logp, values = before.logp, before.values
         found = compare_with_sampler(policy_logp, rollout)
         metrics |= {"sampler_deviation": found["sampler_deviation"]} if engine.same_arithmetic else found
-    if config.weight_cap:
-        weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=config.weight_cap)
+    if config.effective_importance_cap:
+        cap = config.effective_importance_cap
+        weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=cap)
         metrics["importance_weight"] = float(weights[mask].mean())
     penalty = torch.zeros(mask.shape)                                            # (B, T), in points
     if reference is not None and config.kl_in == "reward":
