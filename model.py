@@ -75,7 +75,7 @@ def require_plain_settings(config) -> None:
 
 
 def load_weights(config, path: str = "", cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model in float32, from path or config.model_path: the model, and the weights that no file has."""
+    """Load a model in float32 from path or config.model_path. Return it, and the weights that no file has."""
     policy, found = cls.from_pretrained(
         path or config.model_path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
