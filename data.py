@@ -241,11 +241,13 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
 def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
     """Put MARK around the text of special tokens in messages that are not the assistant's."""
     pattern = special_token_pattern(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
-    return [
-        message | {"content": pattern.sub(f"{MARK}\\g<0>{MARK}", message["content"].replace(MARK, ""))}
-        if isinstance(message["content"], str) and message["role"] != "assistant" else message
-        for message in messages
-    ]
+    marked = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and message["role"] != "assistant":
+            content = pattern.sub(rf"{MARK}\g<0>{MARK}", content.replace(MARK, ""))
+        marked.append(message | {"content": content})
+    return marked
 
 
 @lru_cache(maxsize=8)
