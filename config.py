@@ -34,11 +34,9 @@ def flag(default, help: str, **bounds: float):
 class ModelConfig:
     """The policy."""
 
-    model_path: str = flag(
-        "", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
+    model_path: str = flag("", "hub id or folder of a language model; empty: the built-in tiny Gemma 3")
     attn_implementation: Literal["auto", "sdpa", "eager"] = flag(
-        "auto", "attention implementation of transformers, for forward passes without shared prompts; auto: "
-        "sdpa if its class supports it, else eager")
+        "auto", "attention of transformers, where no prompt is shared; auto: sdpa if supported, else eager")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
         "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
@@ -166,8 +164,7 @@ class GRPOConfig:
     minibatch_size: int = flag(
         0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout", ge=0)
 
-    use_kl_penalty: bool = flag(
-        True, "penalise the KL divergence from the reference, a frozen copy of the policy")
+    use_kl_penalty: bool = flag(True, "penalise the KL to the reference, a frozen copy of the policy")
     kl_penalty_coef: float = flag(
         0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", ge=0)
     kl_in: Literal["loss", "reward"] = flag(
@@ -179,8 +176,7 @@ class GRPOConfig:
         "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger one "
         "to learn from; empty: a copy of the policy")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
-        "static", "static; ema: moving average of the policy; periodic: replaced by the policy every "
-        "reference_update_freq steps")
+        "static", "ema: moving average of the policy; periodic: its copy every reference_update_freq steps")
     ema_alpha: float = flag(
         0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, every update", ge=0, le=1)
     reference_update_freq: int = flag(500, "periodic: steps between replacements by the policy", gt=0)
@@ -267,8 +263,7 @@ class GRPOConfig:
         return dataclasses.replace(
             self, loss_type="reinforce", loss_options=[], ppo_epochs=1, minibatch_size=0, entropy_coef=0.0,
             use_kl_penalty=False, use_value_head=False, generation_temperature=1.0, generation_top_k=0,
-            generation_top_p=1.0,
-        )
+            generation_top_p=1.0)
 
 
 @dataclass(frozen=True)
@@ -289,8 +284,7 @@ class TrainingConfig:
     batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", gt=0, le=2**20)
     cold_start_steps: int = flag(0, "supervised steps before GRPO, on the dataset's demonstrations", ge=0)
     cold_start_accuracy: float = flag(
-        1.0, "end the cold start early, at the first evaluation with this held-out accuracy; below 1 it is "
-        "evaluated every eval_steps / 3 steps")
+        1.0, "held-out accuracy that ends the cold start; below 1 it is evaluated every eval_steps / 3 steps")
     cold_start_learning_rate: float = flag(5e-5, "peak learning rate of the cold start", ge=0, le=0.1)
     learning_rate: float = flag(5e-6, "peak learning rate", ge=0, le=0.1)
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
@@ -300,8 +294,7 @@ class TrainingConfig:
     max_tokens_per_forward: int = flag(
         0, "tokens of a forward pass, halved when memory runs out: the gradient stays the same; 0: 2048 on a "
         "CPU, elsewhere 8192, but at least twice the longest prompt", ge=0)
-    gradient_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass: less memory, a third more time")
+    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, a third more time")
     mesh: str = flag(
         "", "how processes share weights: replicate=2,fsdp=4 keeps 2 copies, each sharded over 4 processes; "
         "fsdp=4,tp=2 also divides every layer's matrices between 2; empty: one copy sharded over all")
