@@ -22,96 +22,27 @@ from grpo import BASELINES, LOSSES, SCALES, Loss
 from logprobs import distribution_of
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
-START_FLAGS = "resume", "check"  # not in config.json
-LARGEST = 2**32 - 1             # of any number of a flag: a seed, seconds that a timer can wait
-BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 def flag(default, help: str, **bounds: float):
-    """Declare a flag: its default, its help text, and bounds of its value, with the keys of BOUNDS."""
+    """Declare a flag: its default, its help text, and bounds of its value: ge=, gt=, le=, lt= a number."""
     kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**kind, metadata={"help": help, "bounds": bounds})
 
 
-def float_or_nan(text: str) -> float:
-    """Return the number that is written in a text, NaN if there is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def reject_unbounded(name: str, value) -> None:
-    """Raise ValueError for a number, or one in a list, that is not finite or beyond LARGEST in size."""
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, int | float) and not abs(number) <= LARGEST:
-            raise ValueError(f"--{name}={number!s:.30}: must be a number of at most {LARGEST} in size")
-
-
-def has_type(value, kind) -> bool:
-    """Return True if a value has the type of a flag. An int is a float too, a bool is neither."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(has_type(part, *get_args(kind)) for part in value)
-    return isinstance(value, (int, float) if kind is float else kind) and (
-        kind is bool or not isinstance(value, bool))
-
-
-def reject_wrong_type(name: str, value, kind) -> None:
-    """Raise ValueError if the type of a value is not that of its flag, or if it is not one of the choices."""
-    if has_type(value, kind) or (kind is str and isinstance(value, os.PathLike)):
-        return
-    if name == "loss_type" and value in LOSSES:           # an entry that a script has added
-        return
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
-    expected = f"choose one of {', '.join(filter(None, choices))}" if choices else (
-        f"must be {kind if get_origin(kind) else kind.__name__}, not {type(value).__name__}")
-    if name in ("reward_functions", "environment", "dataset", "eval_dataset"):
-        expected += f"; pass Python objects to train(config, {name}=...)"
-    raise ValueError(f"--{name}={value!s:.60}: {expected}")
-
-
-class Section:
-    """A section of the configuration. A mistake is one line: the flag, its value and what to do."""
-
-    def __post_init__(self):
-        """Raise ValueError for the first flag whose value has a wrong type or is out of bounds."""
-        for f in dataclasses.fields(self):
-            bounds, value = f.metadata["bounds"], getattr(self, f.name)
-            if isinstance(value, os.PathLike):
-                object.__setattr__(self, f.name, value := os.fspath(value))
-            reject_wrong_type(f.name, value, f.type)
-            words = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.items())
-            inside = all(BOUNDS[name](value, limit) for name, limit in bounds.items())
-            self.reject((f.name, not inside, f"must be {words} ({f.metadata['help']})"))
-            reject_unbounded(f.name, value)
-
-    def reject(self, *rules: tuple[str, Any, str]) -> None:
-        """Raise ValueError for the first mistake. rules: flag, whether its value is a mistake, what to do."""
-        for name, mistaken, fix in rules:
-            if mistaken:
-                value = getattr(self, name)
-                shown = " ".join(map(str, value)) if isinstance(value, list) else value
-                raise ValueError(f"--{name}{'' if value is True else f'={shown}'}: {fix}")
-
-
 @dataclass(frozen=True)
-class ModelConfig(Section):
+class ModelConfig:
     """The policy."""
 
-    model_path: str = flag(
-        "", "hub id or folder of a causal language model; empty: the built-in tiny Gemma 3")
+    model_path: str = flag("", "hub id or folder of a language model; empty: the built-in tiny Gemma 3")
     attn_implementation: Literal["auto", "sdpa", "eager"] = flag(
-        "auto", "attention implementation of transformers, for forward passes without shared prompts; auto: "
-        "sdpa if its class supports it, else eager")
+        "auto", "attention of transformers, where no prompt is shared; auto: sdpa if supported, else eager")
     precision: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of the layers and of frozen weights; weights that are trained, embedding, output "
         "head and softmax stay float32. auto: bfloat16 on a GPU or TPU that computes in it, else float32")
     lora_rank: int = flag(
-        0, "rank of LoRA adapters of all linear layers for text; 0: train the weights instead", at_least=0,
-        at_most=2**16)
-    lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", above=0)
+        0, "rank of LoRA adapters of all linear layers for text; 0: train the weights", ge=0, le=2**16)
+    lora_alpha: float = flag(32.0, "the adapters' output is scaled by lora_alpha / lora_rank", gt=0)
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU that torch supports, if there is one; or cpu")
     chat_template: Literal["auto", "none"] = flag(
@@ -124,19 +55,15 @@ class ModelConfig(Section):
     def __post_init__(self):
         if isinstance(self.chat_template_kwargs, dict):   # of a settings file, or in Python
             object.__setattr__(self, "chat_template_kwargs", json.dumps(self.chat_template_kwargs))
-        super().__post_init__()
-        try:
-            variables = json.loads(self.chat_template_kwargs or "{}")
-        except ValueError:
-            variables = None
-        wrong = not isinstance(variables, dict) or variables.keys() & {
-            "conversation", "tools", "add_generation_prompt", "tokenize"}
-        self.reject(("chat_template_kwargs", wrong, 'must be a JSON object of the template\'s own variables, '
-                     'such as {"enable_thinking": false}'))
+        check_values(self)
+        reject(self, (
+            "chat_template_kwargs", not are_template_variables(self.chat_template_kwargs),
+            "must be a JSON object of the template's own variables, such as "
+            '{"enable_thinking": false}'))
 
 
 @dataclass(frozen=True)
-class DataConfig(Section):
+class DataConfig:
     """The problems."""
 
     dataset: str = flag(
@@ -151,67 +78,60 @@ class DataConfig(Section):
         "'Make {target} from {nums}.'; empty: found by its usual names")
     answer_column: str = flag("", "column of the answer; empty: found by its usual names")
     completion_column: str = flag("", "column of the demonstration; empty: found by its usual names")
-    eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", at_least=0)
+    eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", ge=0)
     instruction: str = flag("", "text put before every prompt, such as the format of the answer")
-    max_prompt_length: int = flag(512, "longest prompt, in tokens", above=0)
+    max_prompt_length: int = flag(512, "longest prompt, in tokens", gt=0)
     long_prompts: Literal["error", "truncate", "drop"] = flag(
         "error", "prompts above max_prompt_length: stop with an error, cut off their start, or drop them")
+
+    def __post_init__(self):
+        check_values(self)
 
     @property
     def columns(self) -> dict[str, str]:
         """Return the column of each role, for load_examples."""
-        return {
-            "prompt": self.prompt_column, "answer": self.answer_column, "completion": self.completion_column,
-        }
+        return dict(prompt=self.prompt_column, answer=self.answer_column, completion=self.completion_column)
 
 
 @dataclass(frozen=True)
-class GRPOConfig(Section):
+class GRPOConfig:
     """Sampling, rewards, advantages and loss."""
 
     num_completions_per_prompt: int = flag(
-        4, "G, the group size: GRPO compares completions of a prompt with each other", at_least=2,
-        at_most=2**16)
-    generation_max_length: int = flag(256, "longest completion, in tokens", above=0)
+        4, "G, the group size: GRPO compares completions of a prompt with each other", ge=2, le=2**16)
+    generation_max_length: int = flag(256, "longest completion, in tokens", gt=0)
     generation_temperature: float = flag(
-        0.8, "divides the logits, in sampling and in training; 0: greedy, only to evaluate", at_least=0)
+        0.8, "divides the logits, in sampling and in training; 0: greedy, only to evaluate", ge=0)
     generation_top_p: float = flag(
-        0.9, "keep the most likely tokens up to this total probability; 1: all", above=0, at_most=1)
-    generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", at_least=0)
+        0.9, "keep the most likely tokens up to this total probability; 1: all", gt=0, le=1)
+    generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", ge=0)
     generation_batch_size: int = flag(
-        0, "completions sampled at once, halved when memory runs out; the others start when some have ended; "
-        "0: all", at_least=0)
+        0, "completions sampled at once, halved when memory runs out; others start as some end; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
         "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
         "completions; auto: shared if that saves a fifth of the tokens, and the model computes the same with "
         "it; vllm samples, which is faster on a GPU (docs/scale.md, vLLM)")
     engine_memory: float = flag(
-        0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", above=0,
-        below=1)
+        0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", gt=0, lt=1)
     dynamic_sampling: int = flag(
-        0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts",
-        at_least=0)
+        0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts", ge=0)
 
     environment: str = flag(
         "", "function or class that replies to the policy: calculator, python, guess_letter, or "
         "path/to/file.py:name; empty: completions are single messages")
     max_turns: int = flag(
-        1, "messages of the policy per conversation, at most; generation_max_length limits all its tokens",
-        above=0)
+        1, "most messages of the policy per conversation; generation_max_length limits all tokens", gt=0)
 
-    reward_functions: list[str] = flag(
-        list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
+    reward_functions: list[str] = flag(list(DEFAULT_REWARDS), "built-in names, or path/to/file.py:function")
     reward_weights: list[float] = flag(
         [], "weight of each reward function; empty: 1 each, or 1 0.2 0.1 for the default functions")
     reward_errors: Literal["raise", "none"] = flag(
         "raise", "if a reward function raises: stop the run, or leave completions unscored and count them")
     reward_timeout: float = flag(
-        0.0, "seconds for a call of a reward function, else it raises; 0: no limit, 60 for an environment's",
-        at_least=0)
+        0.0, "seconds per call of a reward function, else it raises; 0: no limit, for environments 60", ge=0)
     reward_combination: Literal["sum", "gdpo"] = flag(
         "sum", "add up the weighted points of the reward functions, or (gdpo) their weighted advantages")
-    reward_clip: float = flag(
-        0.0, "limit rewards to -reward_clip ... reward_clip points; 0: no limit", at_least=0)
+    reward_clip: float = flag(0.0, "limit rewards to -reward_clip ... reward_clip points; 0: no limit", ge=0)
     overlong: Literal["keep", "mask", "penalise"] = flag(
         "keep", "keep: train on completions cut at generation_max_length; mask: leave them out of the loss; "
         "penalise: subtract up to 1 point in the last fifth before it")
@@ -219,8 +139,7 @@ class GRPOConfig(Section):
     normalize_advantages: bool = flag(
         True, "divide advantages as advantage_scale says; Dr. GRPO: false, with --loss_type dr_grpo")
     advantage_scale: Literal[*(name for name in SCALES if name != "none")] = flag(
-        "group", "normalize_advantages: divide by the standard deviation of each group, or of the batch, or "
-        "by the group's mean")
+        "group", "divide by the standard deviation of each group, or of the batch, or by the group's mean")
     baseline: Literal[*BASELINES] = flag(
         "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
         "rewards of the run so far; leave_one_out: mean of the group's other completions")
@@ -233,23 +152,21 @@ class GRPOConfig(Section):
         [], "options of the loss type, such as dual_clip=3 or delta=0.1 (docs/algorithm.md, Losses)")
     clip_low: float = flag(
         0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low, from a "
-        "rollout's second update on", at_least=0, below=1)
+        "rollout's second update on", ge=0, lt=1)
     clip_high: float = flag(
-        0.2, "upper limit of the same ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo",
-        at_least=0)
+        0.2, "upper limit of that ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo", ge=0)
     importance_cap: float = flag(
-        0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: 2 with --engine vllm, "
-        "which rounds differently, else no weights, but ratios relative to the sampler", at_least=0)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus, in points per nat", at_least=0)
+        0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: 2 with --engine vllm, which "
+        "rounds differently, else no weights, but ratios relative to the sampler", ge=0)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus, in points per nat", ge=0)
 
-    ppo_epochs: int = flag(1, "passes over a rollout", above=0)
+    ppo_epochs: int = flag(1, "passes over a rollout", gt=0)
     minibatch_size: int = flag(
-        0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout", at_least=0)
+        0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout", ge=0)
 
-    use_kl_penalty: bool = flag(
-        True, "penalise the KL divergence from the reference, a frozen copy of the policy")
+    use_kl_penalty: bool = flag(True, "penalise the KL to the reference, a frozen copy of the policy")
     kl_penalty_coef: float = flag(
-        0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", at_least=0)
+        0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", ge=0)
     kl_in: Literal["loss", "reward"] = flag(
         "loss", "add the KL penalty to the loss, or subtract it from the reward")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
@@ -259,87 +176,21 @@ class GRPOConfig(Section):
         "", "hub id or folder of the reference, another model with the same tokenizer, such as a larger one "
         "to learn from; empty: a copy of the policy")
     reference_mode: Literal["static", "ema", "periodic"] = flag(
-        "static", "static; ema: moving average of the policy; periodic: replaced by the policy every "
-        "reference_update_freq steps")
+        "static", "ema: moving average of the policy; periodic: its copy every reference_update_freq steps")
     ema_alpha: float = flag(
-        0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, after every update",
-        at_least=0, at_most=1)
-    reference_update_freq: int = flag(
-        500, "periodic: optimiser steps between replacements by the policy", above=0)
+        0.99, "ema: reference = ema_alpha * reference + (1 - ema_alpha) * policy, every update", ge=0, le=1)
+    reference_update_freq: int = flag(500, "periodic: steps between replacements by the policy", gt=0)
     reference_offload: bool = flag(False, "keep the reference on the CPU between rollouts")
 
     use_value_head: bool = flag(False, "advantages of tokens from a value head (GAE) instead of the group's")
-    gae_gamma: float = flag(1.0, "value head: discount of rewards per token", at_least=0, at_most=1)
-    gae_lambda: float = flag(
-        0.95, "value head; 0: one-step error of the values, 1: return minus value", at_least=0, at_most=1)
+    gae_gamma: float = flag(1.0, "value head: discount of rewards per token", ge=0, le=1)
+    gae_lambda: float = flag(0.95, "value head; 0: one-step error, 1: return minus value", ge=0, le=1)
 
     def __post_init__(self):
         if isinstance(self.loss_options, dict):           # of a settings file, or in Python
             options = [f"{name}={value}" for name, value in self.loss_options.items()]
             object.__setattr__(self, "loss_options", options)
-        super().__post_init__()
-
-    def validate_functions(self) -> None:
-        """Raise ValueError if other flags do not fit the reward functions or the environment.
-
-        Not in __post_init__, because train(config, reward_functions=...) may replace both.
-        """
-        functions = self.reward_functions
-        self.reject(
-            ("reward_functions", not functions, "name at least one, or none, to learn from a reference"),
-            ("reward_weights", len(self.reward_weights) not in (0, len(functions)),
-             f"{len(self.reward_weights)} weights for {len(functions)} reward functions, "
-             f"{' '.join(functions)}; give one for each"),
-            ("max_turns", self.max_turns > 1 and not self.environment,
-             "no environment continues the conversation: add --environment, or leave it out"),
-            ("environment", self.environment and self.max_turns == 1,
-             "with --max_turns=1 its messages are never used; choose 2 or more"),
-            ("reward_functions", "environment" in functions and not self.environment,
-             "the reward function environment needs points of an environment: add --environment"),
-        )
-
-    def reject_incompatible(self) -> None:
-        """Raise ValueError for flags that are valid alone and not together."""
-        size, bounds = self.num_completions_per_prompt, self.loss_entry.all_bounds
-        known = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in bounds.items())
-        for name, value in self.named_loss_options.items():
-            low, high = bounds.get(name, (math.nan, math.nan))
-            self.reject(("loss_options", not low <= value <= high,
-                         f"{self.loss_type} takes {known}, as name=number"))
-        in_loss, in_reward = (self.kl_coef > 0 and self.kl_in == place for place in ("loss", "reward"))
-        self.reject(
-            ("reward_timeout", 0 < self.reward_timeout < 1e-3, "at least 0.001 seconds, or 0 for no limit"),
-            ("generation_batch_size", 0 < self.generation_batch_size < size,
-             f"a group of {size} is sampled together; at least that many, or 0 for all"),
-            ("importance_cap", 0 < self.importance_cap < 1,
-             "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none"),
-            ("advantage_scale", self.scale == "mean" and (
-                self.reward_combination == "gdpo" or self.overlong == "penalise"),
-             "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),
-            ("kl_estimator", in_reward and self.estimator != "k1",
-             "in a reward only k1 pulls the policy to the reference (near it, k2 and k3 hardly pull at all, "
-             "and exact does not depend on the token); leave it out"),
-            ("kl_estimator", in_loss and self.estimator == "k1",
-             "in a loss its gradient is 0 on average, so it would have no effect; take k2 (the same with the "
-             "right gradient) or ratio_k3, or put it in the reward with --kl_in reward"),
-            ("reference_offload", self.reference_offload and self.kl_coef > 0 and self.estimator == "exact",
-             "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
-            ("reference_path", self.reference_path and not self.kl_coef,
-             "nothing is compared with it; add --use_kl_penalty true"),
-            ("reference_mode", self.reference_path and self.reference_mode != "static",
-             "the model of --reference_path stays as it is; leave out one of the two"),
-            ("reward_functions", self.reward_functions == ["none"] and not self.kl_in_loss,
-             "nothing would be learned: add --use_kl_penalty true and the --reference_path of a teacher"),
-        )
-        if self.use_value_head:
-            self.reject(
-                ("baseline", self.baseline != "group_mean",
-                 "--use_value_head takes the value as the baseline; leave out one of the two"),
-                ("dynamic_sampling", self.dynamic_sampling,
-                 "--use_value_head learns from groups of equal rewards too; leave out one of the two"),
-                ("reward_combination", self.environment_weight and self.reward_combination == "gdpo",
-                 "--use_value_head takes the points of each turn as they are; leave out one of the two"),
-            )
+        check_values(self)
 
     @property
     def weights(self) -> list[float]:
@@ -351,7 +202,7 @@ class GRPOConfig(Section):
     @property
     def environment_weight(self) -> float:
         """Return the weight of the environment's points, 0 if they are no reward."""
-        return dict(zip(self.reward_functions, self.weights, strict=True)).get("environment", 0.0)
+        return dict(zip(self.reward_functions, self.weights, strict=False)).get("environment", 0.0)
 
     @property
     def kl_coef(self) -> float:
@@ -359,7 +210,7 @@ class GRPOConfig(Section):
         return self.kl_penalty_coef if self.use_kl_penalty else 0.0
 
     @property
-    def estimator(self) -> str:
+    def effective_kl_estimator(self) -> str:
         """Return the estimator of the KL, also if --kl_estimator is empty."""
         return self.kl_estimator or ("ratio_k3" if self.kl_in == "loss" else "k1")
 
@@ -371,7 +222,7 @@ class GRPOConfig(Section):
     @property
     def exact_kl(self) -> bool:
         """Return whether that term is the exact KL, so that the reference is forwarded with the policy."""
-        return self.kl_in_loss and self.estimator == "exact"
+        return self.kl_in_loss and self.effective_kl_estimator == "exact"
 
     @property
     def loss_terms(self) -> list[str]:
@@ -381,7 +232,7 @@ class GRPOConfig(Section):
 
     @property
     def scale(self) -> str:
-        """Return the divisor of advantages, by its name in compute_group_advantages."""
+        """Return the scale of compute_group_advantages."""
         return self.advantage_scale if self.normalize_advantages else "none"
 
     @property
@@ -395,22 +246,16 @@ class GRPOConfig(Section):
         return LOSSES[self.loss_type]
 
     @property
-    def weight_cap(self) -> float:
+    def effective_importance_cap(self) -> float:
         """Return the cap of importance weights, 0 for no weights."""
         rounds_differently = self.engine == "vllm" and not self.loss_entry.weighs_sampler
         return self.importance_cap or (2.0 if rounds_differently else 0.0)
 
     @property
-    def named_loss_options(self) -> dict[str, float]:
-        """Return loss_options by name, NaN for what is no number."""
-        parts = [option.partition("=") for option in self.loss_options]
-        return {name: float_or_nan(text) for name, _, text in parts}
-
-    @property
     def loss_arguments(self) -> dict:
         """Return keyword arguments of policy_loss and token_loss."""
         clips = dict(clip_low=self.clip_low, clip_high=self.clip_high)
-        return dict(loss_type=self.loss_type) | clips | self.named_loss_options
+        return dict(loss_type=self.loss_type) | clips | parse_options(self.loss_options)
 
     @property
     def with_supervised_loss(self) -> "GRPOConfig":
@@ -418,12 +263,11 @@ class GRPOConfig(Section):
         return dataclasses.replace(
             self, loss_type="reinforce", loss_options=[], ppo_epochs=1, minibatch_size=0, entropy_coef=0.0,
             use_kl_penalty=False, use_value_head=False, generation_temperature=1.0, generation_top_k=0,
-            generation_top_p=1.0,
-        )
+            generation_top_p=1.0)
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Section):
+class TrainingConfig:
     """The run: updates, checkpoints, evaluations and records."""
 
     use_grpo: bool = flag(False, "learn from rewards; without it, supervised training on demonstrations")
@@ -433,53 +277,41 @@ class TrainingConfig(Section):
     output_dir: str = flag("", "run folder; empty: outputs/<time>")
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
     check: bool = flag(False, "run the start-up check, print all of it, and stop")
-    seed: int = flag(
-        0, "seed of weights, data order, sampling and global random numbers", at_least=0, at_most=2**32 - 1)
-    num_epochs: float = flag(
-        3, "passes over the training examples; dynamic_sampling may add some", above=0, at_most=10**6)
+    seed: int = flag(0, "seed of weights, data order, sampling and global random numbers", ge=0, le=2**32 - 1)
+    num_epochs: float = flag(3, "passes over the examples; dynamic_sampling may add some", gt=0, le=10**6)
     max_steps: int = flag(
-        0, "end each phase, the cold start too, after this many optimiser steps; 0: when its epochs are over",
-        at_least=0)
-    batch_size: int = flag(
-        4, "prompts per rollout; demonstrations per optimiser step", above=0, at_most=2**20)
-    cold_start_steps: int = flag(
-        0, "supervised steps before GRPO, on the demonstrations of the dataset", at_least=0)
+        0, "end each phase, the cold start too, after this many steps; 0: when its epochs are over", ge=0)
+    batch_size: int = flag(4, "prompts per rollout; demonstrations per optimiser step", gt=0, le=2**20)
+    cold_start_steps: int = flag(0, "supervised steps before GRPO, on the dataset's demonstrations", ge=0)
     cold_start_accuracy: float = flag(
-        1.0, "end the cold start early, at the first evaluation with this held-out accuracy; below 1 it is "
-        "evaluated every eval_steps / 3 steps")
-    cold_start_learning_rate: float = flag(
-        5e-5, "peak learning rate of the cold start", at_least=0, at_most=0.1)
-    learning_rate: float = flag(5e-6, "peak learning rate", at_least=0, at_most=0.1)
+        1.0, "held-out accuracy that ends the cold start; below 1 it is evaluated every eval_steps / 3 steps")
+    cold_start_learning_rate: float = flag(5e-5, "peak learning rate of the cold start", ge=0, le=0.1)
+    learning_rate: float = flag(5e-6, "peak learning rate", ge=0, le=0.1)
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "cosine", "course of the learning rate after the warm-up: constant, or falling")
-    warmup_ratio: float = flag(
-        0.1, "share of a phase's steps in which the learning rate rises", at_least=0, at_most=1)
-    max_grad_norm: float = flag(1.0, "scale gradients with a larger norm down to this norm", above=0)
+    warmup_ratio: float = flag(0.1, "share of a phase's steps in which the learning rate rises", ge=0, le=1)
+    max_grad_norm: float = flag(1.0, "scale gradients with a larger norm down to this norm", gt=0)
     max_tokens_per_forward: int = flag(
         0, "tokens of a forward pass, halved when memory runs out: the gradient stays the same; 0: 2048 on a "
-        "CPU, elsewhere 8192, but at least twice the longest prompt", at_least=0)
-    gradient_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass: less memory, a third more time")
+        "CPU, elsewhere 8192, but at least twice the longest prompt", ge=0)
+    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, a third more time")
     mesh: str = flag(
         "", "how processes share weights: replicate=2,fsdp=4 keeps 2 copies, each sharded over 4 processes; "
         "fsdp=4,tp=2 also divides every layer's matrices between 2; empty: one copy sharded over all")
-    eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", at_least=0)
-    save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", at_least=0)
-    keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", above=0)
+    eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
+    save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", ge=0)
+    keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
     log_rollouts_every: int = flag(
-        10, "steps of GRPO between entries in rollouts.jsonl, and between printed completions; 0: none",
-        at_least=0)
+        10, "steps of GRPO between entries in rollouts.jsonl, and between printed completions; 0: none", ge=0)
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag(
         "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
 
     def __post_init__(self):
-        super().__post_init__()
-        missing = self.resume and not self.output_dir
-        self.reject(("resume", missing, "needs --output_dir, the run to continue"))
+        check_values(self)
 
 
 @dataclass(frozen=True)
-class Config(Section):
+class Config:
     """The whole configuration, in sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -493,15 +325,7 @@ class Config(Section):
             if not isinstance(getattr(self, f.name), f.type):
                 found = f"{f.name}={getattr(self, f.name)!r:.60}"
                 raise TypeError(f"Config: {found} must be a {f.type.__name__}")
-        training, config = self.training, self.grpo
-        config.reject_incompatible()
-        updates = self.updates_per_rollout
-        config.reject(
-            ("generation_temperature", training.use_grpo and config.generation_temperature == 0,
-             "all completions of a prompt would be equal and nothing could be learned; try 0.8"),
-            ("loss_type", training.use_grpo and "log_ratio" not in config.loss_entry.reads and updates > 1,
-             f"has no ratio: of {updates} updates on a rollout only the first is right; take dapo"),
-        )
+        check_combinations(self.grpo, self.training, self.updates_per_rollout)
 
     @classmethod
     def of(cls, /, **flags) -> "Config":
@@ -542,15 +366,157 @@ class Config(Section):
         return sections
 
 
+# ---- validation --------------------------------------------------------------------------------------------
+
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}       # functions of operator
+LARGEST = 2**32 - 1             # of any number of a flag: a seed, seconds that a timer can wait
+
+
+def reject(section, *rules: tuple[str, Any, str]) -> None:
+    """Raise ValueError for the first mistake. rules: flag, whether its value is a mistake, what to do."""
+    for name, mistaken, fix in rules:
+        if mistaken:
+            value = getattr(section, name)
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            raise ValueError(f"--{name}{'' if value is True else f'={shown}'}: {fix}")
+
+
+def check_values(section) -> None:
+    """Raise ValueError for the first flag whose value has a wrong type or is out of bounds."""
+    for f in dataclasses.fields(section):
+        name, value, bounds = f.name, getattr(section, f.name), f.metadata["bounds"]
+        if isinstance(value, os.PathLike):
+            object.__setattr__(section, name, value := os.fspath(value))
+        if not has_type(value, f.type) and not (name == "loss_type" and value in LOSSES):  # of a script
+            raise ValueError(f"--{name}={value!s:.60}: {expected_value(name, value, f.type)}")
+        inside = all(getattr(operator, bound)(value, limit) for bound, limit in bounds.items())
+        words = " and ".join(f"{BOUNDS[bound]} {limit}" for bound, limit in bounds.items())
+        reject(section, (name, not inside, f"must be {words} ({f.metadata['help']})"))
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not abs(number) <= LARGEST:   # NaN too
+                raise ValueError(f"--{name}={number!s:.30}: must be a number of at most {LARGEST} in size")
+
+
+def has_type(value, kind) -> bool:
+    """Return True if a value has the type of a flag. An int is a float too, a bool is neither."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(has_type(part, *get_args(kind)) for part in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def expected_value(name: str, value, kind) -> str:
+    """Return the end of an error: which values a flag has in place of this one, of another type."""
+    if get_origin(kind) is Literal:
+        return f"choose one of {', '.join(filter(None, get_args(kind)))}"
+    expected = f"must be {kind if get_origin(kind) else kind.__name__}, not {type(value).__name__}"
+    if name in ("reward_functions", "environment", "dataset", "eval_dataset"):
+        expected += f"; pass Python objects to train(config, {name}=...)"
+    return expected
+
+
+def are_template_variables(text: str) -> bool:
+    """Return True for "", and for a JSON object of variables that a chat template gets from nowhere else."""
+    try:
+        variables = json.loads(text or "{}")
+    except ValueError:
+        return False
+    others = {"conversation", "tools", "add_generation_prompt", "tokenize"}
+    return isinstance(variables, dict) and not variables.keys() & others
+
+
+def parse_options(options: list[str]) -> dict[str, float]:
+    """Return options that are written name=number by their names, with NaN for what is no number."""
+    numbers = {}
+    for name, _, text in (option.partition("=") for option in options):
+        try:
+            numbers[name] = float(text)
+        except ValueError:
+            numbers[name] = math.nan
+    return numbers
+
+
+def validate_functions(config: GRPOConfig) -> None:
+    """Raise ValueError if other flags do not fit the reward functions or the environment.
+
+    Not when the section is made, because train(config, reward_functions=...) may replace both.
+    """
+    functions, weights = config.reward_functions, config.reward_weights
+    reject(
+        config,
+        ("reward_functions", not functions, "name at least one, or none, to learn from a reference"),
+        ("reward_weights", len(weights) not in (0, len(functions)),
+         f"{len(weights)} weights for {len(functions)} reward functions, {' '.join(functions)}; give one for "
+         "each"),
+        ("max_turns", config.max_turns > 1 and not config.environment,
+         "no environment continues the conversation: add --environment, or leave it out"),
+        ("environment", config.environment and config.max_turns == 1,
+         "with --max_turns=1 its messages are never used; choose 2 or more"),
+        ("reward_functions", "environment" in functions and not config.environment,
+         "the reward function environment needs points of an environment: add --environment"),
+    )
+
+
+def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per_rollout: int) -> None:
+    """Raise ValueError for flags that are valid alone and not together."""
+    no_folder = training.resume and not training.output_dir
+    reject(training, ("resume", no_folder, "needs --output_dir, the run to continue"))
+    bounds = config.loss_entry.all_bounds
+    known = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in bounds.items())
+    for name, value in parse_options(config.loss_options).items():
+        low, high = bounds.get(name, (math.nan, math.nan))
+        fix = f"{config.loss_type} takes {known}, as name=number"
+        reject(config, ("loss_options", not low <= value <= high, fix))
+    size, estimator = config.num_completions_per_prompt, config.effective_kl_estimator
+    kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
+    reject(
+        config,
+        ("reward_timeout", 0 < config.reward_timeout < 1e-3, "at least 0.001 seconds, or 0 for no limit"),
+        ("generation_batch_size", 0 < config.generation_batch_size < size,
+         f"a group of {size} is sampled together; at least that many, or 0 for all"),
+        ("importance_cap", 0 < config.importance_cap < 1,
+         "a cap below 1 would shrink every token's weight; choose from 1 up, such as 2, or 0 for none"),
+        ("advantage_scale", config.scale == "mean" and (
+            config.reward_combination == "gdpo" or config.overlong == "penalise"),
+         "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),
+        ("kl_estimator", kl_in_reward and estimator != "k1",
+         "in a reward only k1 pulls the policy to the reference (near it, k2 and k3 hardly pull at all, and "
+         "exact does not depend on the token); leave it out"),
+        ("kl_estimator", config.kl_in_loss and estimator == "k1",
+         "in a loss its gradient is 0 on average, so it would have no effect; take k2 (the same with the "
+         "right gradient) or ratio_k3, or put it in the reward with --kl_in reward"),
+        ("reference_offload", config.reference_offload and config.kl_coef > 0 and estimator == "exact",
+         "--kl_estimator exact needs the reference in every forward pass, ratio_k3 once per rollout"),
+        ("reference_path", config.reference_path and not config.kl_coef,
+         "nothing is compared with it; add --use_kl_penalty true"),
+        ("reference_mode", config.reference_path and config.reference_mode != "static",
+         "the model of --reference_path stays as it is; leave out one of the two"),
+        ("reward_functions", config.reward_functions == ["none"] and not config.kl_in_loss,
+         "nothing would be learned: add --use_kl_penalty true and the --reference_path of a teacher"),
+        ("baseline", config.use_value_head and config.baseline != "group_mean",
+         "--use_value_head takes the value as the baseline; leave out one of the two"),
+        ("dynamic_sampling", config.use_value_head and config.dynamic_sampling,
+         "--use_value_head learns from groups of equal rewards too; leave out one of the two"),
+        ("reward_combination",
+         config.use_value_head and config.reward_combination == "gdpo" and config.environment_weight,
+         "--use_value_head takes the points of each turn as they are; leave out one of the two"),
+        ("generation_temperature", training.use_grpo and config.generation_temperature == 0,
+         "all completions of a prompt would be equal and nothing could be learned; try 0.8"),
+        ("loss_type",
+         training.use_grpo and "log_ratio" not in config.loss_entry.reads and updates_per_rollout > 1,
+         f"has no ratio: of {updates_per_rollout} updates on a rollout only the first is right; take dapo"),
+    )
+
+
+# ---- names and profiles ------------------------------------------------------------------------------------
+
+START_FLAGS = "resume", "check"  # not in config.json
 SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
-
-
-def default_of(name: str):
-    """Return the default of a flag."""
-    f = FLAGS[name]
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-
+DEFAULTS = Config().flags       # flag -> its default
 
 BUILT_IN_MODEL = "demo", "guess_letter", "demo_supervised"                       # profiles
 # Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
@@ -560,31 +526,25 @@ PROFILES: dict[str, dict[str, Any]] = {
         num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
         generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, cold_start_steps=300,
         cold_start_accuracy=0.33, cold_start_learning_rate=1e-3, batch_size=64, num_epochs=1.6,
-        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=15, save_steps=100,
-    ),
+        learning_rate=4e-4, warmup_ratio=0.1, eval_steps=15, save_steps=100),
     "guess_letter": dict(
         dataset="guess_letter", environment="guess_letter", max_turns=4, reward_functions=["environment"],
         num_completions_per_prompt=4, generation_max_length=40, generation_temperature=1.0,
         generation_top_k=0, generation_top_p=1.0, use_kl_penalty=False, use_value_head=True,
         cold_start_steps=200, cold_start_learning_rate=2e-3, batch_size=32, num_epochs=3, learning_rate=5e-4,
-        warmup_ratio=0.1, eval_steps=40, save_steps=100,
-    ),
+        warmup_ratio=0.1, eval_steps=40, save_steps=100),
     "demo_supervised": dict(
         generation_max_length=40, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0,
-        batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200,
-    ),
+        batch_size=32, learning_rate=2e-3, warmup_ratio=0.1, eval_steps=100, save_steps=200),
     "conservative": dict(
         num_completions_per_prompt=32, batch_size=8, learning_rate=1e-6, max_grad_norm=0.5, warmup_ratio=0.2,
-        eval_steps=25,
-    ),
+        eval_steps=25),
     "balanced": dict(
         num_completions_per_prompt=16, batch_size=4, learning_rate=5e-6, max_grad_norm=1.0, warmup_ratio=0.1,
-        eval_steps=50,
-    ),
+        eval_steps=50),
     "aggressive": dict(
         num_completions_per_prompt=8, batch_size=2, learning_rate=1e-5, max_grad_norm=2.0, warmup_ratio=0.05,
-        eval_steps=100,
-    ),
+        eval_steps=100),
 }
 
 

@@ -38,13 +38,12 @@ def load_examples(
     seed     of the order of the sums; it does not change which of them are test problems
     columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
     """
-    is_name = isinstance(source, str)
-    name = source if is_name else "dataset"
-    if name == "arithmetic":
+    if isinstance(source, str) and source == "arithmetic":
         return arithmetic(split, seed)[:limit]
-    if is_name:
-        rows = read_json_lines(source)
+    if isinstance(source, str):
+        name, rows = source, read_json_lines(source)
     else:
+        name = "dataset"
         rows = ((f"dataset: example {n}", row) for n, row in enumerate(require_sequence(source), start=1))
     examples = [as_example(row, where, columns or {}) for where, row in islice(rows, limit or None)]
     if not examples:
@@ -65,8 +64,7 @@ def read_json_lines(path: str) -> list[tuple[str, dict]]:
     if not path.endswith(".jsonl"):
         raise ValueError(
             f"{path}: neither a .jsonl file nor arithmetic; for other files, hubs and tasks: from sources "
-            "import load_examples"
-        )
+            "import load_examples")
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
     with open(path, "rb") as file:
@@ -103,7 +101,7 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     if "prompt" not in found:
         names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column"
         raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs one of {names}")
-    return check_example(row | {name: row[column] for name, column in found.items()}, where)
+    return normalize_example(row | {name: row[column] for name, column in found.items()}, where)
 
 
 def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, str]:
@@ -119,7 +117,7 @@ def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, st
     return found
 
 
-def check_example(example: dict, where: str) -> dict:
+def normalize_example(example: dict, where: str) -> dict:
     """Validate an example. The last turn of a conversation becomes its completion, a single answer text."""
     example, prompt = dict(example), example["prompt"]
     if isinstance(prompt, list):
@@ -215,10 +213,10 @@ def encode_demonstration(
     return ids, [True] * len(ids)
 
 
-def after_turn(tokenizer, *messages: dict) -> str:
-    """Render messages after a made-up turn of the assistant; with any, also the start of the next turn."""
-    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
-    text = render(tokenizer, [*before, *messages], add_generation_prompt=bool(messages))
+def after_turn(tokenizer, reply: dict | None = None) -> str:
+    """Render the end of a made-up turn of the assistant; with a reply also this and the start of the next."""
+    made_up = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
+    text = render(tokenizer, [*made_up, reply] if reply else made_up, add_generation_prompt=bool(reply))
     return text.partition("madeupturn")[2]
 
 
@@ -242,18 +240,20 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
 
 def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
     """Put MARK around the text of special tokens in messages that are not the assistant's."""
-    pattern = special_tokens(tokenizer, len(tokenizer), *tokenizer.all_special_tokens)
-    return [
-        message | {"content": pattern.sub(f"{MARK}\\g<0>{MARK}", message["content"].replace(MARK, ""))}
-        if isinstance(message["content"], str) and message["role"] != "assistant" else message
-        for message in messages
-    ]
+    pattern = special_token_pattern(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
+    marked = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and message["role"] != "assistant":
+            content = pattern.sub(rf"{MARK}\g<0>{MARK}", content.replace(MARK, ""))
+        marked.append(message | {"content": content})
+    return marked
 
 
 @lru_cache(maxsize=8)
-def special_tokens(tokenizer, size: int, *known: str) -> re.Pattern:
-    """Return a pattern of the texts of all special tokens. size, known: they change when tokens are added."""
-    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {*known}
+def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
+    """Return a pattern of the texts of all special tokens. version: another one after tokens are added."""
+    texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 

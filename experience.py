@@ -2,15 +2,14 @@
 The data of an update: groups of scored completions, and an Experience, which holds everything about a rollout
 that stays the same while the policy is updated on it.
 
-Forward passes here compute no gradient; those that do are in train.py, accumulate_gradients. There
-Experience.sampled_kl gets log-probabilities with a gradient, and keeps it.
+Forward passes here compute no gradient; those that do are in train.py, accumulate_gradients.
 Shapes: P prompts, G completions of each, B = P*G rows with the completions of a prompt adjacent, b rows of a
 micro-batch, T completion tokens.
 Units: rewards and values in points, log-probabilities (logp) and KL in nats.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -54,8 +53,7 @@ def shape_rewards(
     if config.reward_combination == "gdpo" and per_function:
         advantages = {}
         for name, points in per_function.items():
-            scored = points.masked_fill(scores.isnan(), torch.nan)
-            scaled = compute_group_advantages(scored)
+            scaled = compute_group_advantages(points.masked_fill(scores.isnan(), torch.nan))
             advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
         scores = weighted_sum(advantages, config.weights).masked_fill(scores.isnan(), torch.nan)
     if config.reward_clip:
@@ -69,16 +67,24 @@ def shape_rewards(
 
 @dataclass
 class Experience:
-    """A rollout with everything that its updates need, on the CPU. Tensors are (B, T) unless stated."""
+    """A rollout with everything that its updates need, on the CPU. Tensors are (B, T) unless stated.
+
+    Four log-probabilities of a token, in nats, by the policy unless stated:
+        sampling_logp   of the rollout, written when the token was sampled
+        trainer_logp    before the updates, by the trainer's forward pass; sampling_logp if there was no pass
+        old_logp        the ratio of the loss divides by it: sampling_logp; trainer_logp if there are weights
+        reference_logp  of the reference
+    weights are min(exp(trainer_logp - sampling_logp), cap): they take the place of the other ratio.
+    """
 
     examples: list[dict]                # P
     rollout: Rollout
     mask: Tensor                        # bool, tokens that are trained on
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
-    policy_logp: Tensor                 # nats before updates: the trainer's if computed, else the sampler's
-    old_logp: Tensor                    # nats, denominators of the ratios: policy_logp or the sampler's
-    weights: Tensor | None = None       # importance weights; with them old_logp is policy_logp
-    reference_logp: Tensor | None = None                  # nats
+    trainer_logp: Tensor
+    old_logp: Tensor
+    weights: Tensor | None = None
+    reference_logp: Tensor | None = None
     old_values: Tensor | None = None    # points that the value head expected before each token
     returns: Tensor | None = None       # points, targets of the value head
     groups: Groups | None = None        # None: demonstrations
@@ -101,21 +107,20 @@ class Experience:
     def sampled_kl(self, logp: Tensor, config) -> Tensor:
         """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
 
-        With top-k or top-p each of them is truncated to its own tokens, unlike in the exact KL.
-
-        ratio_k3 is k3 times the differentiable ratio exp(logp - policy_logp), scaled down to weight_cap.
+        ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp), scaled down to the
+        cap. With top-k or top-p each of the two is truncated to its own tokens, unlike in the exact KL.
         """
-        ratio, estimator = None, config.estimator.removeprefix("ratio_")
-        if config.estimator == "ratio_k3":
-            ratio = torch.where(self.mask, logp - self.policy_logp, 0.0).clamp(-20, 20).exp()
-            cap = config.weight_cap or torch.inf
+        ratio, estimator = None, config.effective_kl_estimator
+        if estimator == "ratio_k3":
+            estimator = "k3"
+            ratio = torch.where(self.mask, logp - self.trainer_logp, 0.0).clamp(-20, 20).exp()
+            cap = config.effective_importance_cap or torch.inf
             ratio = ratio * (cap / ratio.detach()).clamp(max=1)                  # keeps the gradient
         return kl_penalty(logp, self.reference_logp, estimator=estimator, ratio=ratio)
 
     def select(self, rows: Tensor, device) -> "Experience":
         """Return the tensors of some rows, on a device. The rollout stays whole: rows are indices into it."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: t[rows].to(device) for name, t in tensors.items() if isinstance(t, Tensor)}
+        tensors = {name: t[rows].to(device) for name, t in vars(self).items() if isinstance(t, Tensor)}
         return replace(self, **tensors)
 
 
@@ -132,39 +137,41 @@ def compute_experience(
     if config.overlong == "mask":
         mask = mask & rollout.finished[:, None]
     reference_logp = values = weights = returns = None
-    policy_logp = rollout.sampling_logp
-    if reference is not None and config.estimator != "exact":
+    trainer_logp = rollout.sampling_logp
+    if reference is not None and config.effective_kl_estimator != "exact":
         with engine.on_device(reference):
-            of_reference = log_probs_of_rollout(engine, ranks, rollout, config.distribution, model=reference)
-            reference_logp = of_reference.logp
-    if config.weight_cap or value_head is not None or not engine.same_arithmetic:
-        before = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
-        policy_logp, values = before.logp, before.values
-        found = compare_with_sampler(policy_logp, rollout)
-        metrics |= {"sampler_deviation": found["sampler_deviation"]} if engine.same_arithmetic else found
-    if config.weight_cap:
-        weights = importance_weights(policy_logp, rollout.sampling_logp, mask, cap=config.weight_cap)
+            new = log_probs_of_rollout(engine, ranks, rollout, config.distribution, model=reference)
+        reference_logp = new.logp
+    cap = config.effective_importance_cap
+    if cap or value_head is not None or not engine.same_arithmetic:
+        new = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
+        trainer_logp, values = new.logp, new.values
+        metrics = compare_with_sampler(trainer_logp, rollout)
+        if engine.same_arithmetic:                        # then the others tell nothing more
+            metrics = {"sampler_deviation": metrics["sampler_deviation"]}
+    if cap:
+        weights = importance_weights(trainer_logp, rollout.sampling_logp, mask, cap=cap)
         metrics["importance_weight"] = float(weights[mask].mean())
     penalty = torch.zeros(mask.shape)                                            # (B, T), in points
     if reference is not None and config.kl_in == "reward":
-        kl = torch.where(mask, kl_penalty(policy_logp, reference_logp, estimator="k1"), 0.0)
+        kl = torch.where(mask, kl_penalty(trainer_logp, reference_logp, estimator="k1"), 0.0)
         metrics["kl"] = float(kl.sum() / mask.sum())      # NaN if no token is trained on
         penalty = config.kl_coef * kl
 
     if value_head is None:
-        # The penalty is centred within the group and not scaled, so that kl_coef means the same in all groups
-        # and in the loss. Divided by the standard deviation of almost equal rewards it would be enormous.
-        # Completions that are not trained on have none: as 0 it would move the mean of the others.
-        penalties = -penalty.sum(dim=1).masked_fill(~mask.any(dim=1), torch.nan).view_as(groups.rewards)
-        advantages = advantages + compute_group_advantages(penalties, scale="none")
+        if config.kl_in == "reward":
+            # Centred within the group and not scaled, so that kl_coef means the same in all groups and in the
+            # loss: divided by the standard deviation of almost equal rewards it would be enormous.
+            # Completions that are not trained on have none: as 0 it would move the mean of the others.
+            kl_points = -penalty.sum(dim=1).masked_fill(~mask.any(dim=1), torch.nan).view_as(groups.rewards)
+            advantages = advantages + compute_group_advantages(kl_points, scale="none")
         advantages = advantages.float().view(-1, 1)
     else:
         advantages, returns = token_advantages(
-            config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points
-        )
-    old_logp = rollout.sampling_logp if weights is None else policy_logp
+            config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points)
+    old_logp = rollout.sampling_logp if weights is None else trainer_logp
     return Experience(
-        groups.examples, rollout, mask, advantages, policy_logp, old_logp, weights=weights,
+        groups.examples, rollout, mask, advantages, trainer_logp, old_logp, weights=weights,
         reference_logp=reference_logp, old_values=values, returns=returns, groups=groups, metrics=metrics,
     )
 
@@ -223,13 +230,15 @@ def log_probs_of_rollout(
     distribution  temperature, top_k, top_p;  model  in place of the engine's
     """
     shape = rollout.completion_mask.shape
-    names = ["logp", "entropy"] + ["values"] * (value_head is not None)
-    results = {name: torch.zeros(shape) for name in names}
+    results = {"logp": torch.zeros(shape), "entropy": torch.zeros(shape)}
+    if value_head is not None:
+        results["values"] = torch.zeros(shape)
     for rows, counts in ranks.steps(engine.micro_batches(rollout, torch.arange(shape[0]), ranks.size)):
         new = engine.log_probs(rollout, rows, distribution, model=model, value_head=value_head)
-        for name in names if counts else ():
-            results[name][rows] = getattr(new, name).cpu()
-    return LogProbs(**{name: ranks.sum(values) for name, values in results.items()})  # 0 on the other ranks
+        if counts:
+            for name, result in results.items():
+                result[rows] = getattr(new, name).cpu()
+    return LogProbs(**{name: ranks.sum(result) for name, result in results.items()})  # 0 on the other ranks
 
 
 def minibatches(config, num_rows: int, seed: int) -> Iterator[Tensor]:

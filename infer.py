@@ -29,23 +29,23 @@ def main(argv: list[str]) -> None:
         print(write_report(Path(args.report)))
         return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
-    source = section_of(args, ModelConfig)
+    model_config = section_of(args, ModelConfig)
     if args.merge_into:
-        merge_adapter(source, args.merge_into)
+        merge_adapter(model_config, args.merge_into)
         return
     if not args.model_path:
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
     keep_freed_memory()
     if args.evaluate:
-        run_evaluation(args, source)
+        run_evaluation(args, model_config)
     elif args.questions:
-        answer_questions(args, source)
+        answer_questions(args, model_config)
     else:
-        chat_model = ChatModel.load(source, sampling_config(args), args.seed, alone=True)
+        chat_model = ChatModel.load(model_config, sampling_config(args), args.seed, alone=True)
         if args.chat:
             chat(chat_model, args.instruction)
         else:
-            chat_model.answer(with_instruction({"prompt": args.question}, args.instruction)["prompt"])
+            chat_model.answer(with_instruction(args.question, args.instruction))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Hubs, LoRA adapters, 16 bits and many processes are in engine/policy.py.
 import copy
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,49 +40,46 @@ def load_tokenizer(config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_policy(
-    config, *, load: Callable | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def load_policy(config, *, load: Callable | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the model and the tokenizer of the folder config.model_path, or the built-in ones.
 
     The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
     config  a ModelConfig
-    load    load(config) -> the model, and the weights that no file has: that of engine/policy.py, for hubs,
-            LoRA, 16 bits and shards. None: a folder of float32 weights
-    raises  ValueError in one line for what needs another load
+    load    load(config) -> the model, and the weights that no file has: load_text_weights of
+            engine/policy.py, for hubs, LoRA, 16 bits and shards. None: load_weights
+    raises  ValueError in one line for settings that need another load
     """
     if load is None:
-        refuse_what_needs_more(config)
+        require_plain_settings(config)
+        load = load_weights
     tokenizer = load_tokenizer(config)
     if not config.model_path:
         return tiny_gemma(tokenizer, config).eval(), tokenizer
-    load = load or partial(load_weights, AutoModelForCausalLM, config.model_path)
     policy, missing = load(config)
     require_weights(policy, missing, config.model_path)
     return policy, tokenizer
 
 
-def refuse_what_needs_more(config) -> None:
-    """Raise ValueError for settings that need engine/policy.py."""
+def require_plain_settings(config) -> None:
+    """Raise ValueError for settings that need engine/policy.py: not a folder of float32 weights."""
     path = config.model_path
     refused = {
         "model_path": path and (not Path(path).is_dir() or (Path(path) / "adapter_config.json").exists()),
         "lora_rank": config.lora_rank, "precision": config.precision not in ("auto", "float32"),
     }
-    for name in filter(refused.get, refused):
+    if names := [name for name in refused if refused[name]]:
         raise ValueError(
-            f"--{name}={getattr(config, name)}: this loads folders of float32 weights; load_any_policy of "
-            "engine/policy.py knows hubs, LoRA and 16 bits"
-        )
+            f"--{names[0]}={getattr(config, names[0])}: this loads folders of float32 weights; "
+            "load_any_policy of engine/policy.py knows hubs, LoRA and 16 bits")
 
 
-def load_weights(cls: type, path: str, config) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model in float32 by a class of transformers. Returns it and the weights that no file has."""
+def load_weights(config, path: str = "", cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
+    """Load a model in float32 from path or config.model_path. Return it, and the weights that no file has."""
     policy, found = cls.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=config.trust_remote_code, output_loading_info=True,
+        path or config.model_path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
-    )
+        output_loading_info=True)
     return policy, set(found["missing_keys"])
 
 
@@ -93,8 +89,7 @@ def require_weights(policy: PreTrainedModel, missing: set[str], path: str) -> No
     if lacking := sorted(trained & missing):
         raise ValueError(
             f"--model_path={path}: its files lack {len(lacking)} weights of the model, such as {lacking[0]}; "
-            "copy or download all of them"
-        )
+            "copy or download all of them")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -108,8 +103,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>",
-        padding_side="left", clean_up_tokenization_spaces=False,
-    )
+        padding_side="left", clean_up_tokenization_spaces=False)
     fast.add_tokens(list(TAGS))                           # ordinary tokens, so that decoding shows them
     return fast
 
@@ -137,7 +131,10 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 def update_reference(reference, model, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
     for kept, new in zip(reference.parameters(), model.parameters(), strict=True):
-        kept.lerp_(new.to(kept.device), 1 - alpha) if alpha else kept.copy_(new)
+        if alpha:
+            kept.lerp_(new.to(kept.device), 1 - alpha)
+        else:
+            kept.copy_(new)
 
 
 class ValueHead(torch.nn.Module):

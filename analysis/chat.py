@@ -35,7 +35,7 @@ from reward_functions.loading import load_reward_function, refuse_equal_names, r
 from runs.command_line import section_of
 from runs.groups import sample_completions
 from runs.startup_check import choose_engine, refuse_wrong_sampler
-from sources.training_data import with_instruction
+from sources.training_data import instructed, with_instruction
 from sample import Rollout, stop_token_ids
 from sources import load_examples
 
@@ -59,11 +59,13 @@ class ChatModel:
     seed: int
 
     @classmethod
-    def load(cls, source: ModelConfig, config: GRPOConfig, seed: int, *, alone: bool = False) -> "ChatModel":
+    def load(
+        cls, model_config: ModelConfig, config: GRPOConfig, seed: int, *, alone: bool = False
+    ) -> "ChatModel":
         """Load a model onto its device. alone: for one completion at a time, which shares no prompt."""
-        device = best_device(source.device)
-        source = replace(source, precision=resolve_precision(source.precision, device))
-        model, tokenizer = load_any_policy(source, trainable=False)
+        device = best_device(model_config.device)
+        model_config = replace(model_config, precision=resolve_precision(model_config.precision, device))
+        model, tokenizer = load_any_policy(model_config, trainable=False)
         tokenizer.tools = tools_of(load_environment(config.environment))
         engine, ranks = make_engine("plain", move(model, device), tokenizer), Ranks(device)
         if not alone or device.type == "xla":
@@ -128,7 +130,7 @@ def encode_conversation(
     --question, or the token ids of all messages, as in training on conversations.
     """
     tokenizer = chat_model.tokenizer
-    first, *later = with_instruction({"prompt": messages}, instruction)["prompt"]
+    first, *later = with_instruction(messages, instruction)
     if tokenizer.chat_template:
         return [first, *(with_known_role(tokenizer, message) for message in later)]
     prompt = first["content"]
@@ -139,13 +141,13 @@ def encode_conversation(
     return encode_prompt(tokenizer, prompt) + ids
 
 
-def answer_questions(args, source: ModelConfig) -> None:
+def answer_questions(args, model_config: ModelConfig) -> None:
     """Write a line of JSON for each answer to --questions into the file --answers, or print it.
 
     It has the example's columns, completion and finished.
     """
     examples = load_dataset(args, args.questions, args.limit or None)
-    chat_model = ChatModel.load(source, sampling_config(args), args.seed)
+    chat_model = ChatModel.load(model_config, sampling_config(args), args.seed)
     rollout = chat_model.sample(examples, args.samples)
     answers = zip(rollout.completions, rollout.finished.tolist(), strict=True)
     with open(args.answers, "w", encoding="utf-8") if args.answers else nullcontext(sys.stdout) as file:
@@ -156,14 +158,14 @@ def answer_questions(args, source: ModelConfig) -> None:
         print(f"{args.answers}: {len(rollout.completions)} answers to {len(examples)} prompts")
 
 
-def run_evaluation(args, source: ModelConfig) -> None:
+def run_evaluation(args, model_config: ModelConfig) -> None:
     """Print the estimates of --evaluate, and with --json write them and all problems to a file."""
     functions = [load_reward_function(name) for name in args.reward_functions]
     refuse_equal_names(functions)
     examples = examples_to_evaluate(args, functions)
-    results = [measure_model(args, source, examples, functions)]
+    results = [measure_model(args, model_config, examples, functions)]
     if args.against_model:
-        other = replace(source, model_path=args.against_model)
+        other = replace(model_config, model_path=args.against_model)
         results.append(measure_model(args, other, examples, functions))
     for result in results:
         if args.against_model:
@@ -196,11 +198,11 @@ def examples_to_evaluate(args, functions: list) -> list[dict]:
     return examples
 
 
-def measure_model(args, source: ModelConfig, examples: list[dict], functions: list) -> dict:
+def measure_model(args, model_config: ModelConfig, examples: list[dict], functions: list) -> dict:
     """Return the result of evaluation.measure, and model_path. Raises RunError if a function fails."""
-    loaded = ChatModel.load(source, sampling_config(args), args.seed)
+    loaded = ChatModel.load(model_config, sampling_config(args), args.seed)
     loaded.check_length([example["prompt"] for example in examples])
-    return {"model_path": source.model_path} | measure(
+    return {"model_path": model_config.model_path} | measure(
         loaded.engine, loaded.ranks, examples, loaded.config, seed=args.seed, samples=args.samples,
         reward_functions=functions, environment=load_environment(args.environment),
     )
@@ -210,19 +212,20 @@ def load_dataset(args, source: str, limit: int | None) -> list[dict]:
     """Return the examples of a data set with --instruction before each prompt."""
     columns = section_of(args, DataConfig).columns
     examples = load_examples(source, args.split, limit=limit, columns=columns)
-    return [with_instruction(example, args.instruction) for example in examples]
+    return [instructed(example, args.instruction) for example in examples]
 
 
-def merge_adapter(source: ModelConfig, folder: str) -> None:
+def merge_adapter(model_config: ModelConfig, folder: str) -> None:
     """Write a model to a folder with its adapter added to its weights."""
-    model, tokenizer = load_any_policy(replace(source, precision="float32"))
+    model, tokenizer = load_any_policy(replace(model_config, precision="float32"))
     if not has_adapter(model):
-        raise ValueError(f"--merge_into={folder}: {source.model_path or 'the built-in model'} has no adapter")
+        name = model_config.model_path or "the built-in model"
+        raise ValueError(f"--merge_into={folder}: {name} has no adapter")
     refuse_wrong_sampler(make_engine("plain", model, tokenizer))                 # an adapter of the head
     try:
         for layer in adapted_weights(model).values():     # by peft: that of DoRA is more than a product
             layer.merge(adapter_names=["default"])
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"--model_path={source.model_path}: {first_line(error)}") from None
+        raise ValueError(f"--model_path={model_config.model_path}: {first_line(error)}") from None
     save_any_policy(merged_copy(model), tokenizer, folder)
-    print(f"{folder}: {source.model_path} with its adapter added to its weights")
+    print(f"{folder}: {model_config.model_path} with its adapter added to its weights")

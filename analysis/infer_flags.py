@@ -5,7 +5,7 @@ The flags of infer.py, and which of them cannot be combined. Imports no torch: m
 import argparse
 from pathlib import Path
 
-from config import DataConfig, GRPOConfig, ModelConfig, TrainingConfig
+from config import DataConfig, GRPOConfig, ModelConfig, TrainingConfig, validate_functions
 from runs.command_line import OneLineParser, add_flags, section_of
 
 EXAMPLES = """
@@ -59,7 +59,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = build_infer_parser()
     args = parser.parse_all(argv)
     reject_incompatible(args, parser)
-    sampling_config(args).validate_functions()            # and the values
+    validate_functions(sampling_config(args))             # and the values
     for section in ModelConfig, DataConfig, TrainingConfig:
         section_of(args, section)
     return args

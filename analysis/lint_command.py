@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from config import FLAGS, Config, DataConfig
+from config import FLAGS, Config, DataConfig, validate_functions
 from runs.command_line import OneLineParser, add_flags, exit_on_mistake
 from sources.settings import read_settings, refuse_foreign_code
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         refuse_foreign_code(path.parent / "config.json", settings, flags)
         settings |= {"reward_weights": []} if "reward_functions" in flags else {}
     config = Config.of(**settings | flags | {"eval_limit": 0})                   # nothing is held out
-    config.grpo.validate_functions()
+    validate_functions(config.grpo)
 
     from analysis.reward_linter import examples_of_run, lint  # slow to import
     from reward_functions.loading import load_reward_function, require_columns

@@ -17,7 +17,6 @@ import io
 import json
 import re
 from contextlib import suppress
-from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import cache, partial
 from itertools import groupby
@@ -28,7 +27,7 @@ from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 
 from analysis.doctor import diagnose
-from config import SECTIONS, ModelConfig
+from config import DEFAULTS, ModelConfig
 from data import as_text
 from engine.policy import load_any_tokenizer
 from runs.console import points_text
@@ -56,8 +55,7 @@ def write_report(folder: Path) -> Path:
 
     raises  ValueError in one line, if the folder is not a run or a file in it is damaged
     """
-    defaults = {name: value for section in SECTIONS for name, value in asdict(section()).items()}
-    config = defaults | read_settings(folder / "config.json")
+    config = DEFAULTS | read_settings(folder / "config.json")
     run = read_run(folder, config)
     curves = draw_curves(run)
     if curves:
@@ -68,7 +66,7 @@ def write_report(folder: Path) -> Path:
     target = folder / "report.html"
     replace_text(target, page.from_string(template).render(
         run, script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        curves=base64.b64encode(curves).decode(), settings=list_settings(config, defaults),
+        curves=base64.b64encode(curves).decode(), settings=list_settings(config, DEFAULTS),
     ))
     return target
 

@@ -7,7 +7,6 @@ on images or sound.
 """
 
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,8 +52,7 @@ def load_any_policy(config, *, trainable: bool = True):
         if adapter and config.lora_rank not in (0, adapter["r"]):
             found = f"the adapter in {config.model_path} has {adapter['r']}"
             raise ValueError(f"--lora_rank={config.lora_rank}: {found}; omit it")
-        base = adapter.get("base_model_name_or_path", config.model_path)
-        policy, tokenizer = core.load_policy(config, load=partial(load_text_weights, base))
+        policy, tokenizer = core.load_policy(config, load=load_text_weights)
         if adapter or config.lora_rank:
             add_adapter(policy, config, bool(adapter))
         if not trainable:
@@ -62,14 +60,15 @@ def load_any_policy(config, *, trainable: bool = True):
         return with_precision(policy, config.precision), tokenizer
 
 
-def load_text_weights(path: str, config) -> tuple[PreTrainedModel, set[str]]:
+def load_text_weights(config) -> tuple[PreTrainedModel, set[str]]:
     """Load a model of a folder or a hub, a shard of it in each process. Freeze parts that are not for text.
 
-    returns  the model, and the weights that no file has
+    returns  the model, of an adapter its base model, and the weights that no file has
     """
+    path = adapter_settings(config.model_path).get("base_model_name_or_path", config.model_path)
     cls = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
     with loading_shards():
-        policy, missing = core.load_weights(cls, path, config)
+        policy, missing = core.load_weights(config, path, cls)
     freeze_towers(policy)
     return policy, missing
 

@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import get_args, get_origin
 
-from config import FLAGS, Config, default_of
+from config import DEFAULTS, FLAGS, Config, validate_functions
 from engine.errors import RunError
 from sources.foreign_names import explain_unknown
 from sources.settings import complete, read_settings, refuse_foreign_code
@@ -92,7 +92,7 @@ def described_flags(**defaults) -> Iterator[tuple[str, str, str, str, str]]:
     heading = ""
     for f in FLAGS.values():
         heading, choices = HEADINGS.get(f.name, heading), get_args(f.type)
-        default, is_list = defaults.get(f.name, default_of(f.name)), get_origin(f.type) is list
+        default, is_list = defaults.get(f.name, DEFAULTS[f.name]), get_origin(f.type) is list
         kind = f"{choices[0].__name__} ..." if is_list else "|".join(filter(None, choices)) or f.type.__name__
         text = " ".join(default) if is_list else str(default).lower() if kind == "bool" else str(default)
         yield heading, f.name, kind, text, f.metadata["help"]
@@ -122,7 +122,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
             else:
                 options = {"type": str if choices else type_of_value}
             if parser.argument_default is None:
-                options["default"] = defaults.get(name, default_of(name))
+                options["default"] = defaults.get(name, DEFAULTS[name])
             help = f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
             options["help"] = help if name in shown else argparse.SUPPRESS
             group.add_argument(f"--{name}", metavar=kind.removesuffix(" ..."), **options)
@@ -165,5 +165,5 @@ def parse_config(argv: list[str]) -> Config:
     if unknown := [name for name in flags if name not in FLAGS]:                 # of a file
         raise ValueError(explain_unknown(unknown, FLAGS))
     config = Config.of(**flags)
-    config.grpo.validate_functions()
+    validate_functions(config.grpo)
     return config

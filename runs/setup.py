@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config import Config, ModelConfig, TrainingConfig
+from config import Config, ModelConfig, TrainingConfig, validate_functions
 from engine.devices import best_device, is_main, keep_freed_memory, num_processes
 from engine.plain import Engine
 from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move
@@ -57,7 +57,7 @@ def name_objects(config: Config, given: dict) -> Config:
                 f"--{name} {missing[0]}: a Python object of the program that began this run; pass it again: "
                 f"train(config, {name}=...)"
             )
-    grpo.validate_functions()
+    validate_functions(grpo)
     return replace(config, grpo=grpo, data=data)
 
 

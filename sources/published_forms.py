@@ -6,7 +6,7 @@ at the end of a solution.
 import re
 from collections.abc import Mapping
 
-from data import COLUMNS, check_example, demonstration, find_columns
+from data import COLUMNS, demonstration, find_columns, normalize_example
 from reward_functions.answers import extract_boxed
 from reward_functions.formats import LETTERS
 
@@ -32,7 +32,7 @@ def as_published_example(row: dict, where: str, columns: dict[str, str]) -> dict
         names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as"
         existing, braces = ", ".join(row) or "none", "} ... {".join(row)
         raise ValueError(f"{where} has columns {existing}; it needs one of {names} '... {{{braces}}}'")
-    example = check_example(plain, where)
+    example = normalize_example(plain, where)
     if "nums" in row:
         example.setdefault("numbers", row["nums"])        # Countdown, for the reward function of that name
     if isinstance(example.get("answer"), str):

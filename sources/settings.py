@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from config import Config, default_of, profile_values
+from config import DEFAULTS, Config, profile_values
 from data import parse_json
 
 
@@ -62,7 +62,7 @@ def resumed(config: Config) -> Config:
     """Return the configuration of a run that Python resumes: its own, and what differs from the defaults."""
     if not config.training.resume:
         return config
-    return Config.of(**complete({n: value for n, value in config.flags.items() if value != default_of(n)}))
+    return Config.of(**complete({n: value for n, value in config.flags.items() if value != DEFAULTS[n]}))
 
 
 CONSTANT = {"advantage_epsilon": 1e-8, "value_clip": 0.2}      # settings of other systems that hold here

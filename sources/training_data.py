@@ -46,21 +46,25 @@ def load_data(
         raise ValueError(
             f"{flag}: all its prompts are held out; choose another --eval_dataset, or, if they are all the "
             "same, --eval_limit 0")
-    instruct = partial(with_instruction, instruction=data_config.instruction)
+    instruct = partial(instructed, instruction=data_config.instruction)
     return View(examples, chosen, instruct), [instruct(example) for example in held_out]
 
 
-def with_instruction(example: dict, instruction: str) -> dict:
-    """Put an instruction before an example's prompt, or into the first message of its conversation."""
+def instructed(example: dict, instruction: str) -> dict:
+    """Return an example with an instruction in its prompt."""
+    return example | {"prompt": with_instruction(example["prompt"], instruction)}
+
+
+def with_instruction(prompt: str | list[dict], instruction: str) -> str | list[dict]:
+    """Put an instruction before a prompt, or into the first message of a conversation."""
     if not instruction:
-        return example
-    prompt = example["prompt"]
+        return prompt
     if isinstance(prompt, str):
-        return example | {"prompt": f"{instruction}\n{prompt}"}
+        return f"{instruction}\n{prompt}"
     first, *rest = prompt
     content, part = first["content"], {"type": "text", "text": instruction}
     content = f"{instruction}\n{content}" if isinstance(content, str) else [part, *content]
-    return example | {"prompt": [first | {"content": content}, *rest]}
+    return [first | {"content": content}, *rest]
 
 
 def fit_prompts(

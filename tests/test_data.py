@@ -149,10 +149,10 @@ def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
 
 
 def test_an_instruction_goes_before_the_prompt_or_into_the_first_message():
-    assert with_instruction({"prompt": "q"}, "do it") == {"prompt": "do it\nq"}
+    assert with_instruction("q", "do it") == "do it\nq" and with_instruction("q", "") == "q"
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
     parts = [{"type": "text", "text": "q"}]
-    (message,) = with_instruction({"prompt": [{"role": "user", "content": parts}]}, "do it")["prompt"]
+    (message,) = with_instruction([{"role": "user", "content": parts}], "do it")
     assert message["content"] == [{"type": "text", "text": "do it"}, *parts]
-    changed = with_instruction({"prompt": chat}, "do it")["prompt"]
+    changed = with_instruction(chat, "do it")
     assert changed[0]["content"] == "do it\nq" and changed[1:] == chat[1:] and chat[0]["content"] == "q"

@@ -73,7 +73,7 @@ def reordered(experience, groups):
     )
     tensors = {
         name: move(getattr(experience, name))
-        for name in ("mask", "advantages", "policy_logp", "old_logp", "weights", "reference_logp", "old_values", "returns")
+        for name in ("mask", "advantages", "trainer_logp", "old_logp", "weights", "reference_logp", "old_values", "returns")
     }
     return replace(experience, rollout=rollout, **tensors)
 
@@ -92,7 +92,7 @@ def padded(experience, left, right):
     )
     return replace(
         experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
-        policy_logp=wider(experience.policy_logp, -3.0),
+        trainer_logp=wider(experience.trainer_logp, -3.0),
         old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
         weights=wider(experience.weights, 7.0),
         old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
@@ -305,15 +305,15 @@ def test_the_kl_is_that_of_the_policy_where_its_own_log_probabilities_were_compu
 def test_the_ratio_of_ratio_k3_is_capped_by_importance_cap(base):
     run = with_settings(base, use_kl_penalty=True, kl_penalty_coef=0.3, importance_cap=2.0)
     made = off_policy(run)
-    far = made.policy_logp + torch.where(made.mask, torch.linspace(-2, 2, made.mask.shape[1]), 0.0)
-    ratio = (far - made.policy_logp).exp().clamp(max=2.0)
+    far = made.trainer_logp + torch.where(made.mask, torch.linspace(-2, 2, made.mask.shape[1]), 0.0)
+    ratio = (far - made.trainer_logp).exp().clamp(max=2.0)
     x = made.reference_logp - far
     assert (ratio[made.mask] == 2.0).any() and (ratio[made.mask] < 1).any()
     kl = made.sampled_kl(far, run.config.grpo)
     torch.testing.assert_close(kl[made.mask], (ratio * (x.exp() - x - 1))[made.mask], atol=1e-4, rtol=1e-4)
     gradients = []
     for cap in 0.0, 1.0:                                  # on policy, where rounding decides whether a ratio is above 1
-        logp = (made.policy_logp + torch.where(made.mask, 1e-6, 0.0)).requires_grad_()
+        logp = (made.trainer_logp + torch.where(made.mask, 1e-6, 0.0)).requires_grad_()
         kl = made.sampled_kl(logp, replace(run.config.grpo, importance_cap=cap))
         gradients.append(torch.autograd.grad(kl[made.mask].sum(), logp)[0])
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
