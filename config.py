@@ -109,8 +109,8 @@ class GRPOConfig:
         0, "completions sampled at once, halved when memory runs out; others start as some end; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
         "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
-        "completions; auto: shared if that saves a fifth of the tokens, and the model computes the same with "
-        "it; vllm samples, which is faster on a GPU (docs/scale.md, vLLM)")
+        "completions; auto: shared on CUDA, or if that saves a fifth of the tokens, and the model computes "
+        "the same with it; vllm samples, which is faster on a GPU (docs/scale.md, vLLM)")
     engine_memory: float = flag(
         0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", gt=0, lt=1)
     dynamic_sampling: int = flag(

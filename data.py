@@ -253,7 +253,8 @@ def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
 @lru_cache(maxsize=8)
 def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
     """Return a pattern of the texts of all special tokens. version: another one after tokens are added."""
-    texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts |= {*tokenizer.all_special_tokens}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 

@@ -77,7 +77,7 @@ def compute_group_advantages(
     elif baseline == "leave_one_out":
         b = (mean * count - rewards) / (count - 1)                               # (P, G)
     elif baseline != "group_mean":
-        raise ValueError(f"unknown {baseline=}: the docstring lists the choices")
+        raise ValueError(f"{baseline=}: must be one of group_mean, group_median, global_mean, leave_one_out")
 
     s = std + epsilon                                     # scale="group"
     if scale == "batch":
@@ -87,7 +87,7 @@ def compute_group_advantages(
     elif scale == "none":
         s = 1.0
     elif scale != "group":
-        raise ValueError(f"unknown {scale=}: the docstring lists the choices")
+        raise ValueError(f"{scale=}: must be one of group, batch, mean, none")
 
     # Ties are found in the rewards, not in the result: the float32 mean of eight 0.7s is not 0.7,
     # and that last bit divided by a tiny std would pass for an advantage of 0.8.
@@ -97,7 +97,7 @@ def compute_group_advantages(
     return torch.where(scored & ~tied, (rewards - b) / s, 0.0)
 
 
-# ---- losses -----------------------------------------------------------------------------------------------
+# ---- losses ------------------------------------------------------------------------------------------------
 # token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
 # clip_high. Parameters after * are options, with bounds in LOSSES. The default is the first function.
 

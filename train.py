@@ -28,7 +28,7 @@ import torch
 
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
-from engine.errors import RunError, require
+from engine.errors import require
 from engine.policy import follow_policy
 from engine.sharding import clip_gradient
 from environments.messages import encode_turns
@@ -53,7 +53,6 @@ __all__ = [
     "Config", "DataConfig", "GRPOConfig", "ModelConfig", "TrainingConfig", "grpo_training_step",
     "supervised_training_step", "train", "validate_grpo_setup",
 ]
-MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
 VALUE_COEF = 0.1                # weight of value_loss, which is half of the squared error
 
 
@@ -223,8 +222,7 @@ def optimizer_step(run: Run, loss: float) -> dict:
     progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
     skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if skipped:
-        progress.skipped += 1                             # a scale above 1 may be the cause, and is halved
-        progress.skipped_in_a_row += not math.isfinite(loss) or run.scaler.get_scale() <= 1
+        run.count_skipped(loss)
     else:
         scaler.step(run.optimizer)
         run.scheduler.step()
@@ -285,12 +283,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> bool:
     within = progress.phase_step < phase.steps            # learn saves at the end of a phase
     if within and is_due(before, progress.phase_step, run.config.training.save_steps):
         run.save_checkpoint()
-    if progress.skipped_in_a_row >= MOST_SKIPPED:
-        checkpoint = run.save_checkpoint()
-        raise RunError(
-            f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights before "
-            f"them are in {checkpoint}, the batches in skipped.jsonl: inspect them with "
-            "python -m analysis.replay, or lower --learning_rate")
+    run.refuse_skipped_in_a_row()
     return False
 
 

@@ -71,6 +71,7 @@ class VLLM(Engine):
         model, self.trainer, self.ranks = trainer.model, trainer, Ranks(trainer.device)
         self.shares_prompts, self.log_probs = trainer.shares_prompts, trainer.log_probs
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
+        # A worker sets this for the whole process.
         matmul = {"VLLM_FLOAT32_MATMUL_PRECISION": torch.get_float32_matmul_precision()}
         for name, value in (ENVIRONMENT | matmul).items():
             os.environ.setdefault(name, value)

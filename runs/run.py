@@ -38,6 +38,8 @@ from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from sources.batches import ShuffledBatches
 from sources.settings import read_settings
 
+MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
+
 
 @dataclass
 class Progress:
@@ -151,6 +153,20 @@ class Run:
         for name in sums.keys() - {"total_loss", "policy_loss"}:
             sums[name] = sums[name] / forwarded if forwarded else math.nan
         return sums
+
+    def count_skipped(self, loss: float) -> None:
+        """Count a skipped step; in a row, unless a scale above 1, which is halved, may be the cause."""
+        self.progress.skipped += 1
+        self.progress.skipped_in_a_row += not math.isfinite(loss) or self.scaler.get_scale() <= 1
+
+    def refuse_skipped_in_a_row(self) -> None:
+        """Save a checkpoint and raise RunError once too many steps in a row were skipped."""
+        if self.progress.skipped_in_a_row >= MOST_SKIPPED:
+            checkpoint = self.save_checkpoint()
+            raise RunError(
+                f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights "
+                f"before them are in {checkpoint}, the batches in skipped.jsonl: inspect them with "
+                "python -m analysis.replay, or lower --learning_rate")
 
     def zero_gradient(self) -> None:
         """Set the gradient to zero, and end the program of the update on XLA."""
