@@ -1,5 +1,6 @@
 """Current architectures with default flags; mixtures of experts. The first test is the table in docs/benchmarks.md."""
 
+import copy
 import itertools
 
 import pytest
@@ -97,6 +98,19 @@ def test_a_new_adapter_leaves_out_experts_and_routers_and_sampler_and_trainer_ag
         trained = engine.log_probs(rollout, None, {}).logp
         differences = (trained - rollout.sampling_logp).abs()[rollout.completion_mask]
         assert differences.max() < 1e-4 if precision == "float32" else differences.mean() < 0.1
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_trained_experts_compute_as_frozen_ones_do_and_have_gradients_in_float32(name):
+    torch.manual_seed(0)
+    trained = MODELS[name]()
+    frozen = copy.deepcopy(trained).requires_grad_(False)
+    ids = torch.randint(5, 200, (2, 20))
+    logits = [with_precision(model, "bfloat16")(ids).logits for model in (trained, frozen)]
+    assert torch.equal(*logits)
+    logits[0].sum().backward()
+    experts = [p for key, p in trained.named_parameters() if ".experts." in key]
+    assert experts and {p.grad.dtype for p in experts} == {torch.float32}
 
 
 @pytest.mark.parametrize("name,precision,ok", [("qwen3_moe", "bfloat16", True), ("qwen3_moe", "float32", False), ("qwen3", "bfloat16", False)])

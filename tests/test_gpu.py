@@ -103,7 +103,7 @@ def test_two_steps_of_an_architecture_with_lora_in_bfloat16(name, tokenizer, tmp
 
 
 SHARED = {*ARCHITECTURES, *CURRENT_ARCHITECTURES} - {"qwen3_5", "lfm2"}
-EXPERTS = "gemma4_experts", "qwen3_moe", "gpt_oss", "glm4_moe"                  # wait for the device in a step
+EXPERTS = "gemma4_experts", "qwen3_moe", "gpt_oss", "glm4_moe"                  # in float32 they wait for the device in a step
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -125,10 +125,9 @@ def test_recorded_steps_sample_what_steps_sample(name, precision, tokenizer, mon
     ours, theirs = results
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
     torch.testing.assert_close(ours.sampling_logp, theirs.sampling_logp, atol=1e-5, rtol=0)
-    if DEVICE != "cuda":
-        return
-    on_card = torch.version.cuda                          # a pretended one has no graphs
-    assert {step.__name__ for step in steps} == {"replay" if on_card and name not in EXPERTS else "sample_token"}
+    if DEVICE == "cuda" and not (name in EXPERTS and precision == "bfloat16"):   # those have not been tried on a card
+        on_card = torch.version.cuda                      # a pretended one has no graphs
+        assert {step.__name__ for step in steps} == {"replay" if on_card and name not in EXPERTS else "sample_token"}
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import QUICK, length_reward
+
+import train
+from runs.folder import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -39,6 +43,25 @@ def test_the_tests_for_a_gpu_pass(tmp_path, capability, tests):
 def test_conversations_and_the_other_programs_run(tmp_path):
     chosen = "tests/environments/test_games.py", "tests/environments/test_instances.py", "tests/test_infer.py"
     pretend(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
+
+
+@pytest.mark.parametrize("engine,flags", [
+    ("shared", "--kl_estimator exact --reference_mode ema --ema_alpha 0.5 --use_value_head"), ("plain", "--kl_estimator exact --lora_rank 4"),
+])
+def test_a_run_in_float32_is_that_of_the_cpu(tmp_path, engine, flags):
+    flags = [
+        *QUICK, *"--use_grpo --use_kl_penalty true --max_steps 3 --learning_rate 1e-4 --log_rollouts_every 1".split(), *flags.split(),
+        "--engine", engine, "--precision", "float32", "--reward_functions", length_reward(tmp_path),
+    ]
+    report = pretend(tmp_path, "train.py", *flags, "--output_dir", tmp_path / "gpu")
+    train.main([*flags, "--device", "cpu", "--output_dir", str(tmp_path / "cpu")])
+    assert counts(report)["optimiser step"][0] > 0        # it did run there
+    on_gpu, on_cpu = (read_jsonl(tmp_path / device / "rollouts.jsonl") for device in ("gpu", "cpu"))
+    assert [r["completion_ids"] for r in on_gpu] == [r["completion_ids"] for r in on_cpu] != []
+    lines = [read_jsonl(tmp_path / device / "metrics.jsonl") for device in ("gpu", "cpu")]
+    for line, other in zip(*lines, strict=True):
+        for name in {"kl", "policy_loss", "value_loss", "total_loss", "entropy", "grad_norm", "mean_reward"} & other.keys():
+            assert line[name] == (other[name] and pytest.approx(other[name], rel=1e-3, abs=1e-6)), name
 
 
 def counts(report: str) -> dict[str, tuple[float, float]]:
