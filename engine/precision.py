@@ -58,7 +58,8 @@ ALL_EXPERTS_FUNCTIONS.register("grouped_mm_rounded", RoundedExperts.forward)
 def round_frozen_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Store the frozen matrices of the layers in the precision of the layers. Returns the model.
 
-    They would be converted in every pass, so results stay the same bit for bit. Embeddings and head stay in float32.
+    They would be converted in every pass, so results stay the same bit for bit. Embeddings and head stay
+    in float32.
     """
     head, dtype = model.get_output_embeddings().weight, getattr(torch, precision_of(model))
     for module in text_model(model).modules():
