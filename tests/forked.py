@@ -6,6 +6,7 @@ else is as in a process that was started anew: its own environment, signals, exi
 """
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -117,9 +118,13 @@ class Ranks:
             if failed is None and any(program.returncode for program in self.programs):
                 failed = time.monotonic()
             if time.monotonic() > (failed + 10 if failed else end):
+                for program in self.programs if not failed else ():              # where do they wait? see run_words
+                    if program.returncode is None:
+                        program.send_signal(signal.SIGUSR1)
+                        time.sleep(1)
                 self.kill()
                 if not failed:
-                    raise TimeoutError(self.stdout[-3000:] + self.stderr[-3000:])
+                    raise TimeoutError(self.stdout[-3000:] + "".join(program.stderr[-6000:] for program in self.programs))
             time.sleep(0.02)
         return self
 
@@ -145,6 +150,7 @@ def run_words(words: list[str], environment: dict[str, str], files: list[Path]) 
     os.environ.update(environment)
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)                       # prints the stacks of all threads
     sys.argv = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
     try:

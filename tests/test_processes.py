@@ -39,7 +39,12 @@ def start_ranks(processes: int, *flags: str, fails: bool = False, by_torchrun: b
             [*torchrun, "train.py", *flags], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
             timeout=400)
     else:
-        done = Ranks(processes, "train.py", *flags).wait(400)
+        try:
+            done = Ranks(processes, "train.py", *flags).wait(240)
+        except TimeoutError as error:                     # seen once in some hundred runs on a busy machine
+            warnings.warn(f"{processes} processes waited for each other, and were started again: {error}", stacklevel=2)
+            shutil.rmtree(flags[flags.index("--output_dir") + 1])
+            done = Ranks(processes, "train.py", *flags).wait(240)
     assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-3000:]
     return done
 
