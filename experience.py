@@ -67,14 +67,17 @@ def shape_rewards(
 
 @dataclass
 class Experience:
-    """A rollout with everything that its updates need, on the CPU. Tensors are (B, T) unless stated.
+    """A rollout with everything that its updates need. Tensors are (B, T) unless stated.
 
-    Four log-probabilities of a token, in nats, by the policy unless stated:
-        sampling_logp   of the rollout, written when the token was sampled
-        trainer_logp    before the updates, by the trainer's forward pass; sampling_logp if there was no pass
-        old_logp        the ratio of the loss divides by it: sampling_logp; trainer_logp if there are weights
-        reference_logp  of the reference
-    weights are min(exp(trainer_logp - sampling_logp), cap): they take the place of the other ratio.
+    Log-probabilities of a token, in nats:
+        sampling_logp       of the rollout: when the token was sampled, by the sampler
+        trainer_logp        before the updates, by the trainer's forward pass; without one, sampling_logp
+        reference_logp      of the reference
+        old_logp            what the ratio of the loss divides by, and the weight of a token's loss:
+            no importance_cap   sampling_logp, 1
+            importance_cap      trainer_logp, min(exp(trainer_logp - sampling_logp), cap)
+
+    The second is truncated importance sampling: weights correct the sampler, ratios what updates changed.
     """
 
     examples: list[dict]                # P
@@ -83,7 +86,7 @@ class Experience:
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
     trainer_logp: Tensor
     old_logp: Tensor
-    weights: Tensor | None = None
+    importance_weights: Tensor | None = None            # None: all 1
     reference_logp: Tensor | None = None
     old_values: Tensor | None = None    # points that the value head expected before each token
     returns: Tensor | None = None       # points, targets of the value head
@@ -107,8 +110,8 @@ class Experience:
     def sampled_kl(self, logp: Tensor, config) -> Tensor:
         """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
 
-        ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp), scaled down to the
-        cap. With top-k or top-p each of the two is truncated to its own tokens, unlike in the exact KL.
+        ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp), scaled down to the cap. With
+        top-k or top-p policy and reference are truncated to tokens of their own, unlike in the exact KL.
         """
         ratio, estimator = None, config.effective_kl_estimator
         if estimator == "ratio_k3":
@@ -127,53 +130,67 @@ class Experience:
 def compute_experience(
     groups: Groups, advantages: Tensor, config, engine, ranks, *, reference=None, value_head=None,
 ) -> Experience:
-    """Compute what the updates need besides group advantages (P, G), once per rollout and without gradient.
+    """Compute what all updates on a rollout share, once and without gradient.
 
-    config  a GRPOConfig
+    advantages  (P, G) of the groups; with a value head those of its values (GAE) take their place
+    config      a GRPOConfig
     """
-    rollout, metrics = groups.rollout, {}
-    # Completions that could not be scored are neither trained on nor counted in the denominators.
-    mask = rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()      # (B, T)
-    if config.overlong == "mask":
-        mask = mask & rollout.finished[:, None]
-    reference_logp = values = weights = returns = None
-    trainer_logp = rollout.sampling_logp
+    rollout, cap, mask = groups.rollout, config.effective_importance_cap, trained_tokens(config, groups)
+    reference_logp = None
     if reference is not None and config.effective_kl_estimator != "exact":
         with engine.on_device(reference):
-            new = log_probs_of_rollout(engine, ranks, rollout, config.distribution, model=reference)
-        reference_logp = new.logp
-    cap = config.effective_importance_cap
+            reference_logp = log_probs_of_rollout(
+                engine, ranks, rollout, config.distribution, model=reference).logp
+
+    trainer_logp, values, metrics = rollout.sampling_logp, None, {}
     if cap or value_head is not None or not engine.same_arithmetic:
-        new = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
-        trainer_logp, values = new.logp, new.values
+        before = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
+        trainer_logp, values = before.logp, before.values
         metrics = compare_with_sampler(trainer_logp, rollout)
         if engine.same_arithmetic:                        # then the others tell nothing more
             metrics = {"sampler_deviation": metrics["sampler_deviation"]}
+    old_logp, weights = rollout.sampling_logp, None
     if cap:
-        weights = importance_weights(trainer_logp, rollout.sampling_logp, mask, cap=cap)
+        old_logp, weights = trainer_logp, importance_weights(trainer_logp, old_logp, mask, cap=cap)
         metrics["importance_weight"] = float(weights[mask].mean())
+
     penalty = torch.zeros(mask.shape)                                            # (B, T), in points
     if reference is not None and config.kl_in == "reward":
         kl = torch.where(mask, kl_penalty(trainer_logp, reference_logp, estimator="k1"), 0.0)
         metrics["kl"] = float(kl.sum() / mask.sum())      # NaN if no token is trained on
         penalty = config.kl_coef * kl
-
-    if value_head is None:
-        if config.kl_in == "reward":
-            # Centred within the group and not scaled, so that kl_coef means the same in all groups and in the
-            # loss: divided by the standard deviation of almost equal rewards it would be enormous.
-            # Completions that are not trained on have none: as 0 it would move the mean of the others.
-            kl_points = -penalty.sum(dim=1).masked_fill(~mask.any(dim=1), torch.nan).view_as(groups.rewards)
-            advantages = advantages + compute_group_advantages(kl_points, scale="none")
-        advantages = advantages.float().view(-1, 1)
-    else:
+    returns = None
+    if value_head is not None:
         advantages, returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points)
-    old_logp = rollout.sampling_logp if weights is None else trainer_logp
+    else:
+        if config.kl_in == "reward":
+            advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)
+        advantages = advantages.float().view(-1, 1)
     return Experience(
-        groups.examples, rollout, mask, advantages, trainer_logp, old_logp, weights=weights,
+        groups.examples, rollout, mask, advantages, trainer_logp, old_logp, importance_weights=weights,
         reference_logp=reference_logp, old_values=values, returns=returns, groups=groups, metrics=metrics,
     )
+
+
+def trained_tokens(config, groups: Groups) -> Tensor:
+    """Return (B, T) bool: the tokens that are trained on and counted in denominators.
+
+    Those of the policy, except in completions that could not be scored, and cut ones with --overlong mask.
+    """
+    mask = groups.rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()
+    return mask & groups.rollout.finished[:, None] if config.overlong == "mask" else mask
+
+
+def penalty_advantages(penalty: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:
+    """Return the advantages (P, G) that penalties (B, T) in points add, with --kl_in reward.
+
+    Centred within the group and not scaled, so that kl_coef means the same in all groups and in the loss:
+    divided by the standard deviation of almost equal rewards it would be enormous. Completions that are not
+    trained on have none: as 0 it would move the mean of the others.
+    """
+    points = -penalty.sum(dim=1).masked_fill(~mask.any(dim=1), torch.nan)
+    return compute_group_advantages(points.view(shape), scale="none")
 
 
 def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
@@ -233,7 +250,7 @@ def log_probs_of_rollout(
     results = {"logp": torch.zeros(shape), "entropy": torch.zeros(shape)}
     if value_head is not None:
         results["values"] = torch.zeros(shape)
-    for rows, counts in ranks.steps(engine.micro_batches(rollout, torch.arange(shape[0]), ranks.size)):
+    for rows, counts in ranks.in_lockstep(engine.micro_batches(rollout, torch.arange(shape[0]), ranks.size)):
         new = engine.log_probs(rollout, rows, distribution, model=model, value_head=value_head)
         if counts:
             for name, result in results.items():

@@ -2,18 +2,18 @@
 Sampling: prompts in, groups of completions out, with the log-probability of each sampled token.
 
 Prompts are padded on the left, so that all end in one column, and forwarded together, once. Their keys and
-values in transformers' cache are copied for each completion. Then a loop draws a token for each completion,
-until it ends with a stop token or at the length limit. Where prompts are long, train.py runs engine/shared.py
-in its place, which does the same without copies.
+values in transformers' cache are copied for each completion. Then a loop samples a token for each completion,
+until it ends with a stop token or at the length limit. On a GPU, and elsewhere where prompts are long,
+train.py runs engine/shared.py in its place, which does the same without copies (--engine).
 
 Each completion has random numbers of its own, from the seed, its prompt, how often that came before, and its
 number in the group. So it is the same alone and in a batch, up to the rounding of the model.
 With an environment the policy takes turns, each up to a stop token, and `reply` adds an environment's tokens
 behind them. They are forwarded one by one, like the others:
 
-    ids      p p p | c c s e e e c c s        c drawn, s a stop token drawn, e the environment's
-    drawn            1 1 1 0 0 0 1 1 1        completion_mask
-    forced           0 0 0 1 1 1 0 0 0
+    ids        p p p | c c s e e e c c s      c sampled, s a sampled stop token, e the environment's
+    sampled            1 1 1 0 0 0 1 1 1      completion_mask
+    replied            0 0 0 1 1 1 0 0 0
 
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
 adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocabulary.
@@ -36,9 +36,9 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, distribution_of, restrict_logits
 
-DROP_BELOW = 0.75               # ended rows leave the batch when at most this share of it goes on: to drop
+DROP_BELOW = 0.75               # finished rows leave the batch when at most this share of it goes on: to drop
                                 # some copies the cache of all others
-LOOK_EVERY = 8                  # tokens between looks for ended rows on a GPU: each waits for the device
+LOOK_EVERY = 8                  # tokens between looks for finished rows on a GPU: each waits for the device
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Rollout:
     prompt_ids: Tensor          # (P, Tp) left-padded
     prompt_mask: Tensor         # (P, Tp) bool
     completion_ids: Tensor      # (B, T) right-padded; an environment's tokens are among them
-    completion_mask: Tensor     # (B, T) bool, True on the tokens that the policy drew
+    completion_mask: Tensor     # (B, T) bool, True on the tokens that the policy sampled
     sampling_logp: Tensor       # (B, T) nats, under the distribution that was sampled from; 0 elsewhere
     finished: Tensor            # (B,) bool, False if the length limit came first
     completions: list           # B texts without stop token; with an environment, lists of messages
@@ -58,7 +58,7 @@ class Rollout:
 
 def sample_completions_for_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
-    earlier: list[int] | None = None, reply: Callable | None = None,
+    repeats: list[int] | None = None, reply: Callable | None = None,
 ) -> Rollout:
     """Sample a group of completions for each prompt.
 
@@ -67,14 +67,14 @@ def sample_completions_for_prompts(
                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
                generation_batch_size (completions at once, in whole groups; 0: all)
     num_completions  G, if not the config's
-    earlier    result of occurrences(), if these prompts are part of a larger batch
+    repeats    how often each prompt came before in a larger batch; by default in this one
     reply      reply(row, ids after the prompt) -> ids: what an environment adds when a turn has ended, [] at
                the end. None: a completion is one turn
     """
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    earlier = occurrences(prompts) if earlier is None else earlier
-    uniforms = uniform_streams(prompt_ids, earlier, group_size, config.generation_max_length, seed)
+    repeats = count_repeats(prompts) if repeats is None else repeats
+    uniforms = uniform_streams(prompt_ids, repeats, group_size, config.generation_max_length, seed)
     prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
     distribution = distribution_of(config)
     parts = []
@@ -83,7 +83,7 @@ def sample_completions_for_prompts(
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             numbers = uniforms[first_row : first_row + len(batch) * group_size]
             parts.append(sample_batch(model, tokenizer, batch, numbers, distribution, first_row, reply))
-    columns = map(torch.cat, zip(*parts, strict=True))    # ids, drawn, written, logp, stopped of all batches
+    columns = map(torch.cat, zip(*parts, strict=True))    # ids, sampled, filled, logp, finished of all
     return make_rollout(tokenizer, prompt_ids, *columns)
 
 
@@ -95,46 +95,42 @@ def sample_batch(
 
     uniforms   (B, T) a random number for each token
     first_row  number of the first completion among those of all batches, for reply
-    returns    for make_rollout, on the CPU: ids, drawn, written, logp (B, T), and stopped (B,)
+    returns    for make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
     """
     device = next(model.parameters()).device
     num_rows, limit = uniforms.shape
     uniforms = uniforms.to(device)
     stops = torch.tensor(stop_token_ids(model, tokenizer), device=device)
     ids = torch.full((num_rows, limit), tokenizer.pad_token_id, device=device)
-    drawn = torch.zeros(num_rows, limit, dtype=torch.bool, device=device)        # tokens of the policy
-    forced = torch.zeros_like(drawn)                      # tokens of an environment
     logp = torch.zeros(num_rows, limit, device=device)
-    stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    sampled = torch.zeros(num_rows, limit, dtype=torch.bool, device=device)      # tokens of the policy
+    replied = torch.zeros_like(sampled)                   # tokens of an environment
+    finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
     rows = torch.arange(num_rows, device=device)          # completions that are forwarded, (b,)
     cache = DynamicCache(config=model.config.get_text_config())
     logits, attention_mask, position_ids = forward_prompts(model, prompts, rows, cache)
-    every = 1 if device.type == "cpu" else LOOK_EVERY
     for t in range(limit):
         token, token_logp = sample_inverse_cdf(restrict_logits(logits, **distribution), uniforms[rows, t])
-        from_policy = ~forced[rows, t] & ~stopped[rows]  # elsewhere the token is not used
-        ids[rows, t] = torch.where(from_policy, token, ids[rows, t])
-        logp[rows, t] = torch.where(from_policy, token_logp.float(), 0.0)
-        drawn[rows, t] = from_policy
-        ended = from_policy & torch.isin(token, stops)                           # (b,)
-        stopped[rows] = stopped[rows] | ended
+        is_sampled = ~finished[rows] & ~replied[rows, t]  # (b,), elsewhere the token is not used
+        ids[rows, t] = torch.where(is_sampled, token, ids[rows, t])
+        logp[rows, t] = torch.where(is_sampled, token_logp.float(), 0.0)
+        sampled[rows, t] = is_sampled
+        ends_turn = is_sampled & torch.isin(token, stops)                        # (b,)
+        finished[rows] = finished[rows] | ends_turn
         if reply:
-            add_replies(reply, rows[ended].tolist(), first_row, ids, forced, stopped, t + 1)
+            add_replies(reply, rows[ends_turn].tolist(), first_row, ids, replied, finished, t + 1)
         if t + 1 == limit:
             break
-        if t % every == 0:
-            going_on = (~stopped[rows]).nonzero()[:, 0]
-            if not len(going_on):
+        if device.type == "cpu" or t % LOOK_EVERY == 0:
+            rows, attention_mask, position_ids = drop_finished(
+                finished, rows, attention_mask, position_ids, cache)
+            if not len(rows):
                 break
-            if len(going_on) <= DROP_BELOW * len(rows):
-                cache.reorder_cache(going_on)             # selects rows
-                rows, attention_mask, position_ids = (
-                    x[going_on] for x in (rows, attention_mask, position_ids))
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=1)
         position_ids = position_ids[:, -1:] + 1
-        last = ids[rows, t, None].masked_fill(stopped[rows, None], 0)            # pad may be no known id
+        last = ids[rows, t, None].masked_fill(finished[rows, None], 0)           # pad may have no embedding
         logits = next_logits(model, last, attention_mask, position_ids, cache)
-    return tuple(x.cpu() for x in (ids, drawn, drawn | forced, logp, stopped))
+    return tuple(x.cpu() for x in (ids, sampled, sampled | replied, logp, finished))
 
 
 def forward_prompts(
@@ -153,15 +149,26 @@ def forward_prompts(
     return logits[prompt_of], attention_mask[prompt_of], position_ids[prompt_of]
 
 
+def drop_finished(
+    finished: Tensor, rows: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the rows that go on, in rows (b,), masks, positions and cache, once there are few enough."""
+    going_on = (~finished[rows]).nonzero()[:, 0]          # indices into rows
+    if len(going_on) > DROP_BELOW * len(rows):
+        return rows, attention_mask, position_ids
+    cache.reorder_cache(going_on)                         # selects rows
+    return rows[going_on], attention_mask[going_on], position_ids[going_on]
+
+
 def add_replies(
-    reply: Callable, ended: list[int], first_row: int, ids: Tensor, forced: Tensor, stopped: Tensor, t: int
+    reply: Callable, ended: list[int], first_row: int, ids: Tensor, replied: Tensor, finished: Tensor, t: int
 ) -> None:
     """Write an environment's tokens behind the turns of rows that have ended, from column t on, in place."""
     for row in ended:
         added = reply(first_row + row, ids[row, :t].tolist())[: ids.shape[1] - t]
         ids[row, t : t + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
-        forced[row, t : t + len(added)] = True
-        stopped[row] = not added                          # else there is another turn
+        replied[row, t : t + len(added)] = True
+        finished[row] = not added                         # else there is another turn
 
 
 def next_logits(
@@ -188,6 +195,7 @@ def sample_inverse_cdf(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     """Draw by inverse transform sampling: logits (b, V), uniforms (b,) in [0, 1) -> tokens, logp (b,).
 
     The token is the first one for which the probabilities up to it add up to more than the random number.
+    (torch.multinomial takes its numbers from one stream, so that a row's token depends on its batch.)
     """
     log_p = logits.log_softmax(dim=-1)
     # A sum over a large vocabulary needs float64, which mps does not have.
@@ -214,33 +222,33 @@ def sampling_mode(model):
 # ---- random numbers ----------------------------------------------------------------------------------------
 
 
-def occurrences(prompts: list) -> list[int]:
+def count_repeats(prompts: list) -> list[int]:
     """Count for each prompt how often it occurred before in the batch."""
     seen: Counter[str] = Counter()
-    earlier = []
+    repeats = []
     for prompt in map(str, prompts):
-        earlier.append(seen[prompt])
+        repeats.append(seen[prompt])
         seen[prompt] += 1
-    return earlier
+    return repeats
 
 
 def uniform_streams(
-    prompts: list[list[int]], earlier: list[int], group_size: int, length: int, seed: int
+    prompts: list[list[int]], repeats: list[int], group_size: int, length: int, seed: int
 ) -> Tensor:
     """Draw (B, length) float32 in [0, 1): a stream for each completion from seed, prompt and sibling number.
 
-    earlier  result of occurrences(): a repeated prompt has different streams each time
+    repeats  how often each prompt came before: it has other random numbers each time
     """
-    generators = random_generators(prompts, earlier, group_size, seed)
+    generators = random_generators(prompts, repeats, group_size, seed)
     return torch.from_numpy(np.stack([each.random(length, dtype=np.float32) for each in generators]))
 
 
 def random_generators(
-    prompts: list[list[int]], earlier: list[int], group_size: int, seed: int
+    prompts: list[list[int]], repeats: list[int], group_size: int, seed: int
 ) -> list[np.random.Generator]:
     """Return a random generator for each of the B completions; arguments as for uniform_streams."""
     generators = []
-    for prompt, occurrence in zip(prompts, earlier, strict=True):
+    for prompt, occurrence in zip(prompts, repeats, strict=True):
         key = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
         for sibling in range(group_size):
             generators.append(np.random.default_rng([seed, int.from_bytes(key), occurrence, sibling]))
@@ -251,22 +259,22 @@ def random_generators(
 
 
 def make_rollout(
-    tokenizer, prompts: list[list[int]], ids: Tensor, drawn: Tensor, written: Tensor, logp: Tensor,
-    stopped: Tensor,
+    tokenizer, prompts: list[list[int]], ids: Tensor, sampled: Tensor, filled: Tensor, logp: Tensor,
+    finished: Tensor,
 ) -> Rollout:
     """Return sampled completions as a Rollout, without the columns after the longest one.
 
-    drawn    (B, T) bool, the tokens of the policy;  written: these and an environment's
-    stopped  (B,) bool, the last token is a stop token
+    sampled   (B, T) bool, the tokens of the policy;  filled: these and an environment's
+    finished  (B,) bool, the last token is a stop token
     """
-    longest = int(written.any(dim=0).sum())
-    ids, drawn, written, logp = (x[:, :longest] for x in (ids, drawn, written, logp))
+    longest = int(filled.any(dim=0).sum())
+    ids, sampled, filled, logp = (x[:, :longest] for x in (ids, sampled, filled, logp))
     assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
-    ends = (written.sum(dim=1) - stopped.long()).tolist()  # without the stop token
+    ends = (filled.sum(dim=1) - finished.long()).tolist()  # without the stop token
     texts = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
     completions = tokenizer.batch_decode(texts, skip_special_tokens=True)
-    ids = ids.masked_fill(~written, tokenizer.pad_token_id)
-    return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, drawn, logp, stopped, completions)
+    ids = ids.masked_fill(~filled, tokenizer.pad_token_id)
+    return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, sampled, logp, finished, completions)
 
 
 def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=encode_demonstration) -> Rollout:

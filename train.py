@@ -6,21 +6,22 @@ GRPO and supervised training of a language model.
     python train.py --help                                         every flag
 
 Reading order here: grpo_training_step; what it calls, in order; then learn, the loop around the steps.
-examples/minimal.py is the same without checkpoints, processes and flags.
+examples/minimal.py is the same as one short program, with the settings of the command above.
 
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
-Units: points for scores, rewards and advantages, nats for log-probabilities (logp) and KL.
+Units: points for scores and rewards, nats for log-probabilities (logp) and KL.
     score          weighted sum of what the reward functions give to a completion
     reward         what is learned from: the score after --reward_clip, --overlong, --reward_combination
-    tied           of a group: all its rewards are equal
+    tied           of a group: its rewards are equal, so that its advantages are 0
     rollout        completions, and their logp when they were sampled
     experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
-    run            policy, its reference (a frozen or following copy), optimiser, data; progress, in updates
+    update         one optimiser step: a training step makes one or several, and flags count these
+    phase          cold_start, supervised, if there is one; then grpo
+    run            policy, reference (another model that it stays close to), optimiser, data, progress
 """
 
 import math
 import sys
-from functools import partial
 
 from runs.command_line import parse_config  # first, see runs/__init__.py
 
@@ -30,7 +31,7 @@ from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
 from engine.errors import require
 from engine.policy import follow_policy
-from engine.sharding import clip_gradient
+from engine.sharding import sum_and_clip_gradient
 from environments.messages import encode_turns
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience
 from experience import minibatches, shape_rewards
@@ -40,13 +41,11 @@ from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
 from runs.errors import exit_on_errors, halved_when_out_of_memory
-from runs.groups import (
-    replace_tied, sample_completions, sample_on_all_ranks, summarize_groups, summarize_updates, timed,
-)
+from runs.groups import replace_tied, summarize_groups, summarize_updates, timed
 from runs.phases import Phase, is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup
-from sample import Rollout, demonstrations_as_rollout
+from sample import demonstrations_as_rollout
 from sources.settings import resumed
 
 __all__ = [
@@ -58,31 +57,30 @@ VALUE_COEF = 0.1                # weight of value_loss, which is half of the squ
 
 @timed("step_seconds")
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
-    """Sample a group for each prompt, score it, make those above its mean more likely, the others less.
+    """Sample a group for each prompt, score it, make those above the group's mean more likely, others less.
 
         A      (reward - mean(group)) / std(group)        the group is the baseline: no critic
         ratio  exp(logp - old_logp)                       policy now / policy that sampled
-        loss   mean of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) + kl_coef * KL
+        loss   mean over all tokens of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
 
-    These are the defaults; the demonstration has no KL, and grpo.py has all other choices. Returns metrics
-    and the experience.
+    These are the defaults; grpo.py has the other choices. Returns metrics and the experience.
     """
     config, progress = run.config.grpo, run.progress
-    P, G = len(examples), config.num_completions_per_prompt
 
     # 1. Sample G completions of each prompt, and score them.
     groups = sample_groups(run, examples)
-    require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
-    require(len(groups.rollout.completions) == P * G, f"{len(groups.rollout.completions)=} {P=} {G=}")
 
-    # 2. Compare each completion with the others of its group. 3. Compute what all updates share.
-    experience = compute_experience_of_groups(run, groups)
+    # 2. Compare each completion with the others of its group.
+    advantages = group_advantages(run, groups)                                   # (P, G)
+
+    # 3. Add what all updates share: old_logp; with these, reference, values of a critic, weights.
+    experience = experience_of(run, groups, advantages)
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
     updates = []
-    for rows in minibatches(config, P * G, seed=run.minibatch_seed):
+    for rows in minibatches(config, advantages.numel(), seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        run.require_first_ratios_of_1(experience, losses, updates)
+        run.require_first_ratios_of_1(experience, losses, updates)  # sampler and trainer: the same policy
         updates.append(losses | optimizer_step(run, losses["total_loss"]))
         if progress.phase_step == run.phase.steps:        # optimizer_step has counted the update
             break
@@ -92,56 +90,44 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
-    """Sample and score groups. --dynamic_sampling replaces tied ones by groups of new prompts."""
-    groups = sample_and_score(run, examples)
-    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):               # arXiv:2503.14476 sec. 3.2
-        if num_tied := int(groups.tied.sum()):
-            groups = replace_tied(groups, sample_and_score(run, run.batches.take(num_tied), attempt))
+    """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
+    groups = run.on_all_ranks(sample_and_score, examples)
+    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):   # DAPO: arXiv:2503.14476 sec. 3.2
+        if num_tied := int(groups.tied.sum()):            # the last attempt's stay, tied or not
+            more = run.batches.take(num_tied)
+            groups = replace_tied(groups, run.on_all_ranks(sample_and_score, more, attempt))
+    P, G = len(examples), run.config.grpo.num_completions_per_prompt
+    require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
+    require(len(groups.rollout.completions) == P * G, f"{len(groups.rollout.completions)=} {P=} {G=}")
     return groups
 
 
-def sample_and_score(run: Run, examples: list[dict], attempt: int = 0) -> Groups:
-    """Sample and score a group for each prompt: each rank a slice of them. All ranks get all groups."""
-    of_slice = partial(groups_of_slice, run, run.sampling_seed(attempt))
-    groups = sample_on_all_ranks(run.engine, run.ranks, of_slice, examples)
-    run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
-    return groups
-
-
-def groups_of_slice(run: Run, seed: int, examples: list[dict], earlier: list[int]) -> Groups:
-    """Sample and score the groups of this rank.
-
-    earlier  how often each prompt came before in the batch: equal prompts get other random numbers
-    """
-    config, rollout = run.config.grpo, sample(run, examples, seed, earlier)
+def sample_and_score(run: Run, examples: list[dict], *, seed: int, repeats: list[int]) -> Groups:
+    """Sample and score the groups of this rank: its examples, and how often each prompt came before."""
+    config = run.config.grpo
+    rollout = run.sample_completions(examples, seed=seed, repeats=repeats)       # sample.py, or --engine
     functions, reports = wrap_reward_functions(run.reward_functions, rollout, config, run.trainer_state)
     scores, per_function = compute_rewards_for_completions(functions, config.weights, rollout, examples)
     rewards = shape_rewards(config, rollout, scores, per_function)
     return Groups(examples, rollout, scores, per_function, rewards, reports=reports)
 
 
-@halved_when_out_of_memory("generation_batch_size")
-def sample(run: Run, examples: list[dict], seed: int, earlier: list[int]) -> Rollout:
-    """Sample a group for each prompt, by sample.py or another engine; with an environment, conversations."""
-    return sample_completions(
-        run.engine, run.environment, examples, run.config.grpo, seed=seed, earlier=earlier)
-
-
-@halved_when_out_of_memory("max_tokens_per_forward")
-def compute_experience_of_groups(run: Run, groups: Groups) -> Experience:
-    """Return what all updates on a rollout share: B rows p*G + g. analysis/explain.py calls it too."""
-    config, progress = run.config.grpo, run.progress
-
-    # 2. Compare each completion with the others of its group. Equal rewards: zeros.
-    advantages = compute_group_advantages(                                       # (P, G)
-        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=progress.mean_reward)
+def group_advantages(run: Run, groups: Groups) -> torch.Tensor:
+    """Compute the advantages (P, G) of completions: 0 in tied groups. analysis/explain.py shows them too."""
+    config = run.config.grpo
+    advantages = compute_group_advantages(
+        groups.rewards, baseline=config.baseline, scale=config.scale, global_mean=run.progress.mean_reward)
     if config.baseline in CENTERED_BASELINES:
         off_center = float(advantages.sum(dim=1).abs().max() / advantages.abs().max().clamp(min=1))
         require(off_center <= 1e-3, f"the advantages of a group must sum to 0: {off_center=}")
+    return advantages
 
-    # 3. Add old and reference logp, values, weights.
+
+@halved_when_out_of_memory("max_tokens_per_forward")
+def experience_of(run: Run, groups: Groups, advantages: torch.Tensor) -> Experience:
+    """Return what all updates on a rollout share: B rows p*G + g. A critic has advantages of its own."""
     return compute_experience(
-        groups, advantages, config, run.engine, run.ranks, reference=run.reference,
+        groups, advantages, run.config.grpo, run.engine, run.ranks, reference=run.reference,
         value_head=run.value_head)
 
 
@@ -149,53 +135,78 @@ def compute_experience_of_groups(run: Run, groups: Groups) -> Experience:
 def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, config: GRPOConfig) -> dict:
     """Add up the gradient of one update over micro-batches. Returns total_loss, its terms and statistics.
 
-    rows    completions of the experience. The denominators of means count all of them, so that micro-batches
-            add up. Rows without a gradient, such as tied groups without a KL term, are not forwarded.
+    rows    completions of the experience. The denominators of the loss count all of them, so that
+            micro-batches add up. Rows without a gradient, such as tied groups without KL, are not forwarded.
     """
     denominators = experience.denominators(rows, config.generation_max_length)   # for policy_loss
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, counts in run.ranks.steps(micro_batches):       # 0: a pass to keep other ranks company
-        new = run.engine.log_probs(
+    for micro_batch, is_real in run.ranks.in_lockstep(micro_batches):  # 0: a dummy pass for other ranks' sake
+        current = run.engine.log_probs(
             experience.rollout, micro_batch, config.distribution,
             value_head=run.value_head if config.use_value_head else None,
             reference=run.reference if config.exact_kl else None,
         )
-        terms = total_loss(new, experience.select(micro_batch, new.logp.device), config, denominators)
-        run.scaler.scale(terms["total_loss"] * counts).backward()                # it scales float16 alone
-        results.append({name: term.detach() * counts for name, term in terms.items()})
-    forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    return run.add_up(results, config.loss_terms, forwarded)
+        batch = experience.select(micro_batch, current.logp.device)
+        terms = compute_loss_terms(current, batch, config, denominators)
+        run.scaler.scale(terms["total_loss"] * is_real).backward()               # scales with float16 alone
+        results.append({name: term.detach() * is_real for name, term in terms.items()})
+    share_forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
+    return run.sum_terms(results, config.loss_terms, share_forwarded)    # statistics: means over these tokens
 
 
-def total_loss(
-    new: LogProbs, batch: Experience, config: GRPOConfig, denominators: dict
+def compute_loss_terms(
+    current: LogProbs, batch: Experience, config: GRPOConfig, denominators: dict
 ) -> dict[str, torch.Tensor]:
-    """Return the loss of some rows under the current policy, its terms and statistics, each a scalar.
+    """Compute the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
-        KL         = mean of ratio * (exp(x) - x - 1), x = reference logp - logp (grpo.kl_penalty)
+        KL         = mean of ratio * (exp(x) - x - 1), x = reference logp - logp, by default (grpo.kl_penalty)
 
-    new, batch  (b, T), under the current policy with gradient; the same rows of the experience
+    current  (b, T) log-probabilities, entropy, values under the current policy, with gradient
+    batch    the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
     aggregation = config.loss_entry.aggregation                                  # dapo: token_mean
     loss, terms = policy_loss(
-        new.logp, batch.old_logp, batch.advantages, mask, weights=batch.weights,
+        current.logp, batch.old_logp, batch.advantages, mask, weights=batch.importance_weights,
         **config.loss_arguments, **denominators)  # loss_type, clip_low, clip_high, ...; num_tokens, ...
-    terms |= {"policy_loss": loss, "entropy": aggregate(new.entropy, mask, "token_mean", **denominators)}
+    # Logged, entropy and KL are means over tokens; in the loss they are averaged as the policy loss is.
+    terms |= {"policy_loss": loss, "entropy": aggregate(current.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
-        kl = new.kl if config.exact_kl else batch.sampled_kl(new.logp, config)
+        kl = current.kl if config.exact_kl else batch.sampled_kl(current.logp, config)
         terms["kl"] = aggregate(kl, mask, "token_mean", **denominators)
         loss = loss + config.kl_coef * aggregate(kl, mask, aggregation, **denominators)
     if config.entropy_coef:
-        loss = loss - config.entropy_coef * aggregate(new.entropy, mask, aggregation, **denominators)
+        loss = loss - config.entropy_coef * aggregate(current.entropy, mask, aggregation, **denominators)
     if config.use_value_head:
         terms["value_loss"] = value_loss(
-            new.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"])
+            current.values, batch.old_values, batch.returns, mask, num_tokens=denominators["num_tokens"])
         loss = loss + VALUE_COEF * terms["value_loss"]
     return terms | {"total_loss": loss}
+
+
+def optimizer_step(run: Run, loss: float) -> dict:
+    """Take one optimiser step with the accumulated gradient. Returns grad_norm, before clipping, and skipped.
+
+    A step whose loss or gradient is not finite is skipped: it counts, but parameters and schedule stay.
+    """
+    progress, scaler = run.progress, run.scaler_of_gradient          # run.scaler, if there is a gradient
+    scaler.unscale_(run.optimizer)
+    norm = sum_and_clip_gradient(run.parameters, run.config.training.max_grad_norm)      # of all ranks
+    progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
+    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    if skipped:
+        run.count_skipped(loss)
+    else:
+        scaler.step(run.optimizer)
+        run.scheduler.step()
+        progress.skipped_in_a_row = 0
+    scaler.update()
+    run.zero_gradient()
+    follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
+    return {"grad_norm": norm, "skipped": int(skipped)}
 
 
 @timed("step_seconds")
@@ -211,28 +222,6 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
     return metrics | update, experience
 
 
-def optimizer_step(run: Run, loss: float) -> dict:
-    """Take one optimiser step with the accumulated gradient. Returns grad_norm, before clipping, and skipped.
-
-    A step whose loss or gradient is not finite is skipped: it counts, but parameters and schedule stay.
-    """
-    progress, scaler = run.progress, run.scaler_of_gradient
-    scaler.unscale_(run.optimizer)
-    norm = clip_gradient(run.parameters, run.config.training.max_grad_norm)      # over all ranks
-    progress.step, progress.phase_step = progress.step + 1, progress.phase_step + 1
-    skipped = not (math.isfinite(loss) and math.isfinite(norm))
-    if skipped:
-        run.count_skipped(loss)
-    else:
-        scaler.step(run.optimizer)
-        run.scheduler.step()
-        progress.skipped_in_a_row = 0
-    scaler.update()
-    run.zero_gradient()
-    follow_policy(run.reference, run.model, run.config.grpo, progress.phase_step, skipped=skipped)
-    return {"grad_norm": norm, "skipped": int(skipped)}
-
-
 def train(config: Config, **objects) -> tuple:
     """Train, and return model and tokenizer. objects: reward_functions, dataset, ... as for set_up."""
     run = set_up(resumed(config), **objects)
@@ -243,7 +232,7 @@ def train(config: Config, **objects) -> tuple:
 def learn(run: Run) -> None:
     """Take the steps of all phases, and write what they learned to final/ in the run folder.
 
-    evaluation    before the first step of a new run, every --eval_steps, and at the end of a phase
+    evaluation    before the first step of a new run, every eval_steps of a phase, and at its end
     checkpoint    every --save_steps, at the end of a phase, at a stop, and in front of a step that raises
     stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
     """
@@ -274,7 +263,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> bool:
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
     with run.saved_on_error():
         metrics, experience = take_step(run, next(run.batches))
-    with run.saved_on_error():                            # again: the step itself is complete
+    with run.saved_on_error():                            # the step is complete: it will not be repeated
         run.log_step(metrics, experience)
     if is_due(before, progress.phase_step, phase.eval_steps):
         accuracy = run.log_evaluation()

@@ -61,10 +61,10 @@ def answer_and_score(
     """
     functions = [correctness, *(f for f in reward_functions if f is not correctness)]
 
-    def sample_slice(examples: list[dict], earlier: list[int]) -> Groups:
+    def sample_slice(examples: list[dict], repeats: list[int]) -> Groups:
         rollout = sample_completions(
             engine, environment, examples, config, seed=seed, num_completions=num_completions,
-            earlier=earlier,
+            repeats=repeats,
         )
         wrapped, reports = wrap_reward_functions(functions, rollout, config, trainer_state)
         weights = [1.0] * len(functions)

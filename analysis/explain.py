@@ -60,7 +60,7 @@ def explain(run: Run) -> None:
         )
         return
     rollout, rows = groups.rollout, torch.arange(groups.rewards.numel())
-    experience = train.compute_experience_of_groups(run, groups)
+    experience = train.experience_of(run, groups, train.group_advantages(run, groups))
     show_completions(console, config, groups, experience)
     old = log_probs_of_rollout(run.engine, run.ranks, rollout, config.distribution).logp             # (G, T)
     best_first = mean_advantages(experience).argsort(descending=True, stable=True).tolist()

@@ -28,7 +28,7 @@ from engine import make_engine
 from engine.devices import best_device, num_processes
 from engine.policy import load_any_policy, move
 from engine.ranks import Ranks
-from engine.sharding import clip_gradient
+from engine.sharding import sum_and_clip_gradient
 from experience import Experience, Groups, demonstrations_as_experience, shape_rewards
 from model import ValueHead
 from reward_functions.loading import load_reward_function
@@ -108,7 +108,7 @@ def replay_grpo_step(run: Run, records: list[dict]) -> dict:
     scores = weighted_sum(per_function, config.weights).masked_fill(failed, torch.nan)
     groups = Groups([], rollout, scores, per_function, shape_rewards(config, rollout, scores, per_function))
     run.progress.add_rewards(groups.rewards)
-    experience = train.compute_experience_of_groups(run, groups)
+    experience = train.experience_of(run, groups, train.group_advantages(run, groups))
     metrics = experience.metrics | {"mean_reward": float(scores.nanmean())}
     return gradient_metrics(run, experience, config) | metrics
 
@@ -137,7 +137,7 @@ def gradient_metrics(run: Run, experience: Experience, config: GRPOConfig) -> di
         module.zero_grad()
     losses = train.accumulate_gradients(run, experience, torch.arange(len(experience.mask)), config)
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    return losses | {"grad_norm": clip_gradient(parameters, math.inf)}
+    return losses | {"grad_norm": sum_and_clip_gradient(parameters, math.inf)}
 
 
 def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, torch.Tensor]]:

@@ -56,7 +56,7 @@ class Ranks:
             raise failure if first == process_rank() else outcomes[first][0]
         return [result for _, had_work, result in outcomes[:: devices.tensor_parallel] if had_work]
 
-    def steps(self, batches: list) -> Iterator[tuple[object, int]]:
+    def in_lockstep(self, batches: list) -> Iterator[tuple[object, int]]:
         """Yield (batch, 1) for this rank's batches, then (a batch, 0) until all ranks have had as many.
 
         A forward pass of a sharded model needs all ranks. What is computed with 0 must not be counted.

@@ -20,7 +20,7 @@ from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph, recorded
 from logprobs import compute_logits, distribution_of, restrict_logits
 from sample import (
-    Rollout, make_rollout, occurrences, sampling_mode, stop_token_ids, uniform_streams,
+    Rollout, make_rollout, count_repeats, sampling_mode, stop_token_ids, uniform_streams,
 )
 
 # Tokens of a completion that the cache has room for at first, and the share of active rows below which others
@@ -32,13 +32,13 @@ TOKENS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)    # checking for ended ro
 
 def sample_sharing_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
-    earlier: list[int] | None = None, reply: Callable | None = None,
+    repeats: list[int] | None = None, reply: Callable | None = None,
 ) -> Rollout:
     """Sample as sample_completions_for_prompts, within use_prefix_attention(model)."""
     group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    earlier = occurrences(prompts) if earlier is None else earlier
-    uniforms = uniform_streams(encoded, earlier, group_size, config.generation_max_length, seed)
+    repeats = count_repeats(prompts) if repeats is None else repeats
+    uniforms = uniform_streams(encoded, repeats, group_size, config.generation_max_length, seed)
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
     state = SamplingState(uniforms, stop_ids, pad_id, distribution_of(config), device, reply)
     cut_graph(device)
@@ -160,7 +160,7 @@ class SamplingState:
         return [row for row in row_ids if not stopped[row] and count[row] < self.ids.shape[1]]
 
     def results(self) -> tuple[Tensor, ...]:
-        """Return what make_rollout takes, on the CPU: ids, drawn, mask, logp (B, T), and stopped (B,)."""
+        """Return what make_rollout takes, on the CPU: ids, sampled, filled, logp (B, T), finished (B,)."""
         tensors = self.ids, self.forced_tokens, self.logp, self.count, self.stopped
         ids, forced, logp, count, stopped = (x.cpu()[: self.dummy_row] for x in tensors)
         mask = torch.arange(ids.shape[1]) < count[:, None]                       # by position, not by id

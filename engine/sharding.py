@@ -199,11 +199,11 @@ def replicated_sums(name: str, module: torch.nn.Module) -> dict[str, float]:
     return sums
 
 
-def clip_gradient(parameters: list, max_norm: float) -> float:
-    """Clip the gradient to a norm, in place, and return its norm before, over all processes.
+def sum_and_clip_gradient(parameters: list, max_norm: float) -> float:
+    """Sum the gradient over all processes and clip it to a norm, in place; return its norm before.
 
-    First sums over processes the gradients of parameters that are not sharded, and of norms of a process's
-    own heads. This happens here once, after the last backward pass, so that no gradient is summed twice.
+    FSDP has summed those of sharded parameters. The others, and norms of a process's own heads, are summed
+    here, once, after the last backward pass.
     """
     by_mesh: dict[object, list] = {}                      # None: not sharded
     for parameter in parameters:

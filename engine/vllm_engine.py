@@ -36,7 +36,7 @@ from engine.ranks import Ranks
 from engine.sampler import SamplingState
 from engine.sharding import forward_pass, reshard
 from logprobs import compute_logits, distribution_of
-from sample import Rollout, make_rollout, occurrences, random_generators, stop_token_ids
+from sample import Rollout, make_rollout, count_repeats, random_generators, stop_token_ids
 
 SEQUENCE_TOKENS = 64            # length of the fixed sequence
 BOUND = 1e-3                    # nats, largest difference in float32; see docs/scale.md for both
@@ -141,13 +141,13 @@ class VLLM(Engine):
 
     def sample(
         self, prompts: list, config, *, seed: int, num_completions: int | None = None,
-        earlier: list[int] | None = None, reply: Callable | None = None,
+        repeats: list[int] | None = None, reply: Callable | None = None,
     ) -> Rollout:
         """Sample as Engine.sample: one turn of all completions, then the next."""
         size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-        earlier = occurrences(prompts) if earlier is None else earlier
-        seeds = [int(g.integers(2**62)) for g in random_generators(prompt_ids, earlier, size, seed)]
+        repeats = count_repeats(prompts) if repeats is None else repeats
+        seeds = [int(g.integers(2**62)) for g in random_generators(prompt_ids, repeats, size, seed)]
         stop_ids, distribution = stop_token_ids(self.model, self.tokenizer), distribution_of(config)
         state = SamplingState(
             torch.zeros(len(seeds), limit), stop_ids, self.tokenizer.pad_token_id, distribution,

@@ -32,25 +32,25 @@ from environments.loading import responders
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS
-from sample import Rollout, occurrences, stop_token_ids
+from sample import Rollout, count_repeats, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
 
 def sample_with_environment(
     engine, environment: Callable, examples: list[dict], config, *, num_completions: int | None = None,
-    seed: int, earlier: list[int] | None = None,
+    seed: int, repeats: list[int] | None = None,
 ) -> Rollout:
     """Sample a group of conversations for each example's prompt: a completion is a list of messages.
 
-    engine   an Engine;  config  a GRPOConfig;  earlier  how often each prompt came before
+    engine   an Engine;  config  a GRPOConfig;  repeats  how often each prompt came before
     returns  with a class, its instances are open until closing_environments around the call closes them
     """
-    tokenizer, options = engine.tokenizer, dict(num_completions=num_completions, seed=seed, earlier=earlier)
+    tokenizer, options = engine.tokenizer, dict(num_completions=num_completions, seed=seed, repeats=repeats)
     group_size = num_completions or config.num_completions_per_prompt
     conversations = start_conversations(
         tokenizer, environment, examples, config, stop_token_ids(engine.model, tokenizer),
-        group_size=group_size, seed=seed, earlier=earlier,
+        group_size=group_size, seed=seed, repeats=repeats,
     )
     prompts = [conversation.prompt for conversation in conversations[::group_size]]
     rollout = engine.sample(
@@ -71,11 +71,11 @@ def sample_with_environment(
 
 def start_conversations(
     tokenizer, environment: Callable, examples: list[dict], config, stops: list[int], *, group_size: int = 1,
-    seed: int = 0, earlier: list[int] | None = None,
+    seed: int = 0, repeats: list[int] | None = None,
 ) -> list["Conversation"]:
     """Return group_size conversations for each example. Instances of a class are made and reset.
 
-    seed, earlier  of `random` in reset: seed, and how often each prompt came before
+    seed, repeats  of `random` in reset: seed, and how often each prompt came before
     """
     rows = [example for example in examples for _ in range(group_size)]
     prompts = [example["prompt"] for example in examples]
@@ -83,7 +83,7 @@ def start_conversations(
         responds = responders(environment, rows)
     else:
         responds = [Instance(example, config.reward_timeout) for example in rows]
-        for p, times in enumerate(earlier or occurrences(prompts)):
+        for p, times in enumerate(repeats or count_repeats(prompts)):
             group = responds[p * group_size : (p + 1) * group_size]
             try:
                 text = start_group(environment, group, f"{seed} {times} {prompts[p]}")

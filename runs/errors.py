@@ -28,10 +28,10 @@ def halved_when_out_of_memory(flag: str) -> Callable:
     """
     def decorate(function):
         @wraps(function)
-        def call(run, *args):
+        def call(run, *args, **options):
             while True:
                 try:
-                    return function(run, *args)
+                    return function(run, *args, **options)
                 except Exception as error:
                     if not is_out_of_memory(error) or num_processes() > 1:
                         raise

@@ -17,7 +17,7 @@ from environments import closing_environments
 from experience import Experience, Groups
 from reward_functions.calling import Reports
 from logprobs import completion_lengths
-from sample import Rollout, occurrences, pad_rows
+from sample import Rollout, count_repeats, pad_rows
 
 SUCCESS = "correctness", "math_equality", "passes_tests", "countdown", "multiple_choice"     # right: 1 point
 
@@ -34,18 +34,18 @@ def sample_completions(
 
 
 @closing_environments()
-def sample_on_all_ranks(engine, ranks, sample_and_score: Callable, examples: list[dict]) -> Groups:
-    """Call sample_and_score(examples, earlier) with each rank's slice of examples, join the groups.
+def sample_on_all_ranks(engine, ranks, sample_slice: Callable, examples: list[dict]) -> Groups:
+    """Call sample_slice(examples, repeats=) with each rank's slice of examples, join the groups.
 
-    earlier  of each prompt of the slice: how often it came before in the examples of all ranks
+    repeats  of each prompt of the slice: how often it came before in the examples of all ranks
     """
-    def of_this_rank(*columns) -> Groups:                 # examples may be large, and all ranks have them
-        groups = sample_and_score(*columns)
+    def of_this_rank(examples: list[dict], repeats: list[int]) -> Groups:
+        groups = sample_slice(examples, repeats=repeats)  # examples may be large, and all ranks have them
         return replace(groups, examples=[], rollout=replace(groups.rollout, environments=None))
 
     with engine.sampling():
-        earlier = occurrences([example["prompt"] for example in examples])
-        parts = ranks.gather(of_this_rank, examples, earlier)
+        repeats = count_repeats([example["prompt"] for example in examples])
+        parts = ranks.gather(of_this_rank, examples, repeats)
     return replace(join(parts), examples=examples)
 
 

@@ -290,7 +290,8 @@ def start_run(folder, *flags):
 def experience_of(run, rollout, rewards):
     """The Experience of a rollout with made-up rewards (P, G), computed as grpo_training_step does."""
     run.progress.add_rewards(rewards)
-    return train.compute_experience_of_groups(run, Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards))
+    groups = Groups([{"prompt": ""}] * len(rewards), rollout, rewards, {}, rewards)
+    return train.experience_of(run, groups, train.group_advantages(run, groups))
 
 
 def shared_log_probs(model, rollout, rows=None, *, reference=None, value_head=None, **policy):

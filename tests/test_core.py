@@ -305,7 +305,7 @@ class Engine:
 
 class Ranks:
     size = 1
-    def steps(self, batches):
+    def in_lockstep(self, batches):
         return [(rows, 1) for rows in batches]
     def sum(self, value):
         return value

@@ -161,7 +161,7 @@ engine.sharding.shard(sharded, {"replicate": 1, "fsdp": 1, "tp": 1})
 norms = []
 for one in model, sharded:
     conftest.shared_log_probs(one, rollout).logp.sum().backward()
-    norms.append(engine.sharding.clip_gradient(list(one.parameters()), 1.0))
+    norms.append(engine.sharding.sum_and_clip_gradient(list(one.parameters()), 1.0))
 total = torch.ones(3, device=device)
 sum_in_place(total)
 assert total.sum() == 3 and norms[0] > 0 and abs(norms[1] / norms[0] - 1) < 1e-4, norms

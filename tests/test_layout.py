@@ -121,8 +121,7 @@ def calls_of(source, function):
             visit(child, found)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             found.append(getattr(node.func, "id", None) or node.func.attr)
-            names = [node.func, *(node.args[:1] if getattr(node.func, "id", "") == "partial" else [])]
-            for name in names:
+            for name in node.func, *node.args[:1]:        # a function may be passed to what calls it
                 if isinstance(name, ast.Name) and name.id in functions:
                     visit(functions[name.id], found)
         return found

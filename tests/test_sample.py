@@ -16,7 +16,7 @@ from environments.conversations import sample_with_environment
 from runs.groups import join_rollouts, select_groups
 from logprobs import restrict_logits
 from sample import (
-    Rollout, demonstrations_as_rollout, left_pad, occurrences, pad_rows, positions_of, sample_completions_for_prompts,
+    Rollout, demonstrations_as_rollout, left_pad, count_repeats, pad_rows, positions_of, sample_completions_for_prompts,
     sample_inverse_cdf, stop_token_ids, uniform_streams,
 )
 
@@ -87,8 +87,8 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
 
 
 def test_a_prompt_that_came_before_in_the_batch_of_all_ranks_has_other_numbers(engine, settings):
-    assert occurrences(PROMPTS) == [0, 0, 0, 1] and occurrences([[1, 2], [3], [1, 2], [1, 2]]) == [0, 0, 1, 2]
-    whole, part = engine.sample(PROMPTS, settings, seed=0), engine.sample(PROMPTS[3:], settings, seed=0, earlier=[1])
+    assert count_repeats(PROMPTS) == [0, 0, 0, 1] and count_repeats([[1, 2], [3], [1, 2], [1, 2]]) == [0, 0, 1, 2]
+    whole, part = engine.sample(PROMPTS, settings, seed=0), engine.sample(PROMPTS[3:], settings, seed=0, repeats=[1])
     assert whole.completions[12:] == part.completions != whole.completions[4:8]
 
 

@@ -38,7 +38,7 @@ def off_policy(run, seed=0):
     rewards = torch.randn(len(rollout.prompt_ids), run.config.grpo.num_completions_per_prompt)
     rewards[1] = 0.7
     experience = experience_of(run, rollout, rewards)
-    if experience.weights is not None:                    # then ratios are taken to the policy as it is
+    if experience.importance_weights is not None:         # then ratios are taken to the policy as it is
         experience.old_logp = experience.old_logp + torch.where(mask, noise, 0.0)
     return experience
 
@@ -73,7 +73,7 @@ def reordered(experience, groups):
     )
     tensors = {
         name: move(getattr(experience, name))
-        for name in ("mask", "advantages", "trainer_logp", "old_logp", "weights", "reference_logp", "old_values", "returns")
+        for name in ("mask", "advantages", "trainer_logp", "old_logp", "importance_weights", "reference_logp", "old_values", "returns")
     }
     return replace(experience, rollout=rollout, **tensors)
 
@@ -94,7 +94,7 @@ def padded(experience, left, right):
         experience, rollout=rollout, mask=wider(experience.mask, False), advantages=wider(experience.advantages, 9.0),
         trainer_logp=wider(experience.trainer_logp, -3.0),
         old_logp=wider(experience.old_logp, math.nan), reference_logp=wider(experience.reference_logp, 2.0),
-        weights=wider(experience.weights, 7.0),
+        importance_weights=wider(experience.importance_weights, 7.0),
         old_values=wider(experience.old_values, 4.0), returns=wider(experience.returns, -4.0),
     )
 

@@ -27,7 +27,7 @@ def test_shares_and_rounds_cover_everything_once(monkeypatch):
             for rank in range(size):
                 monkeypatch.setattr(ranks, "process_rank", lambda rank=rank: rank)
                 shares += these.slice(things)
-                mine = list(these.steps(things))
+                mine = list(these.in_lockstep(things))
                 lengths.add(len(mine))
                 counted += [thing for thing, counts in mine if counts]
             assert shares == things and sorted(counted) == things and len(lengths) == 1

@@ -42,7 +42,7 @@ def test_without_rewards_the_gradient_is_that_of_the_kl_to_the_teacher(tmp_path,
     run.begin_phase(run.phase)
     groups = train.sample_groups(run, run.batches.take(4))
     assert groups.tied.all() and (groups.rewards == 0).all()
-    experience = train.compute_experience_of_groups(run, groups)
+    experience = train.experience_of(run, groups, train.group_advantages(run, groups))
     losses = train.accumulate_gradients(run, experience, torch.arange(16), run.config.grpo)
     found = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
     run.model.zero_grad()

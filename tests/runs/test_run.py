@@ -105,8 +105,8 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
 @pytest.mark.slow
 @pytest.mark.parametrize("where,error,saved,save_steps", [
     # Between gradient and update, when scores, prompts and random numbers of the step were recorded and drawn.
-    ("train.clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
-    exhaustive("train.clip_gradient", AssertionError("a bug"), 2, 0),
+    ("train.sum_and_clip_gradient", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, 0),
+    exhaustive("train.sum_and_clip_gradient", AssertionError("a bug"), 2, 0),
     ("runs.run.Run.log_step", OSError("no such console"), 3, 0),                 # after the update
     ("torch.optim.AdamW.step", torch.OutOfMemoryError("CUDA out of memory."), 2, 2),               # in it: the last checkpoint
 ])
