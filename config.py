@@ -106,7 +106,7 @@ class GRPOConfig:
         0.9, "keep the most likely tokens up to this total probability; 1: all", gt=0, le=1)
     generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", ge=0)
     generation_batch_size: int = flag(
-        0, "completions sampled at once, halved when memory runs out; others start as some end; 0: all", ge=0)
+        0, "completions sampled at once, in whole groups, halved when memory runs out; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
         "auto", "plain: a row for each completion; shared: forward each prompt once for all of its "
         "completions; auto: shared on CUDA, or if that saves a fifth of the tokens, and the model computes "
@@ -137,7 +137,8 @@ class GRPOConfig:
         "penalise: subtract up to 1 point in the last fifth before it")
 
     normalize_advantages: bool = flag(
-        True, "divide advantages as advantage_scale says; Dr. GRPO: false, with --loss_type dr_grpo")
+        True, "divide advantages as advantage_scale says, with a value head centre and scale them over all "
+        "tokens; Dr. GRPO: false, with --loss_type dr_grpo")
     advantage_scale: Literal[*(name for name in SCALES if name != "none")] = flag(
         "group", "divide by the standard deviation of each group, or of the batch, or by the group's mean")
     baseline: Literal[*BASELINES] = flag(
@@ -151,24 +152,25 @@ class GRPOConfig:
     loss_options: list[str] = flag(
         [], "options of the loss type, such as dual_clip=3 or delta=0.1 (docs/algorithm.md, Losses)")
     clip_low: float = flag(
-        0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low, from a "
-        "rollout's second update on", ge=0, lt=1)
+        0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low; the ratio is 1 "
+        "in a rollout's first update", ge=0, lt=1)
     clip_high: float = flag(
         0.2, "upper limit of that ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo", ge=0)
     importance_cap: float = flag(
-        0.0, "weight tokens by trainer's / sampler's probability, up to this; 0: 2 with --engine vllm, which "
-        "rounds differently, else no weights, but ratios relative to the sampler", ge=0)
+        0.0, "truncated importance sampling: weigh a token's loss by trainer's / sampler's probability, up "
+        "to this; 0: 2 with --engine vllm, which rounds differently, else none", ge=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, in points per nat", ge=0)
 
     ppo_epochs: int = flag(1, "passes over a rollout", gt=0)
     minibatch_size: int = flag(
         0, "completions per optimiser step, shuffled, best a multiple of G; 0: all of a rollout", ge=0)
 
-    use_kl_penalty: bool = flag(True, "penalise the KL to the reference, a frozen copy of the policy")
+    use_kl_penalty: bool = flag(
+        True, "penalise the KL to a reference, by default a frozen copy of the policy")
     kl_penalty_coef: float = flag(
         0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", ge=0)
     kl_in: Literal["loss", "reward"] = flag(
-        "loss", "add the KL penalty to the loss, or subtract it from the reward")
+        "loss", "add the KL penalty to the loss, or subtract it from rewards, within a group from advantages")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(
         "", "estimate the KL from the sampled tokens, or compute it over the vocabulary (exact); empty: "
         "ratio_k3 in the loss, k1 in the reward")
@@ -227,7 +229,7 @@ class GRPOConfig:
     @property
     def loss_terms(self) -> list[str]:
         """Return the names of the loss, its terms and statistics, as in metrics.jsonl."""
-        terms = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "policy_kl"]
+        terms = ["total_loss", "policy_loss", "entropy", "clip_fraction", "ratio_deviation", "approx_kl"]
         return terms + ["kl"] * self.kl_in_loss + ["value_loss"] * self.use_value_head
 
     @property
@@ -248,7 +250,7 @@ class GRPOConfig:
     @property
     def effective_importance_cap(self) -> float:
         """Return the cap of importance weights, 0 for no weights."""
-        rounds_differently = self.engine == "vllm" and not self.loss_entry.weighs_sampler
+        rounds_differently = self.engine == "vllm" and not self.loss_entry.corrects_sampler
         return self.importance_cap or (2.0 if rounds_differently else 0.0)
 
     @property

@@ -23,7 +23,7 @@ COLUMNS = {                     # the column names that are recognised, in order
     "answer": ("answer", "final_answer", "solution", "target"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
-MARK = "\ufdd0"                 # around the text of a special token; Unicode has no character here
+MARK = "\ufdd0"                 # see mark_special_tokens; Unicode has no character here
 
 
 def load_examples(
@@ -34,12 +34,12 @@ def load_examples(
 
     source   a sequence of dicts or prompts, such as a list or a datasets.Dataset; a .jsonl file; "arithmetic"
     split    "train" or "test" of the sums; a file or sequence has no splits
-    limit    the maximum number of examples, from the start
+    limit    the maximum number of examples, from the start; None or 0: all
     seed     of the order of the sums; it does not change which of them are test problems
     columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
     """
     if isinstance(source, str) and source == "arithmetic":
-        return arithmetic(split, seed)[:limit]
+        return arithmetic(split, seed)[: limit or None]
     if isinstance(source, str):
         name, rows = source, read_json_lines(source)
     else:
@@ -49,6 +49,155 @@ def load_examples(
     if not examples:
         raise ValueError(f"{name}: no examples in it")
     return examples
+
+
+# ---- the built-in sums -------------------------------------------------------------------------------------
+
+
+def arithmetic(split: str, seed: int) -> list[dict]:
+    """Return sums of two numbers below 100: 9000 problems for training, 1000 others for testing."""
+    if split not in ("train", "test"):
+        raise ValueError(f"arithmetic: there is no split {split}; it has train and test")
+    problems = [(a, b) for a in range(100) for b in range(100)]
+    random.Random("which problems are held out").shuffle(problems)
+    problems = problems[1000:] if split == "train" else problems[:1000]
+    random.Random(seed).shuffle(problems)
+    return [
+        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), a + b)}
+        for a, b in problems
+    ]
+
+
+def column_sums(a: int, b: int) -> str:
+    """Return column addition: 47+85 is "7+5=12 4+8=12 12+1=13", which contains the digits of 132."""
+    ones, tens = a % 10 + b % 10, a // 10 + b // 10
+    carry = f" {tens}+1={tens + 1}" if ones > 9 else ""
+    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
+
+
+def demonstration(reasoning: str, answer: str | int) -> str:
+    """Return a completion in the format that the format rewards expect."""
+    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
+
+
+# ---- token ids ---------------------------------------------------------------------------------------------
+
+
+def encode_prompt(tokenizer, prompt) -> list[int]:
+    """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
+
+    prompt  a string, chat messages, or token ids (returned unchanged). There is one BOS token: the template's
+            if there is a template, else the tokenizer's. Without a template text stays as it is, with its
+            special tokens.
+    """
+    if is_ids(prompt):
+        return prompt
+    messages = as_messages(prompt)
+    if tokenizer.chat_template:
+        return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+    if isinstance(prompt, str):
+        return tokenizer(prompt).input_ids
+    text = as_text(mark_special_tokens(tokenizer, messages))
+    return encode(tokenizer, f"{text}\nassistant: ", add_special_tokens=True)
+
+
+def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
+    """Encode a demonstration, ending with one stop token: the one that the chat template adds, else EOS."""
+    if tokenizer.chat_template:
+        completion += after_turn(tokenizer)               # not rendered itself: a template may trim it
+    ids = encode(tokenizer, completion)
+    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
+
+
+def encode_demonstration(
+    tokenizer, prompt, completion: str, stop_ids: list[int]
+) -> tuple[list[int], list[bool]]:
+    """Encode a demonstration that is text: token ids, and True for each of them."""
+    if not isinstance(completion, str):
+        raise ValueError(f"{completion!r:.50} is no text: pass encode_turns of environments.messages")
+    ids = encode_completion(tokenizer, completion, stop_ids)
+    return ids, [True] * len(ids)
+
+
+def after_turn(tokenizer, reply: dict | None = None) -> str:
+    """Render the end of a made-up turn of the assistant; with a reply also this and the start of the next."""
+    made_up = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
+    text = render(tokenizer, [*made_up, reply] if reply else made_up, add_generation_prompt=bool(reply))
+    return text.partition("madeupturn")[2]
+
+
+def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    """Render a conversation as text, with the tools in tokenizer.tools and --chat_template_kwargs, if any.
+
+    returns  text for encode: with MARK around special tokens that are not the template's
+    raises   ValueError for messages that the template rejects, such as a system message in Gemma 2's
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            mark_special_tokens(tokenizer, messages), tools=getattr(tokenizer, "tools", None),
+            add_generation_prompt=add_generation_prompt, tokenize=False,
+            **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
+        )
+        text.encode()                                     # half of a surrogate pair cannot be tokenised
+        return text
+    except Exception as error:                            # a template may do anything
+        raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
+
+
+def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
+    """Put MARK around the text of special tokens in messages that are not the assistant's.
+
+    A question that contains "<|im_end|>" must not end its turn: between two MARKs encode takes it as text.
+
+        "a<|im_end|>b"  ->  "a", MARK, "<|im_end|>", MARK, "b"  ->  ids of "a", of ten characters, of "b"
+    """
+    pattern = special_token_pattern(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
+    marked = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and message["role"] != "assistant":
+            content = pattern.sub(rf"{MARK}\g<0>{MARK}", content.replace(MARK, ""))
+        marked.append(message | {"content": content})
+    return marked
+
+
+@lru_cache(maxsize=8)
+def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
+    """Return a pattern of the texts of all special tokens. version: another one after tokens are added."""
+    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts |= {*tokenizer.all_special_tokens}
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Encode text; between two MARKs it is ordinary text. add_special_tokens: the tokenizer's, as BOS."""
+    first, *pieces = text.split(MARK)
+    ids = tokenizer(first, add_special_tokens=add_special_tokens).input_ids
+    for number, piece in enumerate(pieces):
+        ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=number % 2 == 0).input_ids
+    return ids
+
+
+def as_messages(prompt) -> list[dict]:
+    """Convert a prompt to chat messages: text has the role of the user, with no content for token ids."""
+    text = "" if is_ids(prompt) else prompt
+    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+
+
+def as_text(messages: str | list[dict]) -> str:
+    """Convert a prompt to text for people: one line per message; a truncated prompt gives its token ids."""
+    if isinstance(messages, str) or isinstance(messages[0], int):
+        return str(messages)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def is_ids(prompt) -> bool:
+    """Return True if a prompt is a list of token ids."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+
+
+# ---- reading and validation --------------------------------------------------------------------------------
 
 
 def require_sequence(rows) -> Sequence:
@@ -118,7 +267,11 @@ def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, st
 
 
 def normalize_example(example: dict, where: str) -> dict:
-    """Validate an example. The last turn of a conversation becomes its completion, a single answer text."""
+    """Validate an example.
+
+    The assistant's last message in a prompt becomes the completion, and an answer that is neither text nor a
+    dict becomes text or a list: 72 "72", an array its elements.
+    """
     example, prompt = dict(example), example["prompt"]
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
@@ -137,7 +290,8 @@ def normalize_example(example: dict, where: str) -> dict:
     elif completion is not None and not isinstance(completion, str) and not is_alternating(completion):
         expected = "text, an assistant's message, or such messages with others between them"
         raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
-    if not isinstance(answer := example.get("answer"), str | dict | None):       # a number, an array, ...
+    answer = example.get("answer")
+    if answer is not None and not isinstance(answer, str | dict):
         example["answer"] = list(answer) if hasattr(answer, "__iter__") else str(answer)
     return example
 
@@ -148,138 +302,3 @@ def is_alternating(messages) -> bool:
         isinstance(message, dict) and isinstance(message.get("content"), str) and "role" in message
         and (message["role"] == "assistant") == (number % 2 == 0) for number, message in enumerate(messages)
     )
-
-
-def arithmetic(split: str, seed: int) -> list[dict]:
-    """Return sums of two numbers below 100: 9000 problems for training, 1000 others for testing."""
-    if split not in ("train", "test"):
-        raise ValueError(f"arithmetic: there is no split {split}; it has train and test")
-    problems = [(a, b) for a in range(100) for b in range(100)]
-    random.Random("which problems are held out").shuffle(problems)
-    problems = problems[1000:] if split == "train" else problems[:1000]
-    random.Random(seed).shuffle(problems)
-    return [
-        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": demonstration(column_sums(a, b), a + b)}
-        for a, b in problems
-    ]
-
-
-def column_sums(a: int, b: int) -> str:
-    """Return column addition: 47+85 is "7+5=12 4+8=12 12+1=13", which contains the digits of 132."""
-    ones, tens = a % 10 + b % 10, a // 10 + b // 10
-    carry = f" {tens}+1={tens + 1}" if ones > 9 else ""
-    return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}={tens}{carry}"
-
-
-def demonstration(reasoning: str, answer: str | int) -> str:
-    """Return a completion in the format that the format rewards expect."""
-    return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
-
-
-def encode_prompt(tokenizer, prompt) -> list[int]:
-    """Encode a prompt up to the start of the completion, with the chat template if the tokenizer has one.
-
-    prompt  a string, chat messages, or token ids (returned unchanged). There is one BOS token: the template's
-            if there is a template, else the tokenizer's. Without a template text stays as it is, with its
-            special tokens.
-    """
-    if is_ids(prompt):
-        return prompt
-    messages = as_messages(prompt)
-    if tokenizer.chat_template:
-        return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
-    if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
-    text = as_text(mark_special_tokens(tokenizer, messages))
-    return encode(tokenizer, f"{text}\nassistant: ", add_special_tokens=True)
-
-
-def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
-    """Encode a demonstration, ending with one stop token: the one that the chat template adds, else EOS."""
-    if tokenizer.chat_template:
-        completion += after_turn(tokenizer)               # not rendered itself: a template may trim it
-    ids = encode(tokenizer, completion)
-    stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
-    return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
-
-
-def encode_demonstration(
-    tokenizer, prompt, completion: str, stop_ids: list[int]
-) -> tuple[list[int], list[bool]]:
-    """Encode a demonstration that is text: token ids, and True for each of them."""
-    if not isinstance(completion, str):
-        raise ValueError(f"{completion!r:.50} is no text: pass encode_turns of environments.messages")
-    ids = encode_completion(tokenizer, completion, stop_ids)
-    return ids, [True] * len(ids)
-
-
-def after_turn(tokenizer, reply: dict | None = None) -> str:
-    """Render the end of a made-up turn of the assistant; with a reply also this and the start of the next."""
-    made_up = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
-    text = render(tokenizer, [*made_up, reply] if reply else made_up, add_generation_prompt=bool(reply))
-    return text.partition("madeupturn")[2]
-
-
-def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
-    """Render a conversation as text, with the tools in tokenizer.tools and --chat_template_kwargs, if any.
-
-    returns  text for encode: with MARK around special tokens that are not the template's
-    raises   ValueError for messages that the template rejects, such as a system message in Gemma 2's
-    """
-    try:
-        text = tokenizer.apply_chat_template(
-            mark_special_tokens(tokenizer, messages), tools=getattr(tokenizer, "tools", None),
-            add_generation_prompt=add_generation_prompt, tokenize=False,
-            **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
-        )
-        text.encode()                                     # half of a surrogate pair cannot be tokenised
-        return text
-    except Exception as error:                            # a template may do anything
-        raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
-
-
-def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
-    """Put MARK around the text of special tokens in messages that are not the assistant's."""
-    pattern = special_token_pattern(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
-    marked = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str) and message["role"] != "assistant":
-            content = pattern.sub(rf"{MARK}\g<0>{MARK}", content.replace(MARK, ""))
-        marked.append(message | {"content": content})
-    return marked
-
-
-@lru_cache(maxsize=8)
-def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
-    """Return a pattern of the texts of all special tokens. version: another one after tokens are added."""
-    texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    texts |= {*tokenizer.all_special_tokens}
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-
-
-def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Encode text; between two MARKs it is ordinary text. add_special_tokens: the tokenizer's, as BOS."""
-    first, *pieces = text.split(MARK)
-    ids = tokenizer(first, add_special_tokens=add_special_tokens).input_ids
-    for number, piece in enumerate(pieces):
-        ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=number % 2 == 0).input_ids
-    return ids
-
-
-def as_messages(prompt) -> list[dict]:
-    """Convert a prompt to chat messages: text has the role of the user, with no content for token ids."""
-    text = "" if is_ids(prompt) else prompt
-    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-
-
-def as_text(messages: str | list[dict]) -> str:
-    """Convert a prompt to text for people: one line per message; a truncated prompt gives its token ids."""
-    if isinstance(messages, str) or isinstance(messages[0], int):
-        return str(messages)
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def is_ids(prompt) -> bool:
-    """Return True if a prompt is a list of token ids."""
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -4,15 +4,16 @@ policy_loss, token_loss and gspo works alone, copied below `import torch` and `f
 without the rest of this file; these need what they call.
 
 A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, then aggregate).
-A new loss is a function and an entry of LOSSES: flags, explanations and tests are read from that table.
+A new loss is a function and an entry of LOSSES: flags, explanations and tests are read from that table. A
+loss_type has the name of a paper, and is its loss alone: not its baseline, sampling or clip range.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
 denominators are arguments, so that micro-batches add up to one big batch. Formulas in the docstrings are
 Python expressions: tests evaluate and compare them token by token.
 
-Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them) with siblings adjacent, T
-completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
+Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them), those of a prompt adjacent,
+T completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
 """
 
 import inspect
@@ -109,6 +110,9 @@ def clipped_loss(
     """Compute PPO's clipped loss (arXiv:1707.06347 eq. 7), with dual_clip that of arXiv:1912.09729 eq. 5.
 
         -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+
+    and with dual_clip
+
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
 
     Returns loss and gradient_removed (bool), (B, T) each; unused holds what only other losses take.
@@ -221,7 +225,7 @@ class Loss:
     per_token: Callable
     aggregation: str                                      # see aggregate
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    weighs_sampler: bool = False                          # its own ratio corrects differences of the sampler
+    corrects_sampler: bool = False                        # its own ratio corrects differences of the sampler
 
     @property
     def reads(self) -> set[str]:
@@ -244,8 +248,8 @@ LOSSES = {                      # the keys are the choices of --loss_type
     "cispo": Loss(cispo, "token_mean"),
     "sapo": Loss(sapo, "sequence_mean", TAUS),
     "dppo": Loss(dppo, "token_mean", {"delta": (0.0, 1.0)}),
-    "icepop": Loss(icepop, "token_mean", LIMITS, weighs_sampler=True),
-    "sequence_mask": Loss(sequence_mask, "token_mean", LIMITS, weighs_sampler=True),
+    "icepop": Loss(icepop, "token_mean", LIMITS, corrects_sampler=True),
+    "sequence_mask": Loss(sequence_mask, "token_mean", LIMITS, corrects_sampler=True),
     "reinforce": Loss(reinforce, "token_mean"),
 }
 
@@ -330,22 +334,22 @@ def policy_loss(
     options     clip_low=0.2, clip_high=0.2 and others: see token_loss
     returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
                 clip_fraction (share of num_tokens whose gradient was removed, or whose weight was capped),
-                ratio_deviation (mean over num_tokens of |ratio - 1|), policy_kl (nats, mean over num_tokens
+                ratio_deviation (mean over num_tokens of |ratio - 1|), approx_kl (nats, mean over num_tokens
                 of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
     """
-    loss, clipped, log_ratio = token_loss(                                       # (B, T) each
+    token_losses, clipped, log_ratio = token_loss(                               # (B, T) each
         logp, old_logp, advantages, mask, loss_type=loss_type, **options)
     if weights is not None:
-        loss = loss * weights
-    counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
-    total = aggregate(loss, mask, LOSSES[loss_type].aggregation, **counts)
+        token_losses = token_losses * weights
+    denominators = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
+    loss = aggregate(token_losses, mask, LOSSES[loss_type].aggregation, **denominators)
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {
         "clip_fraction": (clipped & mask).sum() / num_tokens,
         "ratio_deviation": (ratio - 1).abs().sum() / num_tokens,
-        "policy_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
+        "approx_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
     }
-    return total, stats
+    return loss, stats
 
 
 def kl_penalty(
@@ -353,11 +357,13 @@ def kl_penalty(
 ) -> Tensor:
     """Estimate KL(policy || reference) per token, from the tokens that were sampled.
 
+    With x = ref_logp - logp:
+
         k1   -x
         k2   x**2 / 2
         k3   exp(x) - x - 1
 
-    with x = ref_logp - logp. If there is a ratio, the result is multiplied by it.
+    If there is a ratio, the result is multiplied by it.
 
     logp, ref_logp  (B, T) nats
     ratio           (B, T) exp(logp - old_logp) with its gradient, or None

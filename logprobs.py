@@ -8,7 +8,7 @@ and for the trainer, so that they give a token the same probability, to rounding
     p p p p     c c c c . .
           ^     ^ ^ ^               the last token of the prompt predicts the first c, each c the next one
 
-completion_log_probs lays out the rows, head_log_probs has the formulas. Each row has a prompt of its own;
+lay_out makes the rows, head_log_probs has the formulas. Each row has a prompt of its own;
 engine/shared.py forwards a prompt once for all its completions. Shapes: B = P*G rows of T completion tokens,
 b rows of a pass of L tokens, N tokens of the policy in them, n of those at once, H hidden size, V vocabulary.
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**26}  # n * V of a chunk of the head: 16 megabytes in float32, or
-                                # 256 where reading the head takes longer than to multiply a few tokens by it
-TOKENS_AT_ONCE = 64             # n at least
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**26}  # n * V of a chunk of the head: 16 MB in float32, or 256 MB
+                                # where reading the head takes longer than to multiply a few tokens by it
+MIN_TOKENS_AT_ONCE = 64         # n, also if it takes more
 
 
 @dataclass
@@ -39,7 +39,8 @@ class LogProbs:
 
 def completion_log_probs(
     model, rollout, rows: Tensor | None = None, *, temperature: float = 1.0, top_k: int = 0,
-    top_p: float = 1.0, reference=None, value_head=None, call: Callable = lambda model, function: function(),
+    top_p: float = 1.0, reference=None, value_head=None,
+    run_forward: Callable = lambda model, forward: forward(),
 ) -> LogProbs:
     """Compute log p(token | all tokens before it) under the policy: model, temperature, top-k and top-p.
 
@@ -48,11 +49,43 @@ def completion_log_probs(
     reference   another model of the same vocabulary, for the exact KL at every position. It is a sum over the
                 vocabulary that the policy keeps, with both distributions normalised over that; no gradient
     value_head  a module from hidden states (N, H) to points (N,)
-    call        call(model, function) runs the function, which forwards the model. A model whose weights are
-                spread over processes passes its own, which collects them first; by default nothing is added
+    run_forward  run_forward(model, forward) calls forward(), a pass of the model. Where weights are sharded
+                over processes, engine/plain.py gives one that gathers them around it
     """
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
+    inputs, predicting_position, target_ids = lay_out(rollout, rows, device)
+    distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+
+    def hidden_states(network) -> Tensor:
+        return network.base_model(**inputs).last_hidden_state[predicting_position]             # (N, H)
+
+    reference_hidden = None
+    if reference is not None:
+        with torch.no_grad():
+            reference_hidden = run_forward(reference, partial(hidden_states, reference))
+
+    def forward() -> list[Tensor | None]:
+        hidden = hidden_states(model)
+        chunk_of_head = partial(head_log_probs, model, distribution, reference)
+        size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
+        results = in_chunks(chunk_of_head, size, hidden, target_ids, reference_hidden)
+        values = None if value_head is None else value_head(hidden).to(results[0].dtype).clone()    # no view
+        return [*results, values]
+
+    logp, entropy, kl, values = run_forward(model, forward)                                    # (N,) each
+    mask = rollout.completion_mask[rows].to(device)                                            # (b, T)
+    zeros = torch.zeros(mask.shape, dtype=logp.dtype, device=device)
+    in_place = (None if x is None else zeros.masked_scatter(mask, x) for x in (logp, entropy, kl, values))
+    return LogProbs(*in_place)
+
+
+def lay_out(rollout, rows: Tensor, device) -> tuple[dict, tuple[Tensor, Tensor], Tensor]:
+    """Lay out prompts and completions of some rows for a forward pass, as in the figure at the top.
+
+    returns  inputs of the model (b, L); row and column of the position that predicts each token of the
+             policy, (N,) each; and the ids of these tokens (N,)
+    """
     mask = rollout.completion_mask[rows]                                                       # (b, T)
     prompts, lengths = prompts_and_lengths(rollout, rows)
     sequences = [
@@ -62,38 +95,18 @@ def completion_log_probs(
     ids = pad_sequence(sequences, batch_first=True).to(device)                                 # (b, L)
     attention_mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
     positions = torch.arange(ids.shape[1], device=device) * attention_mask
-    inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
-    row, column = mask.nonzero(as_tuple=True)                          # (N,) each: the tokens of the policy
+    row, t = mask.nonzero(as_tuple=True)                  # (N,) each: the tokens of the policy
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    predicting_position = row.to(device), (prompt_lengths[row] + column - 1).to(device)
-    target_ids = rollout.completion_ids[rows][mask].to(device)                                 # (N,)
-    distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-
-    def hidden_states(network) -> Tensor:
-        return network.base_model(**inputs).last_hidden_state[predicting_position]             # (N, H)
-
-    reference_hidden = None
-    if reference is not None:
-        with torch.no_grad():
-            reference_hidden = call(reference, partial(hidden_states, reference))
-
-    def forward() -> list[Tensor | None]:
-        hidden, head = hidden_states(model), partial(head_log_probs, model, distribution, reference)
-        size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
-        logp, entropy, *kl = in_chunks(head, size, hidden, target_ids, reference_hidden)
-        values = None if value_head is None else value_head(hidden).to(logp.dtype).clone()       # no view
-        return [logp, entropy, kl[0] if kl else None, values]
-
-    results = call(model, forward)                                                  # (N,) each
-    mask = mask.to(device)
-    zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
-    return LogProbs(*(None if result is None else zeros.masked_scatter(mask, result) for result in results))
+    predicting_position = row.to(device), (prompt_lengths[row] + t - 1).to(device)
+    inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
+    return inputs, predicting_position, rollout.completion_ids[rows][mask].to(device)
 
 
 def head_log_probs(
     model, distribution: dict, reference, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
 ) -> list[Tensor]:
-    """Compute logp and entropy of target_ids (n,), and the exact KL with a reference: (n,) nats each.
+    """Compute the logp of target_ids (n,), and at their positions the entropy of the policy and the exact KL
+    with the reference, if there is one: (n,) nats each.
 
         entropy = -sum_i p(i) log p(i)         KL = sum_i p(i) (log p(i) - log q(i))
 
@@ -181,35 +194,36 @@ def distribution_of(config) -> dict:
 
 
 def in_chunks(
-    head: Callable, size: int, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
-) -> list[Tensor]:
-    """Return head(hidden, target_ids, reference_hidden), `size` tokens at a time, and again in the backward
-    pass: no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
+    chunk_of_head: Callable, size: int, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
+) -> list[Tensor | None]:
+    """Return logp, entropy and KL (None without a reference) of head_log_probs, `size` tokens at a time, and
+    again in the backward pass: no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
     """
     if torch.is_grad_enabled():
-        head = partial(checkpoint, head, use_reentrant=False, preserve_rng_state=False)
+        chunk_of_head = partial(checkpoint, chunk_of_head, use_reentrant=False, preserve_rng_state=False)
     # Allocated before the chunks: a small tensor between what they free would fragment the memory.
     num_results, dtype = 2 + (reference_hidden is not None), torch.promote_types(hidden.dtype, torch.float32)
     results = hidden.new_empty(len(hidden), num_results, dtype=dtype)
     for number, hidden_chunk in enumerate(hidden.split(size)):
         chunk = slice(number * size, (number + 1) * size)
         reference_chunk = None if reference_hidden is None else reference_hidden[chunk]
-        results[chunk] = torch.stack(head(hidden_chunk, target_ids[chunk], reference_chunk), dim=1)
-    return [column.clone() for column in results.unbind(dim=1)]          # FSDP warns of views
+        results[chunk] = torch.stack(chunk_of_head(hidden_chunk, target_ids[chunk], reference_chunk), dim=1)
+    columns = [column.clone() for column in results.unbind(dim=1)]               # FSDP warns of views
+    return columns if reference_hidden is not None else [*columns, None]
 
 
 def tokens_in_chunk(vocab_size: int, device: torch.device) -> int:
     """Return how many tokens go through the head at once."""
-    return max(TOKENS_AT_ONCE, LOGITS_AT_ONCE.get(device.type, 2**22) // vocab_size)
+    return max(MIN_TOKENS_AT_ONCE, LOGITS_AT_ONCE.get(device.type, 2**22) // vocab_size)
 
 
-def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
+def micro_batches(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, padding included; a longer row is alone.
 
     Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
     gradient to rounding, since losses take their denominators from the whole update.
 
-    parts  least number of batches; fewer if there are fewer rows
+    min_batches  fewer if there are fewer rows
     """
     _, lengths = prompts_and_lengths(rollout, rows)
     batches: list[list[int]] = []
@@ -217,8 +231,8 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> lis
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
             batches.append([])
         batches[-1].append(index)
-    if len(batches) < min(parts, len(rows)):              # again, with half of the tokens
-        return micro_batches(rollout, rows, min(max_tokens, max(lengths) * len(rows)) // 2, parts)
+    if len(batches) < min(min_batches, len(rows)):        # again, with half of the tokens
+        return micro_batches(rollout, rows, min(max_tokens, max(lengths) * len(rows)) // 2, min_batches)
     return [rows[batch] for batch in batches]
 
 

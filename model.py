@@ -32,7 +32,7 @@ def load_tokenizer(config) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model_path={config.model_path}: its tokenizer needs an eos_token")
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from positions, not from ids
+        tokenizer.pad_token = tokenizer.eos_token         # harmless: masks come from lengths, not from ids
     if config.chat_template == "none":
         tokenizer.chat_template = None
     if variables and not tokenizer.chat_template:
@@ -46,8 +46,8 @@ def load_policy(config, *, load: Callable | None = None) -> tuple[PreTrainedMode
     The model is in evaluation mode and stays there: with dropout, ratios would not be 1 on the first step.
 
     config  a ModelConfig
-    load    load(config) -> the model, and the weights that no file has: load_text_weights of
-            engine/policy.py, for hubs, LoRA, 16 bits and shards. None: load_weights
+    load    load(config) -> the model, and the names of weights that no file has. By default load_weights,
+            which reads a folder in float32; train.py passes load_text_weights of engine/policy.py, for others
     raises  ValueError in one line for settings that need another load
     """
     if load is None:
@@ -130,11 +130,11 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 @torch.no_grad()
 def update_reference(reference, model, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
-    for kept, new in zip(reference.parameters(), model.parameters(), strict=True):
+    for ours, policys in zip(reference.parameters(), model.parameters(), strict=True):
         if alpha:
-            kept.lerp_(new.to(kept.device), 1 - alpha)
+            ours.lerp_(policys.to(ours.device), 1 - alpha)
         else:
-            kept.copy_(new)
+            ours.copy_(policys)
 
 
 class ValueHead(torch.nn.Module):

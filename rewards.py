@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-# (?>...) forbids other ways to match: a text with many tags and no </answer> would need a cube of steps.
+# (?>...) is atomic: without it a text with many tags and no </answer> takes time cubic in its length.
 FORMAT = re.compile(r"(?>(.*?)<reasoning>)(?>(.*?)</reasoning>\s*<answer>)(.*?)</answer>(.*)", re.DOTALL)
 COLUMNS_NOT_PASSED = {"prompt", "original_prompt", "completion", "turn_points"}  # functions get `prompts`
 MOST_POINTS = 1e15              # its square is still finite in float32
 
 
 def correctness(completions, answer, **columns) -> list[float | None]:
-    """Give 1 point if the answer in tags is that of the column `answer`, else 0; two answers are none.
+    """Give 1 point if the answer in tags is that of the column `answer`, else 0; several count as no answer.
 
     The column may hold a list: any of it is right. Where it holds nothing, or "nan", the result is None.
 
@@ -80,15 +80,61 @@ def explanation_quality(completions, **columns) -> list[float]:
     return points
 
 
+def compute_rewards_for_completions(
+    reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Score every completion with every function and add up: total = sum of weight * points.
+
+    rollout   has completions (B texts or conversations), completion_ids and completion_mask (B, T)
+    examples  P dicts
+    returns   total (P, G) in points, and the points of each function (P, G) before weighting, by its name
+
+    Where a function has no points, they are NaN in the second result, and in the total
+
+        None for all completions of a prompt   it is left out: it does not apply to this prompt
+        None for some of them                  NaN for these: they cannot be compared with the others
+        NaN                                    NaN: the function failed
+
+    A function may return a function without arguments, which returns the points: all are started before the
+    first is awaited.
+    """
+    arguments = build_arguments(rollout, examples)
+    count, shape = len(rollout.completions), (len(examples), -1)
+    names = [name_of(function) for function in reward_functions]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"several reward functions have the name {', '.join(repeated)}; rename by __name__")
+    started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
+    per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
+    for name, result in started.items():
+        returned = result() if callable(result) else result
+        points = read_points(returned, count, f"reward function {name}")
+        failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
+        points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
+        per_function[name] = points.view(shape)
+    return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
+
+
+def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
+    """Add up the points of each function (P, G) -> total (P, G), with NaN for None as above."""
+    assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
+    points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
+    skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
+    weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
+    return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
+
+
+# ---- reading answers ---------------------------------------------------------------------------------------
+
+
 def text_of(completion) -> str:
     """Return the text of a completion: a string, or the content of the last chat message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def score_each(points: Callable, completions, *columns) -> list[float | None]:
-    """Return points(text, *values) for each completion and its columns, None where a value is missing."""
+def score_each(score_one: Callable, completions, *columns) -> list[float | None]:
+    """Return score_one(text, *values) for each completion and its columns, None where a value is missing."""
     return [
-        None if any(map(is_missing, values)) else points(text_of(completion), *values)
+        None if any(map(is_missing, values)) else score_one(text_of(completion), *values)
         for completion, *values in zip(completions, *columns, strict=True)
     ]
 
@@ -139,42 +185,7 @@ def as_number(text: str) -> Decimal | None:
         return None
 
 
-def compute_rewards_for_completions(
-    reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Score every completion with every function and add up: total = sum of weight * points.
-
-    rollout   has completions (B texts or conversations), completion_ids and completion_mask (B, T)
-    examples  P dicts
-    returns   total (P, G) in points, and the points of each function (P, G) before weighting, by its name
-
-    A function may return a function without arguments, which returns the points: all are started before the
-    first is awaited. NaN for a completion says that the function failed: its total is NaN. None says that it
-    does not apply: NaN in the function's points. Where it is None for all siblings of a group, the function
-    is left out of their totals; for only some, their totals are NaN: they cannot be compared.
-    """
-    arguments = build_arguments(rollout, examples)
-    count, shape = len(rollout.completions), (len(examples), -1)
-    names = [name_of(function) for function in reward_functions]
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"several reward functions have the name {', '.join(repeated)}; rename by __name__")
-    calls = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
-    per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
-    for name, call in calls.items():
-        points = read_points(call() if callable(call) else call, count, f"reward function {name}")
-        failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
-        points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
-        per_function[name] = points.view(shape)
-    return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
-
-
-def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
-    """Add up the points of each function (P, G) -> total (P, G), with NaN for None as documented above."""
-    assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
-    points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
-    skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
-    weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
-    return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
+# ---- calling reward functions ------------------------------------------------------------------------------
 
 
 def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     if weights is None:
         raise ValueError(f"{path}: no checkpoint beside it; name the weights with --model_path")
     run = load_run(config, weights)
-    print(f"with the weights of {weights}; policy_kl is that to the weights that sampled", file=sys.stderr)
+    print(f"with the weights of {weights}; approx_kl is that to the weights that sampled", file=sys.stderr)
     for records in chain([first], steps):
         step, phase = records[0]["step"], records[0]["phase"]
         replay_step = replay_grpo_step if phase == "grpo" else replay_supervised_step

@@ -44,7 +44,7 @@ PANELS = {                      # of the curves: title -> names of metrics (file
     "groups and completions (share)": "tied_groups truncated clip_fraction",
     "length (tokens)": "completion_tokens",
     "policy (nat/token)": "loss entropy",
-    "KL (nat/token)": "kl policy_kl",
+    "KL (nat/token)": "kl approx_kl",
     "gradient norm": "grad_norm",
     "time (s)": "*_seconds",
 }

@@ -66,12 +66,12 @@ class Engine:
             )
         return sample_completions_for_prompts(self.model, self.tokenizer, prompts, config, **options)
 
-    def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
+    def micro_batches(self, rollout: Rollout, rows: Tensor, min_batches: int = 1) -> list[Tensor]:
         """Split rows into batches of at most max_tokens tokens, the same on all ranks.
 
-        parts  least number of batches; fewer if there are fewer rows
+        min_batches  fewer if there are fewer rows
         """
-        return micro_batches(rollout, rows, self.max_tokens, parts)
+        return micro_batches(rollout, rows, self.max_tokens, min_batches)
 
     def log_probs(
         self, rollout: Rollout, rows: Tensor | None, distribution: dict, *, model=None, reference=None,
@@ -83,5 +83,5 @@ class Engine:
         """
         return completion_log_probs(
             model or self.model, rollout, rows, **distribution, reference=reference, value_head=value_head,
-            call=forward_pass,
+            run_forward=forward_pass,
         )

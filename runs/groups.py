@@ -124,10 +124,10 @@ def mean_of(lines: list[dict], metric: str) -> float:
 
 
 def summarize_updates(updates: list[dict]) -> dict:
-    """Return the means of the metrics of a step's updates, and the last policy_kl."""
+    """Return the means of the metrics of a step's updates, and the last approx_kl."""
     means = {name: mean_of(updates, name) for name in updates[0]}
     skipped = sum(update["skipped"] for update in updates)
-    return means | {"policy_kl": updates[-1]["policy_kl"], "updates": len(updates), "skipped": skipped}
+    return means | {"approx_kl": updates[-1]["approx_kl"], "updates": len(updates), "skipped": skipped}
 
 
 def summarize_groups(groups: Groups, experience: Experience) -> dict:

@@ -107,7 +107,7 @@ def test_the_head_sees_few_tokens_at_once_and_again_backward():
     results[0].sum().backward()
     assert sorted(seen[3:]) == parts and hidden.grad.equal(2 * hidden)
     with torch.no_grad():
-        assert len(in_chunks(head, 4, hidden, chosen, None)) == 2 and seen[6:] == parts
+        assert in_chunks(head, 4, hidden, chosen, None)[2] is None and seen[6:] == parts
 
 
 def dense_log_probs(model, rollout, row, temperature):
@@ -166,7 +166,7 @@ def test_the_borders_between_chunks_of_the_head_change_nothing(model, tokenizer,
     config = GRPOConfig(generation_max_length=40, num_completions_per_prompt=20)
     rollout = sample_completions_for_prompts(model, tokenizer, PROMPTS[:2], config, seed=0)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", {"cpu": 1})
-    monkeypatch.setattr(logprobs, "TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(logprobs, "MIN_TOKENS_AT_ONCE", 100)
     assert rollout.completion_mask.sum() > 500, "several chunks"
     sizes, head = [], logprobs.head_log_probs
     monkeypatch.setattr(logprobs, "head_log_probs", lambda *args: sizes.append(len(args[4])) or head(*args))

@@ -29,7 +29,7 @@ def test_objects_of_python_are_found_by_their_names():
     assert saved_name("python:politeness", {"politeness": 0}) == "politeness"
 
 
-SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm", "clip_fraction", "mean_reward", "policy_kl"]
+SAME = ["policy_loss", "total_loss", "value_loss", "entropy", "kl", "grad_norm", "clip_fraction", "mean_reward", "approx_kl"]
 
 
 def replay(capsys, *flags):

@@ -161,12 +161,12 @@ def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at
     log_ratio = (now.logp - experience.old_logp)[looked_at]
     assert losses["entropy"] == pytest.approx(float(now.entropy[looked_at].mean()), rel=1e-4)
     assert losses["ratio_deviation"] == pytest.approx(float((log_ratio.exp() - 1).abs().mean()), rel=1e-4)
-    assert losses["policy_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
+    assert losses["approx_kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-4)
     up = (experience.advantages > 0).expand_as(looked_at)[looked_at]
     too_far = torch.where(up, log_ratio.exp() > 1.2, log_ratio.exp() < 0.8)
     assert losses["clip_fraction"] == pytest.approx(float(too_far.float().mean()), rel=1e-4) and too_far.any()
     tied = experience_of(run, experience.rollout, torch.zeros(len(experience.mask) // 4, 4))
-    names = "entropy", "clip_fraction", "ratio_deviation", "policy_kl"
+    names = "entropy", "clip_fraction", "ratio_deviation", "approx_kl"
     losses = accumulate_gradients(run, tied, torch.arange(len(tied.mask)), run.config.grpo)
     assert all(math.isnan(losses[name]) for name in names), "of no tokens"
 
