@@ -28,7 +28,7 @@ def load_examples(
     if is_name and source in PROBLEMS:
         if split not in ("train", "test"):
             raise ValueError(f"{source}: there is no split {split}; it has train and test")
-        return PROBLEMS[source](split, seed)[:limit]
+        return PROBLEMS[source](split, seed)[: limit or None]
     rows = read_rows(source, split) if is_name else require_sequence(source)
     where, count = source if is_name else "dataset", min(limit or len(rows), len(rows))
     if count == 0:

@@ -1,8 +1,10 @@
 """The Python in the pages: blocks marked `python run` are run in order, a page at a time; all others must at least compile."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +55,7 @@ def test_the_functions_of_the_readme_do_what_it_says(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "train", small_train)
     monkeypatch.chdir(tmp_path)                           # outputs/mine may hold a run
     for block in blocks(ROOT / "README.md"):
+        monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(**names))       # the file of the first block
         exec(compile(block, "README.md", "exec"), names)
     texts = ["<answer>7</answer>", "a" * 50, "a" * 400 + "<answer>7</answer>"]
     assert names["short"](texts, answer=["7"] * 3) == [1.0, 0.0, 0.0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experience import Experience
+import runs.run
 import train
 from analysis import replay
 from conftest import length_reward, run_folder, start_run
@@ -41,7 +42,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
     (tmp_path / "tied.py").write_text(
         "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"          # call 1: the start-up check
         "    return [float(len(calls) > 2 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
-    real, rollouts = train.sample_completions, []
+    real, rollouts = runs.run.sample_completions, []
 
     def sampler(*args, **options):
         rollout = real(*args, **options)
@@ -50,7 +51,7 @@ def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tm
             rollout.sampling_logp -= 0.05 * rollout.completion_mask
         return rollout
 
-    monkeypatch.setattr(train, "sample_completions", sampler)
+    monkeypatch.setattr(runs.run, "sample_completions", sampler)
     flags = flags.format(tied=f"{tmp_path}/tied.py:tied").split() or ["--reward_functions", length_reward(tmp_path)]
     if "--reward_functions" not in flags:
         flags += ["--reward_functions", length_reward(tmp_path)]

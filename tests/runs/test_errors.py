@@ -21,6 +21,7 @@ import analysis.evaluation
 from analysis import replay
 import engine.sampler
 import sample
+import runs.run
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
@@ -139,7 +140,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
     """It fails when some tokens are drawn."""
     flags = [*flags, "--max_steps", "2", "--eval_limit", "8"]
     whole = run_folder(tmp_path / "whole", *flags)
-    module, forward, passes = train if where == "step" else analysis.evaluation, PrefixCache.forward, []
+    module, forward, passes = runs.run if where == "step" else analysis.evaluation, PrefixCache.forward, []
     real = module.sample_completions
 
     def failing_forward(*args):
