@@ -271,10 +271,18 @@ def make_rollout(
     ids, sampled, filled, logp = (x[:, :longest] for x in (ids, sampled, filled, logp))
     assert logp.isfinite().all(), "the model's logits are not finite; is the learning rate too high?"
     ends = (filled.sum(dim=1) - finished.long()).tolist()  # without the stop token
-    texts = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
-    completions = tokenizer.batch_decode(texts, skip_special_tokens=True)
+    completions = [
+        decode_completion(tokenizer, row[:end]) for row, end in zip(ids.tolist(), ends, strict=True)]
     ids = ids.masked_fill(~filled, tokenizer.pad_token_id)
     return Rollout(*left_pad(prompts, tokenizer.pad_token_id), ids, sampled, logp, finished, completions)
+
+
+def decode_completion(tokenizer, ids: list[int]) -> str:
+    """Return the text of sampled tokens without their stop token. Pad and BOS tokens have none; other special
+    tokens have, such as <think> or <tool_call>: reward functions see what the policy wrote.
+    """
+    silent = tokenizer.pad_token_id, tokenizer.bos_token_id
+    return tokenizer.decode([i for i in ids if i not in silent])
 
 
 def demonstrations_as_rollout(model, tokenizer, examples: list[dict], encode=encode_demonstration) -> Rollout:

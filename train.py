@@ -249,7 +249,7 @@ def learn(run: Run) -> None:
                     return
                 if step_evaluate_save(run, phase):
                     break
-            if run.evaluated_at != run.progress.step:
+            if run.progress.evaluated_at != run.progress.step:
                 run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
@@ -261,11 +261,13 @@ def step_evaluate_save(run: Run, phase: Phase) -> bool:
     """Take a step of a phase and log it; evaluate and save if that is due. Return if the phase ends early."""
     progress, before = run.progress, run.progress.phase_step
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-    with run.saved_on_error():
-        metrics, experience = take_step(run, next(run.batches))
-    with run.saved_on_error():                            # the step is complete: it will not be repeated
-        run.log_step(metrics, experience)
-    if is_due(before, progress.phase_step, phase.eval_steps):
+    if not progress.evaluation_due:                       # else it raised, and the run has been resumed
+        with run.saved_on_error():
+            metrics, experience = take_step(run, next(run.batches))
+        with run.saved_on_error():                        # the step is complete: it will not be repeated
+            run.log_step(metrics, experience)
+        progress.evaluation_due = is_due(before, progress.phase_step, phase.eval_steps)
+    if progress.evaluation_due:
         accuracy = run.log_evaluation()
         if phase.name == "cold_start" and accuracy >= run.config.training.cold_start_accuracy:
             return True

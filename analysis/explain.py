@@ -87,7 +87,7 @@ def explain(run: Run) -> None:
 
 def train_until_grpo(run: Run) -> None:
     """Begin the GRPO phase, after at most COLD_STEPS steps of a supervised phase before it."""
-    if run.progress.phase == len(run.phases):
+    if run.has_taken_all_steps:
         raise ValueError("this run is finished; explain its policy with --model_path RUN/final")
     phase = run.phase
     run.begin_phase(phase)

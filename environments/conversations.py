@@ -32,7 +32,7 @@ from environments.loading import responders
 from environments.messages import encode_reply
 from reward_functions.calling import call_with_timeout
 from rewards import MOST_POINTS
-from sample import Rollout, count_repeats, stop_token_ids
+from sample import Rollout, count_repeats, decode_completion, stop_token_ids
 
 MAX_MESSAGE_CHARACTERS = 4000   # of an environment's message; the rest is cut, and a note is added
 
@@ -112,7 +112,7 @@ class Conversation:
         """respond: a function of messages, or an Instance; config: max_turns, reward_errors and so on."""
         self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
         self.config, self.stops = config, stops
-        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.decode = partial(decode_completion, tokenizer)
         self.messages = as_messages(tokenizer.decode(prompt) if is_ids(prompt) else prompt)
         self.num_prompt_messages = len(self.messages)
         self.turn_start = 0                         # of the policy's current turn, in tokens after the prompt

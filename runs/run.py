@@ -50,6 +50,8 @@ class Progress:
     phase: int = 0                                        # index of the current phase
     phase_step: int = 0                                   # optimiser steps taken in this phase
     step: int = 0                                         # optimiser steps taken in all
+    evaluated_at: int = -1                                # step of the last evaluation
+    evaluation_due: bool = False                          # a step is taken whose evaluation is not
     skipped: int = 0                                      # steps that were not finite and changed nothing
     skipped_in_a_row: int = 0                             # the latest of them
     reward_sum: float = 0.0                               # points, of all completions of the steps so far
@@ -96,7 +98,6 @@ class Run:
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
     reference: torch.nn.Module | AdapterReference | None = None                  # None without a KL penalty
     value_head: ValueHead | None = None
-    evaluated_at: int | None = None                       # step of the last evaluation
     seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/groups.py
 
     @property
@@ -201,10 +202,15 @@ class Run:
     def is_complete(self) -> bool:
         """Return whether the run has ended before, and say so."""
         final = self.folder.path / "final"
-        complete = self.progress.phase == len(self.phases) and final.exists()
+        complete = self.has_taken_all_steps and final.exists()
         if complete:
             self.console.print(f"this run is complete; a new one can begin with --model_path {final}")
         return complete
+
+    @property
+    def has_taken_all_steps(self) -> bool:
+        """Return whether the last phase has had its steps."""
+        return self.phase is self.phases[-1] and self.progress.phase_step >= self.phase.steps
 
     @contextmanager
     def started(self):
@@ -291,9 +297,10 @@ class Run:
         self.ranks.agree({name: str(value) for name, value in choices.items()} | sums)
 
     def end_phase(self) -> None:
-        """Advance to the next phase."""
-        self.progress.phase += 1
-        self.progress.phase_step, self.optimizer = 0, None
+        """Advance to the next phase. The last one stays, for a run that is resumed with more steps."""
+        if self.phase is not self.phases[-1]:
+            self.progress.phase += 1
+            self.progress.phase_step, self.optimizer = 0, None
 
     def save_checkpoint(self, notify: bool = False) -> Path:
         """Save everything to checkpoints/step-<step> of the run folder, on all ranks. Raises RunError.
@@ -397,7 +404,7 @@ class Run:
         with self.saved_on_error() if self.batches else nullcontext():           # None: before any phase
             result = self.evaluate()
         self.folder.log(self.progress.step, "eval", result)
-        self.evaluated_at = self.progress.step
+        self.progress.evaluated_at, self.progress.evaluation_due = self.progress.step, False
         self.console.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
         return result.get("eval_accuracy", math.nan)
 

@@ -5,6 +5,7 @@ Cheap checks come first. config.py has rejected incompatible flags; then reward 
 is read, the tokenizer loaded, and prompts are counted in tokens. The model and its start-up check come last.
 """
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -207,6 +208,8 @@ def set_up(
     policy = load_trained_policy(model_config, training, device, mesh)
     longest = max(longest_prompt, longest_held_out)
     check_context_length(policy, longest, config.grpo.generation_max_length)
+    if inspect.isclass(environment):                      # its reset may add text to a prompt
+        longest = max(longest, config.data.max_prompt_length)
     phases = plan_phases(config, len(train_set))
     console.describe(policy, device, len(train_set), len(eval_set), phases)
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
@@ -283,8 +286,8 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
         "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps",
         "use_value_head", "use_kl_penalty",
     ]
-    if (checkpoint.parents[1] / "final").exists():        # the run is complete
-        fixed += ["max_steps", "num_epochs"]
+    if now["lr_schedule"] != "constant" and (checkpoint.parents[1] / "final").exists():      # it is complete
+        fixed += ["max_steps", "num_epochs"]              # and its learning rate has fallen
     for name in fixed:
         if name in changed:
             raise ValueError(

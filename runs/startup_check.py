@@ -12,7 +12,7 @@ import torch
 
 from analysis.reward_linter import completions_of, flags_of, score_texts
 from config import GRPOConfig
-from data import encode_prompt
+from data import encode_completion, encode_prompt
 from engine import make_engine, saves_tokens
 from engine.errors import CannotShare
 from engine.text_model import has_experts
@@ -20,7 +20,7 @@ from engine.plain import Engine
 from engine.precision import is_exact
 from experience import compare_with_sampler, log_probs_of_rollout
 from logprobs import LogProbs
-from sample import Rollout, stop_token_ids
+from sample import Rollout, decode_completion, stop_token_ids
 
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
@@ -87,7 +87,8 @@ def check_setup(engine: Engine, examples: list[dict], config, reward_functions: 
         findings.append(Finding("template", None, missing))
     if reward_functions and not config.environment and config.reward_functions != ["none"]:
         answered = next((example for example in examples if example.get("answer")), examples[0])
-        findings += check_rewards(answered, config, reward_functions)
+        stop_ids = stop_token_ids(model, tokenizer)
+        findings += check_rewards(answered, config, reward_functions, tokenizer, stop_ids)
     return findings
 
 
@@ -214,9 +215,17 @@ def compare(model, name: str, what: str, left, right, fix: str) -> Finding:
     return Finding(name, difference <= tolerance, found, fix)
 
 
-def check_rewards(example: dict, config, reward_functions: list) -> list[Finding]:
-    """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points."""
-    texts = completions_of(example)
+def check_rewards(
+    example: dict, config, reward_functions: list, tokenizer, stop_ids: list[int]
+) -> list[Finding]:
+    """Score a completion of each kind of analysis/reward_linter.py for an example; note suspicious points.
+
+    Completions are encoded and decoded before, as those that are sampled.
+    """
+    texts = {
+        kind: decode_completion(tokenizer, encode_completion(tokenizer, text, stop_ids)[:-1])
+        for kind, text in completions_of(example).items()
+    }
     scores, per_function, failures = score_texts(                                # (number of kinds, 1)
         reward_functions, config.weights, list(texts.values()), [example] * len(texts), config)
     totals = dict(zip(texts, scores[:, 0].tolist(), strict=True))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, comparable, ctrl_c_after, run_folder, with_noise
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infer
@@ -149,3 +149,26 @@ def test_an_adapter_keeps_its_rank_and_needs_its_base(tmp_path, tokenizer):
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"adapter: no such folder as .*base; from the hub"):
         load_any_policy(ModelConfig(str(tmp_path / "adapter")))
+
+
+@pytest.mark.parametrize("options,refused", [
+    (dict(target_modules=["q_proj"], lora_dropout=0.5), ""),
+    (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), "modules_to_save"),
+    (dict(target_modules=["q_proj"], trainable_token_indices=[1, 2]), "trainable_token_indices"),
+    (dict(target_modules=["q_proj", "embed_tokens"]), "model.embed_tokens.weight"),
+    (dict(target_modules=["q_proj", "lm_head"]), "lm_head.weight"),
+])
+def test_an_adapter_of_peft_is_loaded_without_its_dropout_or_refused_in_one_line(tmp_path, tokenizer, options, refused):
+    torch.manual_seed(0)
+    save_any_policy(ARCHITECTURES["llama"]().eval(), tokenizer, tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = get_peft_model(base, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    if refused:
+        with pytest.raises(ValueError, match=rf"^--model_path={tmp_path}/adapter: the adapter also trains {refused}, [^\n]+$"):
+            load(tmp_path / "adapter")
+        return
+    ours, _ = load(tmp_path / "adapter")
+    assert not any(module.training for module in ours.modules())
+    torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits)

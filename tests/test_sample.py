@@ -15,7 +15,9 @@ from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
 from runs.groups import join_rollouts, select_groups
 from logprobs import restrict_logits
+from model import byte_tokenizer
 from sample import (
+    decode_completion, make_rollout,
     Rollout, demonstrations_as_rollout, left_pad, count_repeats, pad_rows, positions_of, sample_completions_for_prompts,
     sample_inverse_cdf, stop_token_ids, uniform_streams,
 )
@@ -289,3 +291,15 @@ def test_an_engine_continues_conversations_after_each_reply(model, tokenizer):
     assert (rollout.sampling_logp == torch.where(rollout.completion_mask, -0.5, 0.0)).all()
     assert all([m["content"] for m in messages if m["role"] == "user"] == ["no", "more"] for messages in rollout.completions)
     assert rollout.finished.all() and rollout.turn_points.sum(dim=1).tolist() == [0.5] * 4
+
+
+def test_texts_lose_stop_pad_and_bos_tokens_and_no_other_special_token():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "<tool_call>"]})
+    ids = tokenizer("a<think>b<tool_call>").input_ids
+    pad, bos = tokenizer.pad_token_id, tokenizer.bos_token_id
+    assert ids[0] == bos and decode_completion(tokenizer, [*ids, pad]) == "a<think>b<tool_call>"
+    drawn = torch.tensor([[*ids, tokenizer.eos_token_id]])
+    rollout = make_rollout(
+        tokenizer, [[5]], drawn, torch.ones_like(drawn).bool(), torch.ones_like(drawn).bool(), torch.zeros(drawn.shape), torch.tensor([True]))
+    assert rollout.completions == ["a<think>b<tool_call>"]

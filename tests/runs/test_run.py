@@ -9,6 +9,8 @@ import torch
 from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, run_folder
 
 import train
+from config import ModelConfig
+from engine.policy import load_any_policy
 from reward_functions.loading import function_from_file
 from runs import phases
 from runs.folder import read_jsonl
@@ -81,13 +83,15 @@ def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call,evaluated,saved", [(4, "0", 2), (8, "4", 5)])     # in the third step; in the last evaluation
+@pytest.mark.parametrize("call,evaluated,saved", [
+    (4, "0", 2), (8, "4 --eval_steps 0", 5), (5, "4 --eval_steps 2", 2),         # in the third step, the last evaluation, the first one
+])
 def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, evaluated, saved):
     """The run that was mended and resumed is the one that never raised. The first call is the start-up check's."""
     file = tmp_path / "late.py"
     file.write_text("calls = 0\ndef late(completions, **columns):\n    global calls\n    calls += 1\n"
                     f"    if calls == {call}: raise KeyError('late')\n    return [float(len(c) % 7) for c in completions]\n")
-    flags = f"--use_grpo --cold_start_steps 0 --max_steps 5 --eval_limit {evaluated} --eval_steps 0".split()
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 5 --eval_limit {evaluated}".split()
     flags += ["--reward_functions", f"{file}:late"]
     with pytest.raises(SystemExit) as stop:
         train.main([*QUICK, *flags, "--output_dir", str(tmp_path / "a")])
@@ -100,6 +104,26 @@ def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, eva
     train.main(["--output_dir", str(tmp_path / "a"), "--resume"])
     function_from_file.cache_clear()
     assert_same(tmp_path / "a", run_folder(tmp_path / "b", *flags))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--cold_start_steps 1 --lora_rank 4 --use_kl_penalty --reference_mode ema"])
+def test_a_complete_run_with_a_constant_learning_rate_goes_on_as_if_it_had_been_longer(tmp_path, more):
+    flags = f"--use_grpo --cold_start_steps 0 --eval_limit 0 --lr_schedule constant --warmup_ratio 0 {more} --max_steps".split()
+    short = run_folder(tmp_path / "short", *flags, "2")
+    train.main(["--output_dir", str(short), "--resume", "--max_steps", "4"])
+    assert_same(short, run_folder(tmp_path / "long", *flags, "4"))
+
+
+@pytest.mark.slow
+def test_a_run_of_the_built_in_model_with_an_adapter_can_be_moved(tmp_path):
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 3 --eval_limit 0 --lora_rank 4".split()
+    with ctrl_c_after(2):
+        begun = run_folder(tmp_path / "begun", *flags)
+    moved = begun.rename(tmp_path / "moved")
+    train.main(["--output_dir", str(moved), "--resume"])
+    assert comparable(moved) == comparable(run_folder(tmp_path / "never", *flags))
+    load_any_policy(ModelConfig(str(moved / "final")))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, caps
     folder = run_folder(tmp_path / "out", *"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0".split())
     (begun, *_) = sorted((folder / "checkpoints").iterdir())
     state = torch.load(begun / "state.pt", weights_only=True)
-    assert state["progress"]["phase"] == 1, "complete"
+    assert state["progress"]["phase_step"] == 1, "complete"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     again = ["--output_dir", str(folder), "--resume"]
     for flags, flag in (["--lora_rank", "8"], "lora_rank=8"), (["--model_path", str(begun)], f"model_path={begun}"), (
