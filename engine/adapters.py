@@ -22,24 +22,24 @@ def add_adapter(model: PreTrainedModel, config, saved: bool) -> None:
     from peft import LoraConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    layers = linear_layers(model)
     if saved:
         lora = LoraConfig.from_pretrained(config.model_path)
         lora.inference_mode = False
     else:
         lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
-                          target_modules=layers, base_model_name_or_path=model.name_or_path)
+                          target_modules=linear_layers(model), base_model_name_or_path=model.name_or_path)
         # For some models peft reads names such as gate_proj as those of all experts. Adapting experts needs
         # a copy of their weights in every pass and while they are merged, so they are left out.
         convert_peft_config_for_transformers(lora, model, None)
         lora.target_parameters, lora.rank_pattern, lora.alpha_pattern = None, {}, {}
     more = [name for name in ("modules_to_save", "trainable_token_indices") if getattr(lora, name, None)]
     inject_adapter_in_model(lora, model)
-    more += [name for name in adapted_weights(model) if name.removesuffix(".weight") not in layers]
+    ends = {"the embedding": model.get_input_embeddings(), "the head": model.get_output_embeddings()}
+    more += [name for name, module in ends.items() if hasattr(module, "lora_A")]
     if more:
         raise ValueError(
-            f"--model_path={config.model_path}: the adapter also trains {more[0]}, beside linear layers; merge "
-            "it into its base model, by peft's merge_and_unload, and load that")
+            f"--model_path={config.model_path}: the adapter also changes {more[0]}, beside layers; merge it "
+            "into its base model, by peft's merge_and_unload, and load that")
     model.eval()                                          # without the adapter's dropout
     if saved:
         set_peft_model_state_dict(model, load_peft_weights(config.model_path, device="cpu"))
