@@ -89,31 +89,27 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
     prompt  a string, chat messages, or token ids (returned unchanged). There is one BOS token: the template's
             if there is a template, else the tokenizer's. Without a template text stays as it is, with its
             special tokens.
-    raises  ValueError if a message is not in the rendered prompt
     """
     if is_ids(prompt):
         return prompt
-    messages, has_template = as_messages(prompt), bool(tokenizer.chat_template)
-    if isinstance(prompt, str) and not has_template:
-        return tokenizer(prompt).input_ids
-    if has_template:
+    messages = as_messages(prompt)
+    if tokenizer.chat_template:
         text = render(tokenizer, messages, add_generation_prompt=True)
+    elif isinstance(prompt, str):
+        return tokenizer(prompt).input_ids
     else:
         text = f"{as_text(mark_special_tokens(tokenizer, messages))}\nassistant: "
     refuse_lost_text(messages, text.replace(MARK, ""))
-    return encode(tokenizer, text, add_special_tokens=not has_template)
+    return encode(tokenizer, text, add_special_tokens=not tokenizer.chat_template)
 
 
 def refuse_lost_text(messages: list[dict], rendered: str) -> None:
     """Raise ValueError unless a rendered prompt has the text of each message, as often as the messages do.
 
-    Templates may strip it, write it as JSON, and leave out thoughts (Qwen 3, in earlier turns). Of a list of
-    parts, text must not be there as {"type": "text", ...}.
+    Templates may strip it, write it as JSON, and leave out thoughts (Qwen 3), but not print {"text": ...}.
     """
-    parts = [
-        (message["role"], part) for message in messages
-        for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
-    ]
+    contents = [m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages]
+    parts = [(m["role"], part) for m, content in zip(messages, contents, strict=True) for part in content]
     texts = [part.get("text") if isinstance(part, dict) else part for _, part in parts]
     texts = [re.split(r"\W/think\W", str(text or ""))[-1].strip() for text in texts]
     for (role, part), text in zip(parts, texts, strict=True):

@@ -67,14 +67,15 @@ def run_text_call(text: str, functions: dict[str, Callable]) -> str:
     What is no Python is one text, as are several words for a function of one parameter: find(Oslo, Norway).
     """
     name, _, whole = text[:-1].partition("(")
-    function, call, source_of = functions[name], parse_call(text), partial(ast.get_source_segment, text)
+    function, call = functions[name], parse_call(text)
     kinds = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
     is_list = len(kinds) > 1 and "," in whole
     if call and (is_list or all(isinstance(node, ast.Constant) for node in call.args)):
-        pairs = zip(call.args, chain(kinds.values(), repeat(object)), strict=False)
-        keys = [(key.arg or "**", source_of(key.value)) for key in call.keywords]
-        named = {key: value_of(text, kinds.get(key, object)) for key, text in keys}
-        return run_call(function, *(value_of(source_of(node), kind) for node, kind in pairs), **named)
+        def read(node: ast.AST, kind: object) -> object:
+            return value_of(ast.get_source_segment(text, node), kind)
+
+        named = {key.arg or "**": read(key.value, kinds.get(key.arg, object)) for key in call.keywords}
+        return run_call(function, *map(read, call.args, chain(kinds.values(), repeat(object))), **named)
     if is_list or whole.partition("=")[0].strip() in kinds:
         return f"error: not {name}({', '.join(f'{parameter}=...' for parameter in kinds)})"
     return run_call(function, value_of(whole.strip(), next(iter(kinds.values()), str)))
@@ -93,10 +94,7 @@ def value_of(text: str, kind: object) -> object:
 
 
 def run_json_call(text: str, functions: dict[str, Callable]) -> str:
-    """Return the result of {"name": ..., "arguments": {...}}, or an error message.
-
-    The arguments may be an object, its text, or missing; under the name "parameters" too.
-    """
+    """Return the result of {"name": ..., "arguments": {...}, their text or nothing}, or an error message."""
     try:
         call = json.loads(text)
         arguments = call.get("arguments", call.get("parameters"))

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from reward_functions.answers import as_texts, extract_block
 from reward_functions.sandbox import run_python, usable_cores
@@ -117,15 +118,14 @@ for token, assertion, values in {0!r}:
 @functools.cache
 def single_tests(text: str) -> list[str]:
     """Return the assert statements in a text, or in a list written as text, each after the imports."""
-    try:
+    with suppress(SyntaxError, ValueError, RecursionError):
         if text.lstrip().startswith("["):
             return [test for part in ast.literal_eval(text.strip()) for test in single_tests(str(part))]
         statements = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError, RecursionError):
-        return [text]
-    asserts = [one for one in statements if isinstance(one, ast.Assert)]
-    imports = [one for one in statements if one not in asserts]
-    return [ast.unparse(ast.Module([*imports, one], [])) for one in asserts[1:] and asserts] or [text]
+        asserts = [one for one in statements if isinstance(one, ast.Assert)]
+        imports = [one for one in statements if one not in asserts]
+        return [ast.unparse(ast.Module([*imports, one], [])) for one in asserts[1:] and asserts] or [text]
+    return [text]
 
 
 @functools.cache
