@@ -114,7 +114,7 @@ class GRPOConfig:
     engine_memory: float = flag(
         0.3, "vllm: share of the GPU's memory for its weights, keys and values while it samples", gt=0, lt=1)
     dynamic_sampling: int = flag(
-        0, "extra rounds of sampling, at most, that replace groups of equal rewards by new prompts", ge=0)
+        0, "extra rounds of sampling, at most, that replace groups of equal scores by new prompts", ge=0)
 
     environment: str = flag(
         "", "function or class that replies to the policy: calculator, python, guess_letter, or "

@@ -20,7 +20,7 @@ from typing import Any
 
 COLUMNS = {                     # the column names that are recognised, in order of precedence
     "prompt": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
-    "answer": ("answer", "final_answer", "solution", "target"),
+    "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
 MARK = "\ufdd0"                 # see mark_special_tokens; Unicode has no character here
@@ -94,11 +94,31 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
         return prompt
     messages = as_messages(prompt)
     if tokenizer.chat_template:
-        return encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
-    if isinstance(prompt, str):
+        text = render(tokenizer, messages, add_generation_prompt=True)
+    elif isinstance(prompt, str):
         return tokenizer(prompt).input_ids
-    text = as_text(mark_special_tokens(tokenizer, messages))
-    return encode(tokenizer, f"{text}\nassistant: ", add_special_tokens=True)
+    else:
+        text = f"{as_text(mark_special_tokens(tokenizer, messages))}\nassistant: "
+    refuse_lost_text(messages, text.replace(MARK, ""))
+    return encode(tokenizer, text, add_special_tokens=not tokenizer.chat_template)
+
+
+def refuse_lost_text(messages: list[dict], rendered: str) -> None:
+    """Raise ValueError unless a rendered prompt has the text of each message, as often as the messages do.
+
+    Templates may strip it, write it as JSON, and leave out thoughts (Qwen 3), but not print {"text": ...}.
+    """
+    contents = [m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages]
+    parts = [(m["role"], part) for m, content in zip(messages, contents, strict=True) for part in content]
+    texts = [part.get("text") if isinstance(part, dict) else part for _, part in parts]
+    texts = [re.split(r"\W/think\W", str(text or ""))[-1].strip() for text in texts]
+    for (role, part), text in zip(parts, texts, strict=True):
+        forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
+        is_lost = sum(map(rendered.count, forms)) < sum(other.count(text) for other in texts)
+        if is_lost or (isinstance(part, dict) and repr(part) in rendered):
+            raise ValueError(
+                f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
+                "its role, or its form (text, a list of parts); change it, or pass another --chat_template")
 
 
 def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
@@ -277,6 +297,8 @@ def normalize_example(example: dict, where: str) -> dict:
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
             raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
         if prompt and prompt[-1]["role"] == "assistant":                # the last turn is the demonstration
+            if example.get("completion") not in (None, prompt[-1]["content"]):
+                raise ValueError(f"{where}: a completion, and a prompt that ends with one; leave one out")
             example["completion"] = prompt[-1]["content"]
             example["prompt"] = prompt = prompt[:-1]
     elif not isinstance(prompt, str):

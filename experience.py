@@ -32,13 +32,18 @@ class Groups:
     scores: Tensor                      # (P, G) points, weighted sum of the reward functions; NaN: not scored
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
     rewards: Tensor                     # (P, G) points, see shape_rewards
-    replaced: int = 0                   # number of tied groups that dynamic sampling replaced
+    replaced: int = 0                   # number of groups that dynamic sampling replaced
     reports: object = None              # of the reward functions, beside points: see runs/groups.py
 
     @property
     def tied(self) -> Tensor:
         """Return (P,) bool: all rewards of the group are equal, so that their advantages are 0."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
+
+    @property
+    def without_signal(self) -> Tensor:
+        """Return (P,) bool: the group is tied, or would be without the penalty for length: equal scores."""
+        return self.tied | (compute_group_advantages(self.scores) == 0).all(dim=1)
 
 
 def shape_rewards(

@@ -93,7 +93,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
     groups = run.on_all_ranks(sample_and_score, examples)
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):   # DAPO: arXiv:2503.14476 sec. 3.2
-        if num_tied := int(groups.tied.sum()):            # the last attempt's stay, tied or not
+        if num_tied := int(groups.without_signal.sum()):  # the last attempt's stay, tied or not
             more = run.batches.take(num_tied)
             groups = replace_tied(groups, run.on_all_ranks(sample_and_score, more, attempt))
     P, G = len(examples), run.config.grpo.num_completions_per_prompt

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain, repeat
 
 from reward_functions.arithmetic import FOUR_OPERATORS, evaluate_expression
 from reward_functions.calling import start_coroutine
@@ -47,32 +48,58 @@ def run_calls(text: str, functions: dict[str, Callable]) -> list[str]:
         deadline, late = time.monotonic() + SECONDS_PER_MESSAGE, "error: too much time in one message"
         return [run_json_call(call, functions) if time.monotonic() < deadline else late for call in calls]
     text = text.rstrip()
-    *_, call = [None, *re.finditer(rf"\b({'|'.join(functions)})\(", text)]              # the last one
-    if call is None or not text.endswith(")"):
+    calls = [text[found.start() :] for found in re.finditer(rf"\b({'|'.join(functions)})\(", text)]
+    if not calls or not text.endswith(")"):
         return []
-    function, argument = functions[call[1]], text[call.end() : -1]
-    takes_one = argument.strip() or inspect.signature(function).parameters
-    return [run_call(function, *[value_of(argument, function)] * bool(takes_one))]
+    return [run_text_call(next(filter(parse_call, calls[-9:]), calls[-1]), functions)]    # 9: parsing is slow
 
 
-def value_of(text: str, function: Callable) -> object:
-    """Return the argument of a call: a literal, unless the first parameter takes text; else the text.
+def parse_call(text: str) -> ast.Call | None:
+    """Return a call by name, such as f(1, b=2); None for all other text."""
+    with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
+        call = ast.parse(text, mode="eval").body
+        return call if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
 
-    A string in quotes is a literal too, so buy("rice") and buy(rice) are the same.
+
+def run_text_call(text: str, functions: dict[str, Callable]) -> str:
+    """Return the result of name(arguments), or an error message.
+
+    What is no Python is one text, as are several words for a function of one parameter: find(Oslo, Norway).
     """
-    kind = next((p.annotation for p in inspect.signature(function).parameters.values()), str)
-    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        value = ast.literal_eval(text.strip())
-        if isinstance(value, str) or kind not in (str, "str", str | None, "str | None"):
-            return value
+    name, _, whole = text[:-1].partition("(")
+    function, call = functions[name], parse_call(text)
+    kinds = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
+    is_list = len(kinds) > 1 and "," in whole
+    if call and (is_list or all(isinstance(node, ast.Constant) for node in call.args)):
+        def read(node: ast.AST, kind: object) -> object:
+            return value_of(ast.get_source_segment(text, node), kind)
+
+        named = {key.arg or "**": read(key.value, kinds.get(key.arg, object)) for key in call.keywords}
+        return run_call(function, *map(read, call.args, chain(kinds.values(), repeat(object))), **named)
+    if is_list or whole.partition("=")[0].strip() in kinds:
+        return f"error: not {name}({', '.join(f'{parameter}=...' for parameter in kinds)})"
+    return run_call(function, value_of(whole.strip(), next(iter(kinds.values()), str)))
+
+
+def value_of(text: str, kind: object) -> object:
+    """Return an argument: a literal of Python or JSON, unless it is for a parameter that takes text; else its
+    text. A string in quotes is a literal too, so buy("rice") and buy(rice) are the same.
+    """
+    takes_text = {*re.findall(r"\w+", inspect.formatannotation(kind))} <= {"str", "None", "Optional"}
+    for read in ast.literal_eval, json.loads:
+        with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
+            value = read(text)
+            return value if isinstance(value, str) or not takes_text else text
     return text
 
 
 def run_json_call(text: str, functions: dict[str, Callable]) -> str:
-    """Return the result of {"name": ..., "arguments": {...}}, or an error message."""
+    """Return the result of {"name": ..., "arguments": {...}, their text or nothing}, or an error message."""
     try:
         call = json.loads(text)
-        function, arguments = functions[call["name"]], {**call["arguments"]}
+        arguments = call.get("arguments", call.get("parameters"))
+        arguments = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+        function, arguments = functions[call["name"]], {**(arguments or {})}
     except Exception:
         return f'error: not {{"name": "{"|".join(functions)}", "arguments": {{...}}}}'
     return run_call(function, **arguments)

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from reward_functions.answers import as_texts, extract_block
 from reward_functions.sandbox import run_python, usable_cores
@@ -34,7 +35,7 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
     """Give 0 to 1 point: the fraction of its tests that the program in a completion passes; None where there
     are no tests, or one that cannot be judged (docs/rewards.md; a warning names it).
 
-    tests    a column: per row a list of assert statements as strings; each may begin with imports
+    tests    a column: per row assert statements that may follow imports: a list of texts, or one text
     program  the last ```python block, in the tagged answer if there is one, else in all of the text; without
              a block, that text
 
@@ -52,7 +53,7 @@ def passes_tests(completions, tests, **columns) -> list[float | None]:
         judged = parts and None not in parts
         return fraction_passed(extract_block(text_of(completion), "python3?|py"), parts) if judged else None
 
-    parts = [[split_or_warn(test) for test in as_texts(row)] for row in tests]
+    parts = [[split_or_warn(test) for text in as_texts(row) for test in single_tests(text)] for row in tests]
     with ThreadPoolExecutor(usable_cores()) as threads:
         return list(threads.map(score, completions, parts))
 
@@ -112,6 +113,19 @@ for token, assertion, values in {0!r}:
         exec(assertion, {{"_values": json.loads(zlib.decompress(bytes.fromhex(values)), object_hook=decode)}})
         print(token, flush=True)
 '''
+
+
+@functools.cache
+def single_tests(text: str) -> list[str]:
+    """Return the assert statements in a text, or in a list written as text, each after the imports."""
+    with suppress(SyntaxError, ValueError, RecursionError):
+        if text.lstrip().startswith("["):
+            return [test for part in ast.literal_eval(text.strip()) for test in single_tests(str(part))]
+        statements = ast.parse(text.strip()).body
+        asserts = [one for one in statements if isinstance(one, ast.Assert)]
+        imports = [one for one in statements if one not in asserts]
+        return [ast.unparse(ast.Module([*imports, one], [])) for one in asserts[1:] and asserts] or [text]
+    return [text]
 
 
 @functools.cache

@@ -50,8 +50,8 @@ def sample_on_all_ranks(engine, ranks, sample_slice: Callable, examples: list[di
 
 
 def replace_tied(groups: Groups, new: Groups) -> Groups:
-    """Return the groups that are not tied, and behind them the new ones, whether tied or not."""
-    return join([select(groups, ~groups.tied), replace(new, replaced=len(new.rewards))])
+    """Return the groups with a signal, and behind them the new ones, whether they have one or not."""
+    return join([select(groups, ~groups.without_signal), replace(new, replaced=len(new.rewards))])
 
 
 def select(groups: Groups, keep: Tensor) -> Groups:

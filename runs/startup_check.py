@@ -6,6 +6,7 @@ It runs before every training; a run does not start if an assumption fails.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,6 +86,9 @@ def check_setup(engine: Engine, examples: list[dict], config, reward_functions: 
     if isinstance(examples[0]["prompt"], list) and not tokenizer.chat_template:
         missing = "the tokenizer has no chat template, so messages are joined as text (--check prints one)"
         findings.append(Finding("template", None, missing))
+    if opened := re.search(r"<(?!assistant)\w+>\s*\Z", tokenizer.decode(prompts[0])):
+        begin = f"the prompt ends with {opened[0]!r}: completions, which are scored, begin after it"
+        findings.append(Finding("template", None, begin))
     if reward_functions and not config.environment and config.reward_functions != ["none"]:
         answered = next((example for example in examples if example.get("answer")), examples[0])
         stop_ids = stop_token_ids(model, tokenizer)

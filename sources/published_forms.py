@@ -3,8 +3,10 @@ Forms in which data sets are published: what belongs to a prompt, the turns of a
 at the end of a solution.
 """
 
+import ast
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 from data import COLUMNS, demonstration, find_columns, normalize_example
 from reward_functions.answers import extract_boxed
@@ -33,8 +35,11 @@ def as_published_example(row: dict, where: str, columns: dict[str, str]) -> dict
         existing, braces = ", ".join(row) or "none", "} ... {".join(row)
         raise ValueError(f"{where} has columns {existing}; it needs one of {names} '... {{{braces}}}'")
     example = normalize_example(plain, where)
-    if "nums" in row:
-        example.setdefault("numbers", row["nums"])        # Countdown, for the reward function of that name
+    for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
+        if column in row:
+            example.setdefault(name, row[column])         # for the reward function that needs this name
+    if choices := text_choices(row):
+        example["choices"] = list(choices.values())
     if isinstance(example.get("answer"), str):
         example["answer"], reasoning = split_answer(plain["answer"], row)
         if reasoning and not example.get("completion"):
@@ -65,28 +70,40 @@ def complete_prompt(column: str, row: dict):
 
 def with_choices(question: str, row: dict) -> str:
     """Return a question followed by its lettered choices, if they are not in it."""
-    options = list(zip(LETTERS, text_choices(row), strict=False))
+    options = list(zip(LETTERS, text_choices(row).values(), strict=False))
     if all(re.search(rf"\b{letter}\W+{re.escape(text)}", question) for letter, text in options):
         return question
     return question + "".join(f"\n{letter}. {text}" for letter, text in options)
 
 
-def text_choices(row: dict) -> list[str]:
-    """Return the column `choices` if it is a list of texts, at most as many as letters; or []."""
-    choices = row.get("choices")
-    are_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
-    return choices if are_texts and len(choices) <= len(LETTERS) else []
+def text_choices(row: dict) -> dict[str, str]:
+    """Return the texts in the column `choices` or `options` by label, at most as many as letters; or {}.
+
+    ["no", "yes"] (MMLU), {"text": ["no", "yes"], "label": ["1", "2"]} (ARC), {"A": "no", "B": "yes"} (MedQA),
+    or one of these as text.
+    """
+    choices = row.get("options") if row.get("choices") is None else row["choices"]
+    with suppress(ValueError, SyntaxError, TypeError):
+        choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
+        if isinstance(choices, list):
+            choices = dict(zip(LETTERS[: len(choices)], choices, strict=True))
+        elif "label" in choices:
+            choices = dict(zip(choices["label"], choices["text"], strict=True))
+        if all(len(label) == 1 and isinstance(text, str) for label, text in dict(choices).items()):
+            return choices
+    return {}
 
 
 def split_answer(answer, row: dict) -> tuple:
     """Return an answer, and the reasoning before it or "".
 
     A solution is split whose last line is `#### 72` (GSM8K) or which has a \\boxed{...} (MATH), of which the
-    last one counts. An index into the column `choices` (MMLU) becomes a letter.
+    last one counts. An index into the choices (MMLU) and a label (ARC) become a letter.
     """
-    if type(answer) is int and 0 <= answer < len(text_choices(row)):
-        return LETTERS[answer], ""
-    text = str(answer)
+    text, labels = str(answer), list(text_choices(row))
+    index = answer if type(answer) is int else labels.index(text) if text in labels else -1
+    if 0 <= index < len(labels):
+        return LETTERS[index], ""
     if end := re.search(r"(?:^|\n)#### *([-+]?[$€£]?[\d,]*\.?\d+(?: *%)?)\s*\Z", text):
         return end[1].replace(",", ""), re.sub(r"<<.*?>>", "", text[: end.start()]).strip()      # annotations
     boxed = extract_boxed(text)

@@ -1,6 +1,7 @@
 """Columns and formats of data, tokens of prompts and demonstrations, and the order of examples."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,50 @@ def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match=r"refuses the prompt.*System role not supported"):
         encode_prompt(chat_tokenizer, [{"role": "system", "content": "s"}])
+
+
+IF_ELIF = (
+    "{% for m in messages %}{% if m.role == 'system' %}S {{ m.content }}\n{% elif m.role == 'user' %}U {{ m.content | trim }}\n"
+    "{% elif m.role == 'assistant' %}A {{ (m.content or '').split('</think>')[-1] | trim }}\n{% elif m.role == 'tool' %}T {{ m.content | tojson }}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}A {% endif %}"
+)
+LAST = "{% for m in messages[-1:] %}U {{ m.content }}{% endfor %}"
+FIRST_PART = "{% for m in messages %}{{ m.role }} {{ m.content[0].text }}{% endfor %}"
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("template,messages,lost", [
+    (IF_ELIF, [message("developer", "Be brief."), USER], "developer's message 'Be brief.'"),
+    (IF_ELIF, [message("function", "2"), message("user", "2+2=?")], "function's message '2'"),        # is in the question
+    (IF_ELIF, [message("user", [{"type": "text", "text": "1+1=?"}])], "user's message '1+1=?'"),
+    (IF_ELIF, [SYSTEM, message("assistant", "Hello!"), message("other", "Hello!"), USER], "assistant's message 'Hello!'"),
+    (LAST, [SYSTEM, USER], "system's message 'Add.'"),
+    (FIRST_PART, [message("user", [{"type": "text", "text": "Add:"}, {"type": "text", "text": "1+1"}])], "user's message '1+1'"),
+    (FIRST_PART, [USER], "user's message '1+1=?'"),
+    ("", [message("user", [{"type": "text", "text": "1+1=?"}])], "user's message '1+1=?'"),
+    (IF_ELIF, [SYSTEM, message("user", " 1+1=? \n\n")], None), (TEMPLATE, [SYSTEM, USER], None), (FIRST_PART, [message("user", [{"text": "1+1=?"}])], None),
+    (IF_ELIF, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("user", "2?")], None),
+    (IF_ELIF, [USER, message("assistant", ""), message("tool", 'two\n"lines"'), message("user", "é <end> <bos>")], None),
+    (IF_ELIF, [USER, message("assistant", None), message("tool", '"a\nb"'), message("user", 'write "a\nb" 1+1=?')], None),
+    ("", [message("developer", "Be brief."), USER], None),
+])
+def test_a_message_that_the_rendered_prompt_leaves_out_is_one_line(chat_tokenizer, template, messages, lost):
+    chat_tokenizer.chat_template = template or None
+    if lost is None:
+        return encode_prompt(chat_tokenizer, messages)
+    with pytest.raises(ValueError, match=f"^the prompt leaves out the {re.escape(lost)}: the chat template does not write .* --chat_template$"):
+        encode_prompt(chat_tokenizer, messages)
+
+
+def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
+    prompt = [USER, message("assistant", "It is")]
+    assert load_examples([{"prompt": prompt}, {"prompt": prompt, "completion": "It is"}]) == [
+        {"prompt": [USER], "completion": "It is"}] * 2
+    with pytest.raises(ValueError, match=r"dataset: example 1: a completion, and a prompt that ends with one; leave one out$"):
+        load_examples([{"prompt": prompt, "completion": " 2"}])
 
 
 def test_an_instruction_goes_before_the_prompt_or_into_the_first_message():

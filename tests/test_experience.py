@@ -92,6 +92,27 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
     torch.testing.assert_close(logp, groups.rollout.sampling_logp, atol=1e-4, rtol=1e-4)
 
 
+def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
+    run = with_settings(base, dynamic_sampling=1, overlong="penalise", generation_max_length=20, reward_clip=2.0)
+    rounds = iter([[[0.0] * 4, [1.0, 0.0, 0.0, 0.0], [5.0, 6.0, 7.0, 8.0], [math.nan, 1.0, 1.0, 1.0]], [[0.0] * 4] * 3])
+
+    def rewards_of(functions, weights, rollout, examples, **_):
+        points = torch.tensor(next(rounds)).double()
+        return points, {"points": points}
+
+    def no_penalty_for_the_third(config, rollout, scores, per_function):
+        penalty = torch.arange(4).double() / -100         # as of lengths that differ
+        return scores.clamp(-2, 2) + torch.where(scores[:, :1] == 5, 0.0, penalty)
+
+    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
+    monkeypatch.setattr(train, "shape_rewards", no_penalty_for_the_third)
+    groups = sample_groups(run, next(run.batches))
+    assert groups.replaced == 3 and groups.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert groups.without_signal.tolist() == [False, True, True, True] and not groups.tied.any(), "their advantages are not 0"
+    scaled, plain = (compute_group_advantages(groups.rewards[1:], scale=scale).abs().max() for scale in ("group", "none"))
+    assert scaled > 1 and plain < 0.02
+
+
 def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypatch):
     run = with_settings(base, dynamic_sampling=1)
     run.batches = ShuffledBatches(run.train_set[:4], 4, 0)                       # the new prompts are the old ones

@@ -55,7 +55,7 @@ def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
     for text, problem in {
         "<tool_call>{broken</tool_call>": "not {", "<tool_call>[1]</tool_call>": "not {", "<tool_call></tool_call>": "not {",
         '<tool_call>{"name": "search", "arguments": {}}</tool_call>': 'not {"name": "calculate|fails|silent"',
-        '<tool_call>{"name": [], "arguments": {}}</tool_call>': "error", '<tool_call>{"name": "fails"}</tool_call>': "not {",
+        '<tool_call>{"name": [], "arguments": {}}</tool_call>': "error", '<tool_call>{"name": "fails", "arguments": [1]}</tool_call>': "not {",
         '<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>': "unexpected keyword",
         '<tool_call>{"name": "fails", "arguments": {"a": 1}}</tool_call>': "KeyError", "fails(1)": "takes 0 positional",
     }.items():
@@ -65,6 +65,41 @@ def test_tool_calls_are_found_in_the_formats_of_models_and_answered():
     respond = load_environment("calculator")
     assert respond([{"role": "assistant", "content": "calculate(1+1)"}]) == {"role": "tool", "content": "2"}
     assert respond([{"role": "assistant", "content": "it is 2"}]) is None
+
+
+@pytest.mark.parametrize("call,result", [
+    ('weather(city="Oslo")', "Oslo C"), ('weather("Oslo", "F")', "Oslo F"), ("weather(Oslo, unit=F)", "Oslo F"),
+    ('weather(unit="F", city=5)', "5 F"), ("weather(New York)", "New York C"), ("weather(New York, F)", "error: not weather(city=..., unit=...)"),
+    ("weather(**{'city': 'Oslo'})", "error: "), ('weather(town="Oslo")', "error: "),
+    ('look("Oslo", "F")', "error: "), ("look(Oslo, Norway)", "Oslo, Norway"), ("look(city=New York)", "error: not look(city=...)"),
+    ("look(x = 1; print(x))", "x = 1; print(x)"), ("look(city=5)", "5"), ("look(1)(2)", "1)(2"), ("look(look(Oslo))", "look(Oslo)"), ('look("how is look(x)?")', "how is look(x)?"),
+    ("multiply(3, 4)", "12"), ("multiply(b=-4, a=3)", "-12"), ("multiply(\n  3,\n  b=4,\n)", "12"), ("multiply(3)", "error: "), ("add(1, 2, 3)", "6"),
+    ("switch(on=false)", "False"), ("switch(True)", "True"), ("ping()", "pong"), ("ping(1)", "error: "),
+    ('look(__import__("os").getcwd())', '__import__("os").getcwd()'),
+])
+def test_arguments_are_those_of_the_call_by_position_or_by_name(call, result):
+    def weather(city: str, unit: "str | None" = "C"):
+        return f"{city} {unit}"
+
+    def look(city: str):
+        return city.strip()
+
+    def multiply(a: int, b: int):
+        return a * b
+
+    functions = dict(weather=weather, look=look, multiply=multiply, add=lambda *n: sum(n), switch=lambda on: repr(on), ping=lambda: "pong")
+    (found,) = run_calls("so: " + call, functions)
+    assert found.startswith(result) if result.startswith("error: ") else found == result
+
+
+@pytest.mark.parametrize("rest,result", [
+    ("", "none"), (', "arguments": null', "none"), (', "arguments": ""', "none"), (', "arguments": " "', "none"), (', "arguments": {}', "none"),
+    (', "arguments": "{\\"n\\": 3}"', "3"), (', "arguments": "null"', "none"), (', "parameters": {"n": 3}', "3"),
+    (', "arguments": "n=3"', "error: not {"), (', "arguments": 3', "error: not {"),
+])
+def test_arguments_in_json_may_be_missing_or_text(rest, result):
+    (found,) = run_calls(f'<tool_call>{{"name": "ping"{rest}}}</tool_call>', {"ping": lambda n="none": n})
+    assert found.startswith(result)
 
 
 def test_python_runs_in_the_sandbox_and_is_refused_where_nothing_can_be_contained(monkeypatch):

@@ -49,6 +49,23 @@ def test_the_share_of_tests_that_pass(name, monkeypatch):
     assert passes_tests([program], [TESTS]) == pytest.approx([points])
 
 
+@pytest.mark.parametrize("tests", [
+    "assert square(3) == 9\nassert square(-4) == 9", "assert square(3) == 9; assert square(-4) == 9",
+    "import math\nassert square(math.pi) > 9\n\nassert square(-4) == math.pi", '["assert square(3) == 9", "assert square(-4) == 9"]',
+    "['assert square(3) == 9', 'assert square(-4) == 9']", ' ["import math\\nassert square(math.pi) > 9", "assert square(-4) == \\"9\\""]\n',
+    ["assert square(3) == 9\nassert square(-4) == 9"],
+])
+def test_tests_may_be_one_text(tests):
+    assert passes_tests([HONEST["plain"][0], HONEST["wrong"][0]], [tests] * 2) == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("tests", ["x = 3\nassert square(x) == 9\nassert square(x) == 8", "[assert square(3) == 9]", "[1]", "[]", "def check(f):\n    assert f(1) == 1"])
+def test_texts_that_are_no_tests_are_not_scored(tests):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert passes_tests([HONEST["plain"][0]], [tests]) == [None]
+
+
 CHEATS = read_programs("cheating_programs.txt") | {
     "zero byte": "def square(x): return 0\x00",
     "lone surrogate": "def square(x): return '\ud800'",

@@ -119,6 +119,16 @@ def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(mod
     assert "user: 1+1=?" in findings["first prompt"].found and "no chat template" in findings["template"].found
 
 
+@pytest.mark.parametrize("end,noted", [("<think>\n", True), ("<reasoning>", True), ("<assistant>", False), ("A:", False), ("</think>\n\n", False), ("<|bot|>\n", False)])
+def test_a_template_that_opens_thoughts_is_noted(model, tokenizer, settings, end, noted):
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '" + end.replace("\n", "\\n") + "' if add_generation_prompt }}"
+    findings = {f.name: f for f in check_setup(make_engine("plain", model, templated), EXAMPLES, settings, [])}
+    assert ("template" in findings) == noted
+    if noted:
+        assert findings["template"].ok is None and f"ends with {end!r}: completions, which are scored, begin after it" in findings["template"].found
+
+
 def test_disagreement_that_is_not_a_number_is_not_agreement(model):
     assert startup_check.compare(model, "x", "a and b", torch.full((1, 3), torch.nan), torch.zeros(1, 3), "").ok is False
 

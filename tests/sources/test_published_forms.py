@@ -133,9 +133,34 @@ def test_choices_that_the_prompt_has_are_not_repeated(prompt):
     {"prompt": "2+2?", "choices": [3, 4], "answer": 1}, {"prompt": "2+2?", "choices": "3 or 4", "answer": 1},
     {"prompt": "2+2?", "choices": [str(n) for n in range(27)], "answer": 1},
     {"prompt": "2+2?", "choices": {"text": ["3"]}, "answer": 1}, {"prompt": "2+2?", "choices": None, "answer": 1},
+    {"prompt": "2+2?", "options": {"temperature": "0.7"}, "answer": 0}, {"prompt": "2+2?", "choices": {"text": ["3"], "label": "AB"}, "answer": 0},
 ])
 def test_choices_in_another_form_change_nothing(row):
-    assert load_examples([row]) == [row | {"answer": "1"}]
+    assert load_examples([row]) == [row | {"answer": str(row["answer"])}]
+
+
+@pytest.mark.parametrize("columns,answer", [
+    ({"options": ["3", "4"]}, "B"), ({"options": ["3", "4"], "answer_index": 1}, "B"),                           # MMLU-Pro
+    ({"choices": {"text": ["3", "4"], "label": ["A", "B"]}}, "B"), ({"choices": {"label": ["1", "2"], "text": ["3", "4"]}}, "2"),      # ARC
+    ({"options": {"A": "3", "B": "4"}}, "B"),                                                                   # MedQA
+    ({"choices": '["3", "4"]'}, "B"), ({"choices": "{'text': ['3', '4'], 'label': ['1', '2']}"}, "2"), ({"options": ("3", "4")}, None),
+])
+def test_choices_are_read_under_two_names_and_in_three_forms(columns, answer):
+    key = "answer" if "options" in columns else "answerKey"
+    (example,) = load_examples([{"question": "2+2?"} | columns | {key: answer}])
+    if answer is None:
+        assert example["prompt"] == "2+2?" and "choices" not in example
+    else:
+        assert example["prompt"] == "2+2?\nA. 3\nB. 4" and example["answer"] == "B" and example["choices"] == ["3", "4"]
+        points = multiple_choice(["<answer>B</answer>", "<answer>4</answer>", "<answer>A</answer>"], [example["answer"]] * 3, [example["choices"]] * 3)
+        assert points == [1, 1, 0]
+
+
+def test_the_tests_of_mbpp_are_those_of_the_reward_function():
+    row = {"text": "Double x.", "code": "def f(x): return 2 * x", "test_list": ["assert f(1) == 2"], "test_setup_code": ""}
+    (example,) = load_examples([row], columns={"prompt": "text"})
+    assert example["tests"] == row["test_list"] and example["prompt"] == row["text"]
+    assert load_examples([row | {"prompt": "p", "tests": ["assert f(2) == 4"]}])[0]["tests"] == ["assert f(2) == 4"]
 
 
 def test_a_column_of_the_prompt_without_a_value_is_no_text():

@@ -80,6 +80,19 @@ def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsy
         train.grpo_training_step(run, run.train_set[:4])
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start_also_if_prompts_are_cut(tmp_path, held_out):
+    model, tokenizer = load_any_policy(ModelConfig())
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    save_any_policy(model, tokenizer, tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": f"{'x' * 50}{i}+1=?"}], "completion": str(i + 1)} for i in range(8)]
+    rows[6]["prompt"].insert(0, {"role": "developer", "content": "Add."})
+    paths = [write_lines(tmp_path / name, data) for name, data in (("whole.jsonl", rows), ("good.jsonl", [{"prompt": "1?", "completion": "1"}]))]
+    with pytest.raises(ValueError, match=r"^the prompt leaves out the developer's message 'Add[.]'"):
+        start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--model_path", str(tmp_path / "model"),
+                  "--max_prompt_length", "20", "--long_prompts", "truncate", "--eval_limit", "8")
+
+
 def test_a_demonstration_longer_than_the_models_positions_is_one_line_before_training(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [{"prompt": "p", "completion": "x" * n} for n in (9, 9, 99)])
     model, tokenizer = load_any_policy(ModelConfig())
