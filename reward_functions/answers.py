@@ -12,7 +12,7 @@ LONGEST_ANSWER = 1000           # in characters; longer ones are compared as tex
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])(?:\[[^][]*\])*\s*")
 UNBRACED = re.compile(r"-?\$?\d(?:[\d,./]*\d)?|[A-Za-z]\b|\\[A-Za-z]+[^\s$]*")         # "\boxed 4"
 TEXT = re.compile(r"\\(?:text\w*|mbox|math[a-z]{2,}|operatorname)\s*\{([^{}]*)\}")
-WRAPPED = re.compile(r"(\$\$?|\*{1,3}|`)(.+)\1\.?|\\[([](.+)\\[])]\.?|\(([A-Za-z])\)\.?", re.DOTALL)
+WRAPPED = re.compile(r"(\$\$?|\*{1,3}|`)(.+)\1\.?|\\[([](.+)\\[])]\.?", re.DOTALL)
 
 
 def as_texts(value) -> list[str]:
@@ -45,10 +45,9 @@ def final_answer(text: str) -> str | None:
 
 
 def unwrap(text: str) -> str:
-    """Return an answer without \\text{...}, and without marks of emphasis, dollar signs or parentheses of a
-    letter around all of it.
+    """Return an answer without \\text{...}, and without marks of emphasis or dollar signs around all of it.
 
-    unwrap("**$\\text{(C)}$**") == "C"
+    unwrap("**$\\text{(C)}$**") == "(C)"
     """
     text = TEXT.sub(r"\1", text)
     while len(text) <= LONGEST_ANSWER and (match := WRAPPED.fullmatch(text := text.strip())):

@@ -53,9 +53,8 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     read = {pair for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
     equal |= compare_in_sandbox({pair: latex[pair] for pair in sorted(read)})
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
-    return [
-        None if is_missing(truth) else float(True in row) for row, truth in zip(found, answer, strict=True)
-    ]
+    unscored = [is_missing(truth) or isinstance(truth, dict) for truth in answer]
+    return [None if skip else float(True in row) for row, skip in zip(found, unscored, strict=True)]
 
 
 def as_latex(text: str) -> str | None:

@@ -84,7 +84,7 @@ def test_numbers_are_equal_exactly_or_as_a_decimal_of_a_number_that_has_no_finit
 
 
 FORMS = r"""
-    2 and 3 | 3, 2 ; 1, 2, and 3 | 1,2,3 ; x=1 and x=2 | x=1, x=2 ; (1,2) and (3,4) | (1,2),(3,4) ; 2,3 | $2$ and $3$ ; A and B | B, A ;
+    2 and 3 | 3, 2 ; 1, 2, and 3 | 1,2,3 ; x=1 and x=2 | x=1, x=2 ; (1,2) and (3,4) | (1,2),(3,4) ; 2,3 | $2$ and $3$ ; A and B | B and A ;
     \approx 3.14 | 3.14 ; ≈ 3.14 | 3.14 ; 3.14 | $\approx 3.14$ ; x \approx 3.14 | 3.14 ; = 73 | 73 ; 73 | $= 73$ ; = \frac{1}{2} | 1/2 ;
     **73** | 73 ; `73` | 73 ; **73 dollars**. | 73 ; **$\frac12$** | 1/2 ; \fbox{73} | 73 ; \boxed 73 | 73 ;
     C | \text{(C)} ; \text{C} | \text{(C)} ; \mathrm{C} | \text{(C)} ; \text{(C)} | C ; \textbf{(C)} | \mathbf{C} ; (C) | \text{C} ;
