@@ -270,15 +270,24 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     if "prompt" not in found:
         names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column"
         raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs one of {names}")
-    return normalize_example(row | {name: row[column] for name, column in found.items()}, where)
+    return normalize_example(row | {name: cell(row, column) for name, column in found.items()}, where)
+
+
+def cell(row: dict, column: str):
+    """Return the value in a column, or in a field of an object: "a.b" of {"a": {"b": 1}}; else None."""
+    head, _, field = column.partition(".")
+    inside = row.get(head) if field and column not in row else None
+    return cell(inside, field) if isinstance(inside, Mapping) else row.get(column)
 
 
 def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, str]:
-    """Return the column of prompt, answer and completion: the named one, else the first one with a value."""
+    """Return the column of prompt, answer and completion: the named one, else the first one with a value. A
+    field of an object can be named as a path: reward_model.ground_truth.
+    """
     found = {}
     for name, candidates in COLUMNS.items():
         chosen = columns.get(name)
-        if chosen and chosen not in row:
+        if chosen and chosen not in row and cell(row, chosen) is None:
             raise ValueError(f"--{name}_column={chosen}: {where} has columns {', '.join(row) or 'none'}")
         free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
         if column := chosen or next(free, None):

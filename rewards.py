@@ -132,9 +132,12 @@ def text_of(completion) -> str:
 
 
 def score_each(score_one: Callable, completions, *columns) -> list[float | None]:
-    """Return score_one(text, *values) for each completion and its columns, None where a value is missing."""
+    """Return score_one(text, *values) for each completion and its columns, None where a value is missing or a
+    dict.
+    """
     return [
-        None if any(map(is_missing, values)) else score_one(text_of(completion), *values)
+        None if any(map(is_missing, values)) or dict in map(type, values)
+        else score_one(text_of(completion), *values)
         for completion, *values in zip(completions, *columns, strict=True)
     ]
 

@@ -8,6 +8,12 @@ import textwrap
 
 from rewards import extract_answer, is_missing
 
+LONGEST_ANSWER = 1000           # in characters; longer ones are compared as text
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])(?:\[[^][]*\])*\s*")
+UNBRACED = re.compile(r"-?\$?\d(?:[\d,./]*\d)?|[A-Za-z]\b|\\[A-Za-z]+[^\s$]*")         # "\boxed 4"
+TEXT = re.compile(r"\\(?:text\w*|mbox|math[a-z]{2,}|operatorname)\s*\{([^{}]*)\}")
+WRAPPED = re.compile(r"(\$\$?|\*{1,3}|`)(.+)\1\.?|\\[([](.+)\\[])]\.?", re.DOTALL)
+
 
 def as_texts(value) -> list[str]:
     """Return a list of the data as texts: [] if it is missing; a single text or number is a list of one."""
@@ -16,14 +22,37 @@ def as_texts(value) -> list[str]:
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...}, None without one."""
-    *before, last = re.split(r"\\boxed\s*\{", text)
-    depth = 1
-    for end, character in enumerate(last if before else ""):
+    """Return the content of the last \\boxed{...}, \\fbox{...} or \\framebox{...}, None without one.
+
+    extract_boxed("so \\boxed 4$") == extract_boxed("\\fbox{4}") == "4"
+    """
+    *before, last = BOX.split(text)
+    if before and (unbraced := UNBRACED.match(last)):
+        return unbraced[0]
+    depth = 0
+    for end, character in enumerate(last if before and last[:1] == "{" else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return last[:end].strip() or None
+            return last[1:end].strip() or None
     return None
+
+
+def final_answer(text: str) -> str | None:
+    """Return the tagged answer, without a box; in a text without tags the content of the only box."""
+    tagged = extract_answer(text)
+    answer = tagged if "<answer>" in text else text
+    return extract_boxed(answer) if answer and len(BOX.findall(answer)) == 1 else tagged
+
+
+def unwrap(text: str) -> str:
+    """Return an answer without \\text{...}, and without marks of emphasis or dollar signs around all of it.
+
+    unwrap("**$\\text{(C)}$**") == "(C)"
+    """
+    text = TEXT.sub(r"\1", text)
+    while len(text) <= LONGEST_ANSWER and (match := WRAPPED.fullmatch(text := text.strip())):
+        text = match[match.lastindex]
+    return text
 
 
 def extract_block(text: str, language: str) -> str:

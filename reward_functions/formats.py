@@ -6,25 +6,27 @@ import json
 import re
 import string
 
-from reward_functions.answers import as_texts, extract_block
+from reward_functions.answers import as_texts, extract_block, final_answer, unwrap
 from rewards import extract_answer, is_missing, same_answer, score_each, text_of
 
 LETTERS = string.ascii_uppercase # of choices
+NAMED = re.compile(r"(?i:(the )?((correct|right|final) )?(option|choice|answer)( is)?:? )?"      # "Option B",
+                   r"[([]?([A-Za-z])([]).:]|\s+[-\u2013\u2014]\s+\w\w|$)")                       # "B - four"
 
 
 def multiple_choice(completions, answer, choices=None, **columns) -> list[float | None]:
-    """Give 1 point if the tagged answer names the right choice, else 0; None where the column `answer` names
-    no choice.
+    """Give 1 point if the answer, tagged or boxed as for math_equality, names the right choice, else 0; None
+    where the column `answer` names no choice.
 
-    "B", "(b)", "B." and "B) four" name choice B; so does its text if the column `choices` is a list of texts.
-    A text counts before a letter.
+    "B", "(b)", "**B**", "B) four", "B - four" and "Option B" name choice B; so does its text if the column
+    `choices` is a list of texts. A text counts before a letter.
 
     multiple_choice(["<answer>(b)</answer>"], answer=["B"]) == [1.0]
     {"prompt": "2+2? A) 3 B) 4", "answer": "B", "choices": ["3", "4"]}
     """
 
     def points(text: str, truth, options: list[str]) -> float | None:
-        given, right = extract_answer(text), choice_of(truth, options)
+        given, right = final_answer(text), choice_of(truth, options)
         return None if right is None else float(given is not None and choice_of(given, options) == right)
 
     return score_each(points, completions, answer, map(as_texts, choices or [None] * len(completions)))
@@ -33,9 +35,9 @@ def multiple_choice(completions, answer, choices=None, **columns) -> list[float 
 def choice_of(answer, options: list[str]) -> str | None:
     """Return the choice that an answer names by its text, else by its letter."""
     name, choices = str(answer).strip(), options or list(LETTERS)
-    letter = re.match(r"\(?([A-Za-z])(?:[).:]|$)", name)
-    index = LETTERS.find(letter[1].upper()) if letter else -1                 # -1: an empty slice below
-    equal = [c for c in choices if c == name] or [c for c in choices if same_answer(name, c)]
+    letter = NAMED.match(re.sub(r"\*\*|`", "", unwrap(name)))
+    index = LETTERS.find(letter[6].upper()) if letter else -1                 # -1: an empty slice below
+    equal = [c for c in choices if c == name] or [c for c in choices if same_answer(unwrap(name), unwrap(c))]
     return [*equal, *choices[index : index + 1], None][0]
 
 

@@ -4,26 +4,33 @@ make it hang.
 """
 
 import re
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-from reward_functions.answers import extract_boxed
+from reward_functions.answers import LONGEST_ANSWER, extract_boxed, final_answer, unwrap
 from reward_functions.sandbox import run_python, usable_cores
-from rewards import extract_answer, is_missing, same_answer, text_of
+from rewards import is_missing, same_answer, text_of
 
 SECONDS_PER_ANSWER = 3          # for parsing two expressions, and for comparing them
 ANSWERS_PER_PROCESS = 16
-LONGEST_ANSWER = 1000           # in characters; longer ones are compared as text
 SANDBOX = dict(memory_mb=1024, modules=("math_verify",))
-TEXT = r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}"
 WORDS = re.compile(r"[A-Za-z $]*[A-Za-z]{2}[A-Za-z $.]*")
 UNIT = r"""(?xi: dollar|cent|euro|second|sec|minute|min|hour|hr|day|week|month|year|yr|inch|in|foot|feet|ft
     |yard|mile|mi|(kilo|centi|milli)?(gram|(met|lit)(er|re))|[kcm]m|[km]g|ml|acre|gallon|quart|pint|cup
     |ounce|oz|pound|lb|ton|mph|degree|radian|celsius|fahrenheit|percent|calorie|people|person|student
     |children|piece|item|page|book|point|time|way|integer|digit|unit)(e?s)?|[mghslLCF]"""
-PHRASE = rf"((square|sq|cubic|per|{UNIT})(\^[23]|[²³])?[ ./]+)*({UNIT})"       # "square feet", "km/h"
-IN_LATEX = rf"\\(text\w*|mbox|mathrm) ?\{{ ?{PHRASE} ?\}}"
-UNITS = rf"( |(?![A-Za-z]\b))({IN_LATEX}|{PHRASE})(\^\{{?[23]\}}?|[²³])?$"     # after a number
+POWER = r"(\^\{?[23]\}?)?"
+UNITS = rf"( |(?![A-Za-z]\b))((square|sq|cubic|per|{UNIT}){POWER}[ ./]+)*({UNIT}){POWER}$"    # after a number
+NAMES = r"((arc)?(sin|cos|tan)h?|cot|csc|ln|log|exp|pi|alpha|beta|gamma|theta|lambda|phi|omega|infty)"
+NOTATION = {                    # of keyboards and programs: as LaTeX
+    r"∞|\b(inf|infinity|oo)\b": " infty ", "√": "sqrt", "[·⋅]": r"\\cdot ", "≈": r"\\approx ", r"\*\*": "^",
+    r"\\sqrt ?\(": "sqrt(", r"(?<!\\)sqrt ?([\d.]+|[A-Za-z]\b)": r"\\sqrt{\1}", "varnothing": "emptyset",
+    rf"(?<![\\A-Za-z]){NAMES}(?![A-Za-z])": r"\\\1", r"\^(-[\d.]+)": r"^{\1}",
+    r"(\d+)\u2044(\d+)": r"\\frac{\1}{\2}", r"\b(\d+) (\d+)/(\d+)\b": r"\1\\frac{\2}{\3}",
+    r"(?<=\d) ?_": "b_",        # math-verify would ignore the base of 18_{8}
+    r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
+}
 
 
 def math_equality(completions, answer, **columns) -> list[float | None]:
@@ -41,20 +48,13 @@ def math_equality(completions, answer, **columns) -> list[float | None]:
     rows = [truth if isinstance(truth, list) else [truth] for truth in answer]
     truths = [[extract_boxed(str(one)) or str(one) for one in row if one is not None] for row in rows]
     pairs = {(g, truth) for g, row in zip(given, truths, strict=True) for truth in row if g}
-    equal = {pair: same_answer(*(re.sub(TEXT, r"\1", one).strip(" $") for one in pair)) for pair in pairs}
-    unread = {pair for pair in pairs if not all(map(as_latex, pair)) or all(map(WORDS.fullmatch, pair))}
-    equal |= compare_in_sandbox(sorted(pair for pair in pairs - unread if not equal[pair]))
+    equal = {pair: same_answer(*map(unwrap, pair)) for pair in pairs}
+    latex = {pair: tuple(map(as_latex, pair)) for pair in pairs if not equal[pair]}
+    read = {pair for pair, both in latex.items() if all(both) and not all(map(WORDS.fullmatch, both))}
+    equal |= compare_in_sandbox({pair: latex[pair] for pair in sorted(read)})
     found = [{equal.get((g, one), False) for one in row} for g, row in zip(given, truths, strict=True)]
-    return [
-        None if is_missing(truth) else float(True in row) for row, truth in zip(found, answer, strict=True)
-    ]
-
-
-def final_answer(text: str) -> str | None:
-    """Return the tagged answer, without a \\boxed{...}; in a text without tags the only \\boxed{...}."""
-    tagged = extract_answer(text)
-    answer = tagged if "<answer>" in text else text
-    return extract_boxed(answer) if answer and answer.count("\\boxed") == 1 else tagged
+    unscored = [is_missing(truth) or isinstance(truth, dict) for truth in answer]
+    return [None if skip else float(True in row) for row, skip in zip(found, unscored, strict=True)]
 
 
 def as_latex(text: str) -> str | None:
@@ -65,47 +65,71 @@ def as_latex(text: str) -> str | None:
     """
     if len(text) > LONGEST_ANSWER:
         return None
+    text = re.sub("[⁰¹²³⁴-ⁿ]+", r"^{\g<0>}", re.sub("[₀-₎]+", r"_{\g<0>}", unwrap(text)))
+    text = unicodedata.normalize("NFKC", re.sub("[¼-¾⅐-⅞]", r" \g<0> ", text))
     text = re.sub(r"\\?\$|(?<!\\)\\[()\[\] ,;:]|~|°|\\degree|\^\{?\\circ\}?", " ", text).strip(" €£")
     text = re.sub(rf"((?<=[\d)}}])|(?<=\\pi)){UNITS}", "", " ".join(text.removesuffix(".").split()))
-    text = re.sub(r"\b(\d+) (\d+)/(\d+)\b", r"\1\\frac{\2}{\3}", text)
-    text = re.sub(r"(?<=\d) ?_", "b_", text)        # math-verify would ignore the base of 18_{8}
-    rest = re.sub(r"\\(begin|end)\{\w+\}|\\text\{ *(and|or) *\}|sqrt(?=\()", "", text)
-    unreadable = rf"(?<![\\A-Za-z])[A-Za-z]{{3,}}|{TEXT}|(?<!frac )(?<!_)\d \d"
-    return None if re.search(unreadable, rest) else f"${text}$"         # "dog" would equal "god", "1 8" 9
+    for pattern, latex in NOTATION.items():
+        text = re.sub(pattern, latex, text)
+    joined = "or" if re.search(r"[<>]|\\[lg]e", text) else "and|or"     # "x < 1 and x > 3" is no list
+    text = re.sub(rf",? ?\b({joined})\b", ",", text)
+    unreadable = r"(?<!begin\{)(?<!end\{)(?<![\\A-Za-z])(?!sqrt\()[A-Za-z]{3,}|(?<!frac )(?<!_)\d \d|\\\w*box"
+    return None if re.search(unreadable, text) else f"${text}$"         # "dog" would equal "god", "1 8" 9
 
 
 # Prints a line for each pair. By default math-verify reads "\neq 18" as 18, and "less" and "c" as units.
 COMPARE_TEMPLATE = '''
 import logging
-from math_verify import parser, verify
+from math_verify import grader, parser, verify
+from sympy import Float, Rational
 logging.disable()
 tex = parser.LatexExtractionConfig(normalization_config=parser.NormalizationConfig(malformed_operators=True))
+share, equal_matrices = grader.get_pct_val, grader.sympy_numeric_eq
+
+def exact(a):
+    a = grader.safe_sympy_doit(a.xreplace({{f: Rational(str(f)) for f in a.atoms(Float)}}))
+    return a, a.is_Rational and pow(10, a.q.bit_length(), a.q) == 0        # has it a finite decimal?
+
+def equal_numbers(a, b, *digits):
+    if hasattr(a, "shape") or hasattr(b, "shape"):
+        return equal_matrices(a, b, *digits)
+    if (share(a) is None) != (share(b) is None) and equal_numbers(share(a, a), share(b, b)):
+        return True
+    (x, x_is_finite), (y, y_is_finite) = exact(a), exact(b)
+    rounded = x_is_finite != y_is_finite and (a if x_is_finite else b).has(Float)
+    if rounded and x.is_real and y.is_real and abs(x - y) <= max(abs(x), abs(y)) / 10**6:
+        return True
+    parts = (x - y).evalf(20).as_real_imag() if (x - y).is_number and x - y != 0 else (x - y,)
+    return all(part == 0 or part.is_Float and part._prec == 1 for part in parts)      # no digit in 100 places
+
+grader.sympy_numeric_eq = equal_numbers
 for given, truth in {pairs!r}:
     try:
         truth, given = (parser.parse(text, [tex], parsing_timeout={seconds}) for text in (truth, given))
-        equal = verify(truth, given, timeout_seconds={seconds})
+        equal = verify(truth, given, timeout_seconds={seconds}, allow_set_relation_comp=True)
     except Exception:
         equal = False
     print(int(equal), flush=True)
 '''
 
 
-def compare_in_sandbox(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-    """Return whether the expressions of each pair are equal. Several are compared in one process: a pair that
-    ends it is unequal, and the rest follow in a new process.
+def compare_in_sandbox(latex: dict[tuple[str, str], tuple]) -> dict[tuple[str, str], bool]:
+    """Return whether the two expressions of each pair are equal. Several are compared in one process: a pair
+    that ends it is unequal, and the rest follow in a new process.
+
+    latex  the expressions of each pair, as LaTeX
     """
     check_sandbox()
 
     def compare(left: list[tuple[str, str]]) -> None:
         while left:
-            latex = [tuple(map(as_latex, pair)) for pair in left]
-            code = COMPARE_TEMPLATE.format(pairs=latex, seconds=SECONDS_PER_ANSWER)
+            code = COMPARE_TEMPLATE.format(pairs=list(map(latex.get, left)), seconds=SECONDS_PER_ANSWER)
             lines = run_python(code, timeout_s=3 * SECONDS_PER_ANSWER + 1, **SANDBOX).stdout.split() or "0"
             equal.update((pair, line == "1") for pair, line in zip(left, lines, strict=False))
             left = left[len(lines) :]            # again, unless it had all the time for itself
 
     equal: dict[tuple[str, str], bool] = {}
-    chunks = [pairs[i : i + ANSWERS_PER_PROCESS] for i in range(0, len(pairs), ANSWERS_PER_PROCESS)]
+    chunks = [[*latex][i : i + ANSWERS_PER_PROCESS] for i in range(0, len(latex), ANSWERS_PER_PROCESS)]
     with ThreadPoolExecutor(usable_cores()) as threads:
         list(threads.map(compare, chunks))
     return equal

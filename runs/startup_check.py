@@ -5,9 +5,11 @@ It runs before every training; a run does not start if an assumption fails.
     python train.py --use_grpo --check ...          print all results and stop
 """
 
+import inspect
 import math
 import re
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
@@ -26,6 +28,8 @@ from sample import Rollout, decode_completion, stop_token_ids
 TOLERANCE = 1e-2                # nats; forward passes of different shapes agree to about 1e-5 in float32,
 TOLERANCE_HALF = 0.3            # and to about 0.01 in bfloat16, less in float16 and TF32
 INSTEAD = "; plain rows instead"
+ROWS = 16                       # of which the rewards are tried
+LONG = 20                       # words of an answer that is a solution or a text
 
 
 @dataclass
@@ -90,9 +94,10 @@ def check_setup(engine: Engine, examples: list[dict], config, reward_functions: 
         begin = f"the prompt ends with {opened[0]!r}: completions, which are scored, begin after it"
         findings.append(Finding("template", None, begin))
     if reward_functions and not config.environment and config.reward_functions != ["none"]:
-        answered = next((example for example in examples if example.get("answer")), examples[0])
+        answered = [example for example in islice(examples, ROWS) if example.get("answer")] or [examples[0]]
         stop_ids = stop_token_ids(model, tokenizer)
-        findings += check_rewards(answered, config, reward_functions, tokenizer, stop_ids)
+        findings += check_rewards(answered[0], config, reward_functions, tokenizer, stop_ids)
+        findings += note_unclear_rows(examples, answered, config, reward_functions)
     return findings
 
 
@@ -204,6 +209,19 @@ def check_packing(shared: Engine, plain: Engine, prompts: list[list[int]], confi
         return finding
     fix = "engine/packing.py, prefix_attention.py or cache.py has a fault; --engine plain does without"
     return replace(finding, ok=None, found=f"off: {finding.found}{INSTEAD}", fix=fix)
+
+
+def note_unclear_rows(examples, answered: list[dict], config, reward_functions: list) -> list[Finding]:
+    """Note long answers, and rows of which the answer earns no more than a wrong one or is not scored."""
+    texts = [kinds.get(kind, "") for kinds in map(completions_of, answered) for kind in ("gold", "wrong")]
+    points, _, _ = score_texts(reward_functions, config.weights, texts, answered, config)        # (rows, 2)
+    unclear = int((~(points[:, 0] > points[:, 1])).sum())
+    long = [example for example in examples if len(str(example.get("answer") or "").split()) > LONG]
+    found = [f"gold earns no more than wrong in {unclear} of {len(answered)} examples"] * (unclear > 0)
+    if long and any("answer" in inspect.signature(function).parameters for function in reward_functions):
+        found += [f"{len(long)} of {len(examples)} answers have more than {LONG} words, such as "
+                  f"{long[0]['answer']!r:.60}: does each end with its answer, in a form of docs/data.md?"]
+    return [Finding("rows", None, text) for text in found]
 
 
 def compare(model, name: str, what: str, left, right, fix: str) -> Finding:

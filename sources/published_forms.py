@@ -8,10 +8,12 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 
-from data import COLUMNS, demonstration, find_columns, normalize_example
-from reward_functions.answers import extract_boxed
+from data import COLUMNS, cell, demonstration, find_columns, normalize_example
+from reward_functions.answers import BOX, extract_boxed
 from reward_functions.formats import LETTERS
 
+STATED = re.compile(r"\banswer(?: is:?|:)[ *]*(\S+?(?: \S+?){0,2})[.*]*\s*\Z", re.IGNORECASE)   # "Answer: 16"
+ANSWER_FIRST = re.compile(rf"[$ *]*({BOX.pattern}|(the )?(final )?answer\b)", re.IGNORECASE)
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
@@ -24,7 +26,7 @@ def as_published_example(row: dict, where: str, columns: dict[str, str]) -> dict
     named = set(re.findall(r"\{(\w+)\}", template))
     is_template = named and named <= row.keys()
     found = find_columns(row, where, columns | {"prompt": ""} if is_template else columns)
-    plain = row | {name: row[column] for name, column in found.items()}
+    plain = row | {name: cell(row, column) for name, column in found.items()}
     if is_template:
         cells = {name: "" if row[name] is None else str(row[name]) for name in named}
         plain["prompt"] = re.sub(r"\{(\w+)\}", lambda name: cells[name[1]], template)
@@ -52,7 +54,7 @@ def complete_prompt(column: str, row: dict):
     after a question the texts in `choices` (MMLU) as lettered lines, unless they are in it with letters. The
     turns of ShareGPT (from, value) become chat messages.
     """
-    prompt = row[column]
+    prompt = cell(row, column)
     if isinstance(prompt, list):
         turns = [
             {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
@@ -97,8 +99,9 @@ def text_choices(row: dict) -> dict[str, str]:
 def split_answer(answer, row: dict) -> tuple:
     """Return an answer, and the reasoning before it or "".
 
-    A solution is split whose last line is `#### 72` (GSM8K) or which has a \\boxed{...} (MATH), of which the
-    last one counts. An index into the choices (MMLU) and a label (ARC) become a letter.
+    A solution is split whose last line is `#### 72` (GSM8K), which has a \\boxed{...} (MATH), of which the
+    last one counts, or which ends with "The answer is: 72." and at most three words in place of 72. An index
+    into the choices (MMLU) and a label (ARC) become a letter.
     """
     text, labels = str(answer), list(text_choices(row))
     index = answer if type(answer) is int else labels.index(text) if text in labels else -1
@@ -106,6 +109,6 @@ def split_answer(answer, row: dict) -> tuple:
         return LETTERS[index], ""
     if end := re.search(r"(?:^|\n)#### *([-+]?[$€£]?[\d,]*\.?\d+(?: *%)?)\s*\Z", text):
         return end[1].replace(",", ""), re.sub(r"<<.*?>>", "", text[: end.start()]).strip()      # annotations
-    boxed = extract_boxed(text)
-    is_solution = boxed and not text.strip("$ ").startswith("\\boxed")
-    return boxed or text, text if is_solution else ""
+    stated = STATED.search(text)
+    found = extract_boxed(text) or (stated and stated[1])
+    return found or text, text if found and not ANSWER_FIRST.match(text) else ""

@@ -31,6 +31,15 @@ def test_a_missing_truth_is_no_answer_and_a_missing_value_no_score():
     assert rewards.score_each(lambda text, a, b: 1.0, ["x"] * 4, [1, None, 1, "nan"], [0, 1, math.nan, 1]) == [1.0, None, None, None]
 
 
+@pytest.mark.parametrize("text,content", [
+    ("\\boxed{4}", "4"), ("$\\boxed 4$", "4"), ("\\boxed6", "6"), ("\\fbox{2}", "2"), ("\\framebox{14}", "14"), ("\\framebox[2cm]{14}.", "14"), ("\\boxed {4}", "4"),
+    ("\\boxed 14 apples", "14"), ("\\boxed x$", "x"), ("$\\boxed \\frac{1}{2}$", "\\frac{1}{2}"), ("\\boxed -3.5.", "-3.5"), ("\\boxed{1}\\fbox{2}", "2"), ("\\boxed{{1}}", "{1}"),
+    ("\\boxed is a command", None), ("\\boxed", None), ("\\boxed{", None), ("\\boxedx", None), ("\\boxed{}", None), ("4", None), ("{4}", None), ("box{4}", None),
+])
+def test_the_content_of_a_box(text, content):
+    assert answers.extract_boxed(text) == content
+
+
 def test_the_block_is_the_last_one_of_the_answer_or_of_the_text():
     block = "```python\n{}\n```"
     assert answers.extract_block("x = 1", "python") == "x = 1"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from test_rewards import call_and_score
+from test_rewards import call_and_score, needs_math_verify
 
 from analysis.reward_linter import texts_as_rollout
 from reward_functions.loading import BUILT_IN, missing_columns, require_columns
@@ -36,6 +36,20 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
         rollout = texts_as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
         points, _ = call_and_score([function], [1.0], rollout, [example])
         assert points.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["correctness", "multiple_choice", "check_answer", "check_numbers", pytest.param("math_equality", marks=needs_math_verify)])
+def test_an_object_is_no_answer_of_a_built_in_function(name):
+    truth = {"ground_truth": "B", "style": "rule"}
+    rows = [{"prompt": "p", "answer": "B"}, {"prompt": "p", "reward_model": truth, "answer": truth}]
+    assert BUILT_IN[name]([f"<answer>{text}</answer>" for text in ("B", str(truth))], answer=[truth, truth]) == [None, None]
+    with pytest.raises(ValueError, match=rf"^--reward_functions {name}: the answers in my data are objects; name a field: --answer_column reward_model.ground_truth$"):
+        require_columns([BUILT_IN[name]], rows, "my data")
+
+    def mine(completions, answer, **columns): ...
+
+    require_columns([mine, BUILT_IN["reasoning_coherence"]], rows, "my data")
+    require_columns([BUILT_IN[name]], rows[:1], "my data")
 
 
 def test_a_column_counts_where_it_has_a_value():

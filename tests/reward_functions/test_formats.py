@@ -33,6 +33,19 @@ def test_multiple_choice(given, truth, choices, points):
         assert reward_functions.multiple_choice([f"<answer>{given}</answer>"], answer=[truth]) == [points]
 
 
+def test_a_choice_is_named_in_many_ways_and_another_one_in_none():
+    names = ["\\boxed{%s}", "\\boxed{\\text{%s}}", "**%s**", "$%s$", "Option %s", "%s - Bern", "**%s** - Bern", "%s — Bern", "\\text{(%s)}", "The answer is %s.", "Choice (%s)", "`%s`", "\\(%s\\)"]
+    for truth in "E", "\\text{(E)}", "**E**":
+        texts = [f"<answer>{name % letter}</answer>" for letter in "EABCDFGHI" for name in names]
+        assert reward_functions.multiple_choice(texts, answer=[truth] * len(texts)) == [1.0] * len(names) + [0.0] * 8 * len(names)
+    texts = [f"<answer>{text}</answer>" for text in ("E or A", "E - A", "Option E or A", "**E** **A**", "Not E", "Either", "E-mail", "E, A", "\\boxed{E}\\boxed{A}")]
+    texts += ["E", "Option E", "\\boxed{E}\\boxed{A}", "<answer>A</answer>\\boxed{E}", "<answer>E</answer><answer>A</answer>"]
+    assert reward_functions.multiple_choice([*texts, "so \\boxed{E}"], answer=["E"] * 15) == [0.0] * 14 + [1.0]
+    of_code = ["__x__", "x", "$x+1$", "`y`"]
+    given = ["x", "__x__", "x+1", "y", "**D**"]
+    assert reward_functions.multiple_choice([f"<answer>{g}</answer>" for g in given], answer=["x", "x", "C", "D", "`y`"], choices=[of_code] * 5) == [1, 0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("text", ["", "None", "none"])
 def test_no_answer_names_no_choice(text):
     points = reward_functions.multiple_choice(["", "A", "<answer></answer>", "<answer>A</answer>"], answer=["A"] * 4, choices=[[text, "x"]] * 4)

@@ -60,6 +60,53 @@ def test_numbers_side_by_side_are_read_where_they_are_mathematics():
     assert verdicts(pairs) == [1.0] * len(pairs) and verdicts([("204_5", "204_6")]) == [0.0]
 
 
+def pairs_of(text):
+    """Pairs of an answer and a truth, separated by | and ;."""
+    return [tuple(map(str.strip, pair.split(" | "))) for pair in text.replace(";\n", "; ").split("; ")]
+
+
+@needs_math_verify
+def test_numbers_are_equal_exactly_or_as_a_decimal_of_a_number_that_has_no_finite_one():
+    wrong = pairs_of(r"""
+        0.0000003 | 0.0000001 ; 1.6 \times 10^{-19} | 6.626 \times 10^{-34} ; 0.0 | 1.2 \times 10^{-7} ; 1/2^{63} | 1/2^{64} ; 1/21! | 1/20! ;
+        e^{-50} | e^{-100} ; 0.000499 | 1/2004 ; 1/(3 \cdot 2^{101}) | (2^{100}+1)/(3 \cdot 2^{101}) ; 1/3 | \frac{4^{50}-1}{3 \cdot 4^{50}} ;
+        1234567.51 | 1234567.50 ; 1.0000001 | 1 ; 0.1250001 | 1/8 ; 0.33333 | 1/3 ; 333333 | 1000000/3 ; 0 | 10^{-20} ; 2 \cdot 10^{-20} x | 10^{-20} x ;
+        x<10^{-20} | x<10^{-21} ; \{10^{-20}, 1\} | \{10^{-21},1\} ; \sin(10^{-20}) | 10^{-20} ; 0.0000001\% | 0.0000002\% ; x = 10^{-30} | x = 10^{-31} ;
+        \begin{pmatrix}10^{-20}\\1\end{pmatrix} | \begin{pmatrix}10^{-21}\\1\end{pmatrix} ; 10^{-20}i | 2 \cdot 10^{-20}i ; \sqrt{10^{16}+1} | 10^8""")
+    right = pairs_of(r"""
+        0.333333 | 1/3 ; 0.142857 | 1/7 ; 3.333333 \times 10^{-11} | \frac{1}{3} \times 10^{-10} ; 0.70710678 | \frac{\sqrt2}{2} ; 0.1x+0.2x | 0.3x ;
+        \sqrt{3+2\sqrt{2}} | 1+\sqrt{2} ; \cos(\pi/7)-\cos(2\pi/7)+\cos(3\pi/7) | 1/2 ; 6.626\times10^{-34} | 6.6260 \times 10^{-34} ; 12.5\% | 12.5 ;
+        12.5\% | 0.125 ; (0.5, 0.333333) | (\frac12,\frac13) ; e^{-100} | \frac{1}{e^{100}} ; \begin{pmatrix}0.5\\1\end{pmatrix} | \begin{pmatrix}1/2\\1\end{pmatrix}""")
+    assert [pair for pair, points in zip(wrong + right, verdicts(wrong + right)) if points != (pair in right)] == []
+    fractions = [(p, q) for q in (7, 9, 11, 13) for p in range(1, 6)]
+    near = [(f"{p / q * (1 + error):.12f}", f"{p}/{q}") for p, q in fractions for error in (9e-7, -9e-7, 1.1e-6, -1.1e-6, 1e-5)]
+    assert verdicts(near) == [1.0, 1.0, 0.0, 0.0, 0.0] * 20
+
+
+FORMS = r"""
+    2 and 3 | 3, 2 ; 1, 2, and 3 | 1,2,3 ; x=1 and x=2 | x=1, x=2 ; (1,2) and (3,4) | (1,2),(3,4) ; 2,3 | $2$ and $3$ ; A and B | B and A ;
+    \approx 3.14 | 3.14 ; ≈ 3.14 | 3.14 ; 3.14 | $\approx 3.14$ ; x \approx 3.14 | 3.14 ; = 73 | 73 ; 73 | $= 73$ ; = \frac{1}{2} | 1/2 ;
+    **73** | 73 ; `73` | 73 ; **73 dollars**. | 73 ; **$\frac12$** | 1/2 ; \fbox{73} | 73 ; \boxed 73 | 73 ;
+    C | \text{(C)} ; \text{C} | \text{(C)} ; \mathrm{C} | \text{(C)} ; \text{(C)} | C ; \textbf{(C)} | \mathbf{C} ; (C) | \text{C} ;
+    2pi | 2\pi ; 2*pi | 2\pi ; 3pi/4 | \frac{3\pi}{4} ; sin(pi/3) | \frac{\sqrt{3}}{2} ; ln(2) | \ln 2 ; arctan(x) | \arctan x ; exp(x) | e^x ; 2alpha | 2\alpha ;
+    x² | x^2 ; x**10 | x^{10} ; x**(n+1) | x^{n+1} ; 10⁻¹² | 10^{-12} ; x**-1 | \frac{1}{x} ; ½ | \frac{1}{2} ; 2½ | 5/2 ; x₁ | x_1 ; log₂8 | 3 ;
+    ∞ | \infty ; -inf | -\infty ; (-inf, 3) | (-\infty, 3) ; 2√3 | 2\sqrt{3} ; √12 | 2\sqrt{3} ; √(x+1) | \sqrt{x+1} ; \sqrt(2) | \sqrt2 ; 3·2 | 6 ; \varnothing | \emptyset ;
+    ∅ | \varnothing ; x<3 | (-\infty,3) ; 0 \le x < 1 | [0,1) ; x ≥ 2 | [2,\infty) ; [0,1) | 0 \le x < 1"""
+
+
+@needs_math_verify
+def test_one_answer_is_read_in_all_its_forms_and_as_no_other_answer():
+    right = [*pairs_of(FORMS), ("\uff17\uff13", "73")]                # digits as wide as Chinese characters
+    assert [pair for pair, points in zip(right, verdicts(right)) if not points] == []
+    values = pairs_of(r"""x² | x^3 ; 18² | 182 ; 18₈ | 188 ; 2½ | 21/2 ; 2½ | 1 ; √12 | 2 ; 10⁻² | 8 ; 2**3 | 6 ; x**10 | 0 ; pi | ip ; cos | soc ; sinx | sin x ; pie | \pi e ;
+        x<1 and x>3 | x<1 or x>3 ; 2 and 3 | 2 ; 2 and 3 | 5 ; 2 and 3 | 6 ; sand | s, d ; **1** **8** | 18 ; `1`8` | 18 ; \boxed1\fbox3 | 3 ; \approx 3.1 | 3.14 ; \approx 3 | 3.14 ;
+        \approx 3.14 | \pi ; \approx 3 | 3 ; A or B | \text{(A)} ; AB | \text{(A)} ; \emptyset | 0 ; \emptyset | \{0\} ; -inf | inf ; x \le 3 | (-\infty, 3) ; [0,1] | 0 \le x < 1""")
+    assert [pair for pair, points in zip(values, verdicts(values)) if points] == []
+    names = pairs_of(r"""pi | \pi ; sin(x) | \sin x ; cos(x) | \cos x ; ln(2) | \ln 2 ; exp(x) | e^x ; inf | \infty ; √2 | \sqrt2 ; x² | x^2 ; ½ | 1/2 ; x₁ | x_1 ; x<3 | (-\infty,3)""")
+    crossed = [(given, truth) for given, one in names for _, truth in names if truth != one]
+    assert len(crossed) == 110 and not any(verdicts(crossed))
+
+
 @needs_math_verify
 def test_a_missing_truth_gives_no_score():
     missing = "", " ", "nan", math.nan, None

@@ -112,6 +112,22 @@ def test_of_a_function_that_always_raises_the_check_says_what_it_raised(model, t
     assert found.found.endswith("KeyError: 'level'")
 
 
+def test_long_answers_and_rows_that_gain_nothing_by_their_answer_are_noted(model, tokenizer):
+    def of_short_ones(completions, answer, **columns):
+        return [None if len(one) > 1 else float(one in text) for text, one in zip(completions, answer)]
+
+    def notes(answers, function):
+        examples = [{"prompt": "1+1=?", "answer": answer} for answer in answers]
+        config = GRPOConfig(reward_functions=["correctness"])
+        return [f.found for f in check_setup(make_engine("plain", model, tokenizer), examples, config, [function]) if f.name == "rows"]
+
+    text = "because " * 21
+    assert notes(["2"] * 20, correctness) == [] and notes(["2", "because " * 20], correctness) == []
+    assert notes(["2", "12", "4"] * 7, of_short_ones) == ["gold earns no more than wrong in 5 of 16 examples"]
+    assert notes(["2", text, "3"] * 7, correctness) == [
+        f"7 of 21 answers have more than 20 words, such as {text!r:.60}: does each end with its answer, in a form of docs/data.md?"]
+
+
 def test_the_first_prompt_is_shown_and_messages_without_a_template_are_noted(model, tokenizer, settings):
     for prompt, noted in ("1+1=?", False), ([{"role": "user", "content": "1+1=?"}], True):
         findings = {f.name: f for f in check_setup(make_engine("plain", model, tokenizer), [{"prompt": prompt}] * 2, settings, [])}

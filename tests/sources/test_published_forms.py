@@ -5,6 +5,7 @@ Seven are read as they are; Countdown has no prompt and needs one flag, as does 
 
 import numpy as np
 import pytest
+import data
 from test_data import data_of, write_lines
 
 from reward_functions.arithmetic import countdown
@@ -201,6 +202,37 @@ def test_dollys_context_belongs_to_its_instruction_and_to_no_other_prompt():
 
 def test_a_box_alone_is_an_answer_and_no_demonstration():
     assert load_examples([{"prompt": "p", "answer": "$\\boxed{4}$"}]) == [{"prompt": "p", "answer": "4"}]
+
+
+@pytest.mark.parametrize("solution,answer", [
+    ("Two and two, so $\\boxed 4$.", "4"), ("We get \\boxed6", "6"), ("It is \\fbox{2}", "2"), ("It is \\framebox{14}.", "14"),
+    ("8 * 2 is 16.\nAnswer: 16", "16"), ("4 * 5 = 20. The answer is: 20.", "20"), ("So the answer is $\\frac12$.", "$\\frac12$"),
+    ("Sum them.\n**Answer:** 3.5 cm", "3.5 cm"), ("2+2=4\n#### 4 items\nThe answer is: 4", "4"), ("Hence the final answer is New York City.", "New York City"),
+])
+def test_the_answer_of_a_solution_is_found(solution, answer):
+    (example,) = load_examples([{"prompt": "p", "answer": solution}])
+    assert (example["answer"], example["completion"]) == (answer, tagged(solution, answer))
+
+
+@pytest.mark.parametrize("answer", [
+    "It is unknown", "The answer is that he went home early", "Answer the question", "Is the answer: yes? Ask him\nagain", "The answer is", "My answer, 5", "Answering is: 5",
+])
+def test_a_text_without_a_stated_answer_is_kept(answer):
+    assert load_examples([{"prompt": "p", "answer": answer}]) == [{"prompt": "p", "answer": answer}]
+
+
+def test_a_stated_answer_alone_is_an_answer_and_no_demonstration():
+    assert load_examples([{"prompt": "p", "answer": answer} for answer in ("Answer: 16", "The answer is 16.", "$\\fbox{16}$")]) == [{"prompt": "p", "answer": "16"}] * 3
+
+
+def test_a_field_of_an_object_is_a_column():
+    row = {"prompt": "p", "reward_model": {"ground_truth": "72", "style": "rule"}, "a.b": 1, "extra": {"a": {"b": [7, "x"]}}, "q": {"text": "or this?"}}
+    for load in load_examples, data.load_examples:
+        assert [load([row], columns={"answer": path})[0]["answer"] for path in ("reward_model.ground_truth", "a.b", "extra.a.b")] == ["72", "1", [7, "x"]]
+        assert load([row], columns={"prompt": "q.text"})[0]["prompt"] == "or this?" and load([row], columns={"answer": "reward_model"})[0]["answer"] == row["reward_model"]
+        for path in "reward_model.truth", "prompt.x", "extra.a.b.c", "nothing.x":
+            with pytest.raises(ValueError, match=f"--answer_column={path}: .* has columns prompt, reward_model"):
+                load([row], columns={"answer": path})
 
 
 def test_an_unknown_form_of_turns_is_one_line():
