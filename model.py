@@ -75,11 +75,18 @@ def require_plain_settings(config) -> None:
 
 
 def load_weights(config, path: str = "", cls=AutoModelForCausalLM) -> tuple[PreTrainedModel, set[str]]:
-    """Load a model in float32 from path or config.model_path. Return it, and the weights that no file has."""
+    """Load a model in float32 from path or config.model_path. Return it, and the weights that no file has.
+
+    Where files hold a head of its own although their config ties it to the embedding, transformers keeps that
+    head. Then the config says so too, or the head would be lost as soon as weights are tied again.
+    """
     policy, found = cls.from_pretrained(
         path or config.model_path, dtype=torch.float32, trust_remote_code=config.trust_remote_code,
         attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
         output_loading_info=True)
+    if policy.get_output_embeddings().weight is not policy.get_input_embeddings().weight:
+        for each in policy.config, policy.config.get_text_config():
+            each.tie_word_embeddings = False
     return policy, set(found["missing_keys"])
 
 

@@ -29,7 +29,9 @@ from runs.checkpoint import latest_checkpoint, random_states, read_state, set_ra
 from runs.folder import RunFolder
 from runs.phases import plan_phases
 from runs.run import Run
-from runs.startup_check import INSTEAD, check_engine, check_setup, choose_engine, refuse_broken
+from runs.startup_check import (
+    INSTEAD, check_engine, check_head, check_setup, choose_engine, refuse_broken, shortened,
+)
 from sample import stop_token_ids
 from sources.training_data import (
     fit_prompts, load_data, refuse_long_demonstrations, validate_demonstrations,
@@ -116,6 +118,11 @@ def start_up_check(
                 other, packing = choose_engine(of_teacher, ranks, prompts, grpo, longest_prompt)
             inner = inner if other.shares_prompts else plain
         findings = [*check_setup(inner, examples, grpo, reward_functions), packing]
+        if teacher is not None:
+            rollout = inner.sample(prompts[:1], shortened(grpo), seed=0, num_completions=2)
+            of_teacher = Engine(teacher, tokenizer, max_tokens=max_tokens)
+            with plain.on_device(teacher), of_teacher.sampling():
+                findings.append(check_head(of_teacher, rollout, "teacher"))
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):
         packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)

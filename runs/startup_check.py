@@ -134,7 +134,7 @@ def check_tokens(model, tokenizer, prompts: list[list[int]]) -> list[Finding]:
 
 
 @torch.no_grad()
-def check_head(plain: Engine, rollout: Rollout) -> Finding:
+def check_head(plain: Engine, rollout: Rollout, name: str = "head") -> Finding:
     """Compare the chunked head with the model's own forward pass, at temperature 1, on the first row."""
     mask = rollout.completion_mask[0]
     prompt, completion = rollout.prompt_ids[0][rollout.prompt_mask[0]], rollout.completion_ids[0][mask]
@@ -143,7 +143,7 @@ def check_head(plain: Engine, rollout: Rollout) -> Finding:
     own = logits.float().log_softmax(-1).gather(-1, completion[:, None].to(plain.device))[:, 0]
     ours = plain.log_probs(rollout, torch.tensor([0]), {}).logp[0, mask]
     fix = "logits of this architecture need a step that compute_logits in logprobs.py lacks: add it"
-    return compare(plain.model, "head", "chunked head and the model's own", ours, own, fix)
+    return compare(plain.model, name, "chunked head and the model's own", ours, own, fix)
 
 
 @torch.no_grad()

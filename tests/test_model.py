@@ -3,20 +3,23 @@
 import copy
 import json
 import pickle
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from runs.startup_check import check_setup, choose_engine
 from config import ModelConfig
 from engine import make_engine
+from engine.adapters import merged_copy
 from engine.ranks import Ranks
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
-from engine.policy import make_reference, load_any_policy, moved_to, save_any_policy, blend_reference
+from engine.policy import make_reference, load_any_policy, move, moved_to, save_any_policy, blend_reference
 from engine.precision import with_precision
 from rewards import correctness
 
@@ -44,6 +47,28 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     findings = {f.name: f for f in [*check_setup(engine, EXAMPLES, config, [correctness]), packing]}
     assert all(finding.ok is not False for finding in findings.values()), findings
     assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok
+
+
+def test_a_head_of_its_own_in_the_files_of_a_config_that_ties_it_is_kept_as_transformers_keeps_it(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    model = ARCHITECTURES["gemma3"]().eval()
+    save_any_policy(model, tokenizer, tmp_path / "tied")
+    assert model.config.tie_word_embeddings and "lm_head.weight" not in load_file(tmp_path / "tied/model.safetensors")
+    shutil.copytree(tmp_path / "tied", tmp_path / "own")
+    weights = load_file(tmp_path / "own/model.safetensors")
+    weights["lm_head.weight"] = torch.randn(263, 32)
+    save_file(weights, tmp_path / "own/model.safetensors", {"format": "pt"})
+    ids = torch.tensor([tokenizer("47+85=?").input_ids])
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()(ids).logits
+    for rank in 0, 2:                                     # a new adapter adds 0
+        loaded, _ = load_any_policy(ModelConfig(model_path=str(tmp_path / "own"), lora_rank=rank))
+        move(loaded, torch.device("cpu"))
+        torch.testing.assert_close(loaded(ids).logits, expected)
+        save_any_policy(merged_copy(loaded) if rank else loaded, tokenizer, tmp_path / "again")
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()(ids).logits, expected)
+        assert json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"] is False
+    tied, _ = load_any_policy(ModelConfig(model_path=str(tmp_path / "tied")))
+    assert tied.config.tie_word_embeddings and tied.lm_head.weight is move(tied, torch.device("cpu")).model.embed_tokens.weight
 
 
 def test_the_built_in_model_is_a_gemma_3_of_a_million_parameters():

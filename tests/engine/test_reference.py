@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import logits_alone
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import train
 from analysis import explain, replay
@@ -113,6 +114,14 @@ def test_the_exact_kl_to_a_head_of_fewer_rows_is_refused(tmp_path, teacher):
     save_any_policy(model, tokenizer, tmp_path / "policy")
     with pytest.raises(ValueError, match=r"its head has 263 rows, that of the policy 300, .* --kl_estimator ratio_k3, or resize_token_embeddings\(263\)"):
         set_up(run_of(tmp_path, teacher, kl_estimator="exact", model_path=str(tmp_path / "policy")))
+
+
+def test_a_teacher_whose_logits_are_not_those_of_its_own_pass_is_refused(tmp_path, tokenizer):
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, lru_width=32)
+    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=263, **sizes, logits_soft_cap=0.5))
+    save_any_policy(model.eval(), tokenizer, tmp_path / "teacher")         # its soft cap has a name of its own
+    with pytest.raises(ValueError, match="start-up check: teacher: chunked head and the model's own differ by at most"):
+        set_up(run_of(tmp_path, tmp_path / "teacher"))
 
 
 def test_two_references_are_refused(tmp_path, teacher):
