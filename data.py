@@ -141,7 +141,10 @@ def encode_demonstration(
 
 
 def after_turn(tokenizer, reply: dict | None = None) -> str:
-    """Render the end of a made-up turn of the assistant; with a reply also this and the start of the next."""
+    """Render the end of a turn of the assistant; with a reply also this and the start of the next turn.
+
+    Templates have no call for that: a made-up turn is rendered, and what follows its text is taken.
+    """
     made_up = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "madeupturn"}]
     text = render(tokenizer, [*made_up, reply] if reply else made_up, add_generation_prompt=bool(reply))
     return text.partition("madeupturn")[2]
@@ -184,7 +187,7 @@ def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
 
 @lru_cache(maxsize=8)
 def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
-    """Return a pattern of the texts of all special tokens. version: another one after tokens are added."""
+    """Return a pattern of the texts of all special tokens. version: so that tokens added later are found."""
     texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts |= {*tokenizer.all_special_tokens}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
@@ -296,7 +299,7 @@ def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, st
 
 
 def normalize_example(example: dict, where: str) -> dict:
-    """Validate an example.
+    """Validate and normalise an example.
 
     The assistant's last message in a prompt becomes the completion, and an answer that is neither text nor a
     dict becomes text or a list: 72 "72", an array its elements.

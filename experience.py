@@ -78,11 +78,14 @@ class Experience:
         sampling_logp       of the rollout: when the token was sampled, by the sampler
         trainer_logp        before the updates, by the trainer's forward pass; without one, sampling_logp
         reference_logp      of the reference
-        old_logp            what the ratio of the loss divides by, and the weight of a token's loss:
-            no importance_cap   sampling_logp, 1
-            importance_cap      trainer_logp, min(exp(trainer_logp - sampling_logp), cap)
+        old_logp            what the ratio of the loss divides by: see the table
 
-    The second is truncated importance sampling: weights correct the sampler, ratios what updates changed.
+        --importance_cap    old_logp        weight of a token's loss
+        0                   sampling_logp   1
+        cap                 trainer_logp    min(exp(trainer_logp - sampling_logp), cap)
+
+    With a cap this is truncated importance sampling: weights correct the sampler, ratios what updates
+    changed.
     """
 
     examples: list[dict]                # P
@@ -152,11 +155,12 @@ def compute_experience(
         before = log_probs_of_rollout(engine, ranks, rollout, config.distribution, value_head=value_head)
         trainer_logp, values = before.logp, before.values
         metrics = compare_with_sampler(trainer_logp, rollout)
-        if engine.same_arithmetic:                        # then the others tell nothing more
+        if engine.same_arithmetic:                        # the others are for an engine that only samples
             metrics = {"sampler_deviation": metrics["sampler_deviation"]}
     old_logp, weights = rollout.sampling_logp, None
     if cap:
-        old_logp, weights = trainer_logp, importance_weights(trainer_logp, old_logp, mask, cap=cap)
+        old_logp = trainer_logp
+        weights = importance_weights(trainer_logp, rollout.sampling_logp, mask, cap=cap)
         metrics["importance_weight"] = float(weights[mask].mean())
 
     penalty = torch.zeros(mask.shape)                                            # (B, T), in points
@@ -266,8 +270,8 @@ def log_probs_of_rollout(
 def minibatches(config, num_rows: int, seed: int) -> Iterator[Tensor]:
     """Yield the rows of each update on a rollout, for all --ppo_epochs: every row once per epoch.
 
-    Every epoch has a new order. Groups stay together if --minibatch_size is a multiple of their size; 0: all
-    rows in one update.
+    Every epoch has a new order, if there are several minibatches. Groups stay together if --minibatch_size is
+    a multiple of their size; 0: all rows in one update.
     """
     size = config.minibatch_size or num_rows
     generator = torch.Generator().manual_seed(seed)

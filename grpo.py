@@ -5,7 +5,7 @@ without the rest of this file; these need what they call.
 
 A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, then aggregate).
 A new loss is a function and an entry of LOSSES: flags, explanations and tests are read from that table. A
-loss_type has the name of a paper, and is its loss alone: not its baseline, sampling or clip range.
+loss_type is the loss of a paper alone, without its baseline, sampling or clip range.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
@@ -50,7 +50,7 @@ def compute_group_advantages(
     rewards  (P, G) points, a tensor or lists; NaN where a completion could not be scored: it takes no part in
              b or s and gets 0
     global_mean  points: the baseline of that name, such as the mean over a run; None: over these rewards
-    returns  (P, G) float32 (float64 for float64 rewards), in standard deviations, or points if scale="none".
+    returns  (P, G) float32 (float64 for float64 rewards), in multiples of s, or points if scale="none".
              A tied group (max - min <= 1e-6 * max(1, |max|)) comes back as exact zeros, and so does one with
              fewer than two scored completions. Under group_mean and leave_one_out rows sum to 0.
 
@@ -100,7 +100,8 @@ def compute_group_advantages(
 
 # ---- losses ------------------------------------------------------------------------------------------------
 # token_loss gives each function logp, log_ratio (both 0 where mask is False), advantages, mask, clip_low and
-# clip_high. Parameters after * are options, with bounds in LOSSES. The default is the first function.
+# clip_high. Parameters after * are options, with bounds in LOSSES. The default is the first function. Each
+# returns loss and removed (bool): the token's gradient is 0, or its weight is capped.
 
 
 def clipped_loss(
@@ -115,7 +116,7 @@ def clipped_loss(
 
         -max(min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), dual_clip * A if A < 0 else -inf)
 
-    Returns loss and gradient_removed (bool), (B, T) each; unused holds what only other losses take.
+    Returns loss and removed, (B, T) each; unused holds what only other losses take.
     """
     # The gradient is 0 once the ratio has left the interval in the direction of A, and not on the way back.
     # With dual_clip it is 0 as well where a token with a negative advantage has become much more probable.
@@ -123,8 +124,8 @@ def clipped_loss(
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-    gradient_removed = (gain < unclipped) | (gain < floor)
-    return -torch.maximum(gain, floor), gradient_removed
+    removed = (gain < unclipped) | (gain < floor)
+    return -torch.maximum(gain, floor), removed
 
 
 def gspo(
@@ -394,7 +395,8 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
 
 def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
     """Compute factors that correct the distribution of a sampler, such as vLLM, whose arithmetic differs a
-    little from the trainer's: trainer / sampler, with equal weights. PPO's ratio is policy now / policy then.
+    little from the trainer's. A weight is trainer / sampler, at the same parameters; a ratio is policy now /
+    policy before the updates.
 
         min(exp(old_logp - sampling_logp), cap)
 

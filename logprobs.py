@@ -57,6 +57,7 @@ def completion_log_probs(
     inputs, predicting_position, target_ids = lay_out(rollout, rows, device)
     distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
+    # Whatever uses weights is a function, so that run_forward can gather shards of them around its call.
     def hidden_states(network) -> Tensor:
         return network.base_model(**inputs).last_hidden_state[predicting_position]             # (N, H)
 
@@ -70,7 +71,8 @@ def completion_log_probs(
         chunk_of_head = partial(head_log_probs, model, distribution, reference)
         size = tokens_in_chunk(len(model.get_output_embeddings().weight), device)
         results = in_chunks(chunk_of_head, size, hidden, target_ids, reference_hidden)
-        values = None if value_head is None else value_head(hidden).to(results[0].dtype).clone()    # no view
+        # A clone, since FSDP warns of views.
+        values = None if value_head is None else value_head(hidden).to(results[0].dtype).clone()
         return [*results, values]
 
     logp, entropy, kl, values = run_forward(model, forward)                                    # (N,) each
@@ -196,8 +198,9 @@ def distribution_of(config) -> dict:
 def in_chunks(
     chunk_of_head: Callable, size: int, hidden: Tensor, target_ids: Tensor, reference_hidden: Tensor | None
 ) -> list[Tensor | None]:
-    """Return logp, entropy and KL (None without a reference) of head_log_probs, `size` tokens at a time, and
-    again in the backward pass: no tensor (N, V) exists, and none (n, V) for longer than a chunk takes.
+    """Return logp, entropy and KL (None without a reference) of head_log_probs, `size` tokens at a time.
+
+    The backward pass computes each chunk again, so that there is never a tensor (N, V).
     """
     if torch.is_grad_enabled():
         chunk_of_head = partial(checkpoint, chunk_of_head, use_reentrant=False, preserve_rng_state=False)
@@ -223,7 +226,7 @@ def micro_batches(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) 
     Rows are sorted by length, the longest first, so that similar ones share a batch. Any split gives the same
     gradient to rounding, since losses take their denominators from the whole update.
 
-    min_batches  fewer if there are fewer rows
+    min_batches  at least so many, if there are as many rows
     """
     _, lengths = prompts_and_lengths(rollout, rows)
     batches: list[list[int]] = []

@@ -56,7 +56,7 @@ def load_policy(config, *, load: Callable | None = None) -> tuple[PreTrainedMode
     tokenizer = load_tokenizer(config)
     if not config.model_path:
         return tiny_gemma(tokenizer, config).eval(), tokenizer
-    policy, missing = load(config)
+    policy, missing = load(config)                        # from_pretrained returns it in evaluation mode
     require_weights(policy, missing, config.model_path)
     return policy, tokenizer
 
@@ -137,11 +137,11 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 @torch.no_grad()
 def update_reference(reference, model, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
-    for ours, policys in zip(reference.parameters(), model.parameters(), strict=True):
+    for mine, policy in zip(reference.parameters(), model.parameters(), strict=True):
         if alpha:
-            ours.lerp_(policys.to(ours.device), 1 - alpha)
+            mine.lerp_(policy.to(mine.device), 1 - alpha)
         else:
-            ours.copy_(policys)
+            mine.copy_(policy)
 
 
 class ValueHead(torch.nn.Module):

@@ -6,7 +6,7 @@ The default reward functions, and the weighted sum of the points that reward fun
 Every argument is a list with one entry per completion; columns are those of the data set (answer, ...),
 repeated for the completions of a group. A completion is text, or where the prompt is a list of chat messages
 a list too, of which the last message counts. None: the function does not apply. A model may print anything,
-so the functions here return 0 and never raise. The lists are shared by all functions: do not change them.
+so the functions here return 0 or None and never raise. All functions share the lists: do not change them.
 
 Others, and what calls functions of users safely (timeout, async, names of TRL), are in reward_functions/.
 
@@ -87,9 +87,10 @@ def compute_rewards_for_completions(
 
     rollout   has completions (B texts or conversations), completion_ids and completion_mask (B, T)
     examples  P dicts
-    returns   total (P, G) in points, and the points of each function (P, G) before weighting, by its name
+    returns   total (P, G) in points, "score" in train.py, which shape_rewards turns into rewards; and the
+              points of each function (P, G) before weighting, by its name
 
-    Where a function has no points, they are NaN in the second result, and in the total
+    Points that are missing are NaN in the second result. What they do to the total:
 
         None for all completions of a prompt   it is left out: it does not apply to this prompt
         None for some of them                  NaN for these: they cannot be compared with the others

@@ -13,7 +13,7 @@ behind them. They are forwarded one by one, like the others:
 
     ids        p p p | c c s e e e c c s      c sampled, s a sampled stop token, e the environment's
     sampled            1 1 1 0 0 0 1 1 1      completion_mask
-    replied            0 0 0 1 1 1 0 0 0
+    replied            0 0 0 1 1 1 0 0 0      filled = sampled | replied
 
 Shapes: P prompts of up to Tp tokens, G completions of each, B = P*G rows with the completions of a prompt
 adjacent, T completion tokens, b rows that are forwarded, H hidden size, V vocabulary.
@@ -36,8 +36,8 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, distribution_of, restrict_logits
 
-DROP_BELOW = 0.75               # finished rows leave the batch when at most this share of it goes on: to drop
-                                # some copies the cache of all others
+DROP_BELOW = 0.75               # finished rows leave the batch once at most this share goes on: that copies
+                                # the cache of these
 LOOK_EVERY = 8                  # tokens between looks for finished rows on a GPU: each waits for the device
 
 
@@ -116,7 +116,7 @@ def sample_batch(
         logp[rows, t] = torch.where(is_sampled, token_logp.float(), 0.0)
         sampled[rows, t] = is_sampled
         ends_turn = is_sampled & torch.isin(token, stops)                        # (b,)
-        finished[rows] = finished[rows] | ends_turn
+        finished[rows] = finished[rows] | ends_turn       # unless the environment replies
         if reply:
             add_replies(reply, rows[ends_turn].tolist(), first_row, ids, replied, finished, t + 1)
         if t + 1 == limit:
@@ -161,13 +161,14 @@ def drop_finished(
 
 
 def add_replies(
-    reply: Callable, ended: list[int], first_row: int, ids: Tensor, replied: Tensor, finished: Tensor, t: int
+    reply: Callable, ended: list[int], first_row: int, ids: Tensor, replied: Tensor, finished: Tensor,
+    start: int,
 ) -> None:
-    """Write an environment's tokens behind the turns of rows that have ended, from column t on, in place."""
+    """Write an environment's tokens behind the turns of rows that have ended, from column start on."""
     for row in ended:
-        added = reply(first_row + row, ids[row, :t].tolist())[: ids.shape[1] - t]
-        ids[row, t : t + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
-        replied[row, t : t + len(added)] = True
+        added = reply(first_row + row, ids[row, :start].tolist())[: ids.shape[1] - start]
+        ids[row, start : start + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
+        replied[row, start : start + len(added)] = True
         finished[row] = not added                         # else there is another turn
 
 

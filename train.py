@@ -15,7 +15,8 @@ Units: points for scores and rewards, nats for log-probabilities (logp) and KL.
     tied           of a group: its rewards are equal, so that its advantages are 0
     rollout        completions, and their logp when they were sampled
     experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
-    update         one optimiser step: a training step makes one or several, and flags count these
+    update         one optimiser step; a training step makes one or several. All counters and flags named
+                   step(s) count updates
     phase          cold_start, supervised, if there is one; then grpo
     run            policy, reference (another model that it stays close to), optimiser, data, progress
 """
@@ -73,14 +74,14 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     # 2. Compare each completion with the others of its group.
     advantages = group_advantages(run, groups)                                   # (P, G)
 
-    # 3. Add what all updates share: old_logp; with these, reference, values of a critic, weights.
+    # 3. Add what all updates share: old_logp, and with their flags the reference's, values and weights.
     experience = experience_of(run, groups, advantages)
 
     # 4. Update the policy: once, or --ppo_epochs times on every minibatch (minibatches yields all epochs).
     updates = []
     for rows in minibatches(config, advantages.numel(), seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        run.require_first_ratios_of_1(experience, losses, updates)  # sampler and trainer: the same policy
+        run.require_first_ratios_of_1(experience, losses, updates)               # while updates are empty
         updates.append(losses | optimizer_step(run, losses["total_loss"]))
         if progress.phase_step == run.phase.steps:        # optimizer_step has counted the update
             break
@@ -91,6 +92,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
+    # on_all_ranks calls sample_and_score(run, slice, seed=, repeats=) on each rank, and joins the groups.
     groups = run.on_all_ranks(sample_and_score, examples)
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):   # DAPO: arXiv:2503.14476 sec. 3.2
         if num_tied := int(groups.without_signal.sum()):  # the last attempt's stay, tied or not
@@ -125,7 +127,7 @@ def group_advantages(run: Run, groups: Groups) -> torch.Tensor:
 
 @halved_when_out_of_memory("max_tokens_per_forward")
 def experience_of(run: Run, groups: Groups, advantages: torch.Tensor) -> Experience:
-    """Return what all updates on a rollout share: B rows p*G + g. A critic has advantages of its own."""
+    """Return what all updates on a rollout share: B rows p*G + g. A value head has its own advantages."""
     return compute_experience(
         groups, advantages, run.config.grpo, run.engine, run.ranks, reference=run.reference,
         value_head=run.value_head)
@@ -142,7 +144,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, is_real in run.ranks.in_lockstep(micro_batches):  # 0: a dummy pass for other ranks' sake
+    for micro_batch, is_real in run.ranks.in_lockstep(micro_batches):  # 0: a pass only to stay in step
         current = run.engine.log_probs(
             experience.rollout, micro_batch, config.distribution,
             value_head=run.value_head if config.use_value_head else None,
@@ -152,8 +154,9 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         terms = compute_loss_terms(current, batch, config, denominators)
         run.scaler.scale(terms["total_loss"] * is_real).backward()               # scales with float16 alone
         results.append({name: term.detach() * is_real for name, term in terms.items()})
+    # Statistics were divided by all tokens: divided again by this share, they are means over those forwarded.
     share_forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
-    return run.sum_terms(results, config.loss_terms, share_forwarded)    # statistics: means over these tokens
+    return run.sum_terms(results, config.loss_terms, share_forwarded)
 
 
 def compute_loss_terms(
@@ -162,7 +165,8 @@ def compute_loss_terms(
     """Compute the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
-        KL         = mean of ratio * (exp(x) - x - 1), x = reference logp - logp, by default (grpo.kl_penalty)
+        KL         = mean of exp(logp - trainer_logp) * (exp(x) - x - 1), x = reference logp - logp
+                     (by default: Experience.sampled_kl)
 
     current  (b, T) log-probabilities, entropy, values under the current policy, with gradient
     batch    the same rows of the experience
@@ -172,7 +176,7 @@ def compute_loss_terms(
     loss, terms = policy_loss(
         current.logp, batch.old_logp, batch.advantages, mask, weights=batch.importance_weights,
         **config.loss_arguments, **denominators)  # loss_type, clip_low, clip_high, ...; num_tokens, ...
-    # Logged, entropy and KL are means over tokens; in the loss they are averaged as the policy loss is.
+    # Entropy and KL have two averages: over tokens to be logged; in the loss that of the policy loss.
     terms |= {"policy_loss": loss, "entropy": aggregate(current.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = current.kl if config.exact_kl else batch.sampled_kl(current.logp, config)
@@ -261,7 +265,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> bool:
     """Take a step of a phase and log it; evaluate and save if that is due. Return if the phase ends early."""
     progress, before = run.progress, run.progress.phase_step
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-    if not progress.evaluation_due:                       # else it raised, and the run has been resumed
+    if not progress.evaluation_due:                       # True here: it raised, and the run was resumed
         with run.saved_on_error():
             metrics, experience = take_step(run, next(run.batches))
         with run.saved_on_error():                        # the step is complete: it will not be repeated
