@@ -226,7 +226,7 @@ def test_a_stated_answer_alone_is_an_answer_and_no_demonstration():
 
 
 def test_a_field_of_an_object_is_a_column():
-    row = {"prompt": "p", "reward_model": {"ground_truth": "72", "style": "rule"}, "a.b": 1, "extra": {"a": {"b": [7, "x"]}}, "q": {"text": "or this?"}}
+    row = {"prompt": "p", "reward_model": {"ground_truth": "72", "style": "rule"}, "a.b": 1, "a": {"b": 2}, "extra": {"a": {"b": [7, "x"]}}, "q": {"text": "or this?"}}
     for load in load_examples, data.load_examples:
         assert [load([row], columns={"answer": path})[0]["answer"] for path in ("reward_model.ground_truth", "a.b", "extra.a.b")] == ["72", "1", [7, "x"]]
         assert load([row], columns={"prompt": "q.text"})[0]["prompt"] == "or this?" and load([row], columns={"answer": "reward_model"})[0]["answer"] == row["reward_model"]
