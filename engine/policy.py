@@ -146,9 +146,15 @@ def follow_policy(reference, model: PreTrainedModel, config, step: int, *, skipp
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's state_dict, gathered if sharded. Called on all ranks; complete on the main one."""
+    """Return the model's state_dict, gathered if sharded. Called on all ranks; complete on the main one.
+
+    Weights that are tied stay one tensor, and are written once.
+    """
     reshard(model)
-    return full_tensor(model.state_dict())
+    weights, first = full_tensor(model.state_dict()), {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        weights[name] = weights[first.setdefault(parameter, name)]
+    return weights
 
 
 def save_any_policy(model: PreTrainedModel, tokenizer, folder: Path, weights: dict | None = None) -> None:

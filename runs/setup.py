@@ -112,17 +112,16 @@ def start_up_check(
     with plain.sampling():
         prompts = [example["prompt"] for example in examples[:2]]
         inner, packing = choose_engine(plain, ranks, prompts, grpo, longest_prompt)
-        if teacher is not None and inner.shares_prompts:
-            with plain.on_device(teacher):
-                of_teacher = Engine(teacher, tokenizer, max_tokens=max_tokens)
-                other, packing = choose_engine(of_teacher, ranks, prompts, grpo, longest_prompt)
-            inner = inner if other.shares_prompts else plain
-        findings = [*check_setup(inner, examples, grpo, reward_functions), packing]
+        of_teacher = []
         if teacher is not None:
             rollout = inner.sample(prompts[:1], shortened(grpo), seed=0, num_completions=2)
-            of_teacher = Engine(teacher, tokenizer, max_tokens=max_tokens)
-            with plain.on_device(teacher), of_teacher.sampling():
-                findings.append(check_head(of_teacher, rollout, "teacher"))
+            rows = Engine(teacher, tokenizer, max_tokens=max_tokens)
+            with plain.on_device(teacher), rows.sampling():
+                of_teacher = [check_head(rows, rollout, "teacher")]
+                if inner.shares_prompts:
+                    other, packing = choose_engine(rows, ranks, prompts, grpo, longest_prompt)
+                    inner = inner if other.shares_prompts else plain
+        findings = [*check_setup(inner, examples, grpo, reward_functions), packing, *of_teacher]
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):
         packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)

@@ -17,7 +17,8 @@ from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward
 from forked import Program, Ranks
 from safetensors.torch import load_file
 
-from engine.policy import save_any_policy
+from config import ModelConfig
+from engine.policy import load_any_policy, save_any_policy
 from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
 
@@ -74,6 +75,7 @@ def assert_same_run(one: Path, many: Path, tolerance: float = 1e-5):
     weights, others = ({p.name: load_file(p) for p in folder.glob("final/*.safetensors")} for folder in (one, many))
     assert weights.keys() == others.keys() and weights
     for file, tensors in weights.items():
+        assert tensors.keys() == others[file].keys(), "a tied head is written once"
         for name, tensor in tensors.items():
             # AdamW makes of a gradient that is 0 but for rounding a step of up to the learning rate, 1e-6 here.
             rounding = tolerance * tensor.norm() + 0.1 * 1e-6 * tensor.numel() ** 0.5
@@ -143,6 +145,19 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after,
     assert "is damaged (" in done.stdout and "not bit for bit" in " ".join(done.stdout.split())
     assert_same_run(tmp_path / "whole", tmp_path / "changed", 1e-3 if "bfloat16" in flags else 1e-5)
     assert torch.load(latest_checkpoint(tmp_path / "changed") / "state.pt", weights_only=True)["versions"]["processes"] == after
+
+
+def test_a_teacher_in_two_processes_teaches_what_it_teaches_in_one(tmp_path):
+    torch.manual_seed(7)
+    model, tokenizer = load_any_policy(ModelConfig())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    save_any_policy(model, tokenizer, tmp_path / "teacher")
+    flags = [*EVERYTHING.split(), "--reference_path", str(tmp_path / "teacher"), "--kl_estimator", "exact", "--engine", "shared"]
+    launch(1, tmp_path / "one", *flags)
+    launch(2, tmp_path / "two", *flags)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message(tmp_path):
