@@ -28,6 +28,7 @@ NOTATION = {                    # of keyboards and programs: as LaTeX
     r"\\sqrt ?\(": "sqrt(", r"(?<!\\)sqrt ?([\d.]+|[A-Za-z]\b)": r"\\sqrt{\1}", "varnothing": "emptyset",
     rf"(?<![\\A-Za-z]){NAMES}(?![A-Za-z])": r"\\\1", r"\^(-[\d.]+)": r"^{\1}",
     r"(\d+)\u2044(\d+)": r"\\frac{\1}{\2}", r"\b(\d+) (\d+)/(\d+)\b": r"\1\\frac{\2}{\3}",
+    r"(?<=\d)[eE]([-+]?\d+)$": r"\\cdot 10^{\1}",
     r"(?<=\d) ?_": "b_",        # math-verify would ignore the base of 18_{8}
     r"\\(approx|simeq) *(?=[-+]?\d*\.\d)": "=", "^ ?= ?": "",         # "\approx 18" is not 18
 }

@@ -121,7 +121,8 @@ def start_up_check(
                 if inner.shares_prompts:
                     other, packing = choose_engine(rows, ranks, prompts, grpo, longest_prompt)
                     inner = inner if other.shares_prompts else plain
-        findings = [*check_setup(inner, examples, grpo, reward_functions), packing, *of_teacher]
+        found = check_setup(inner, examples, grpo, reward_functions, more_rows=training.check)
+        findings = [*found, packing, *of_teacher]
     ours = packing.fix and not config.model.model_path    # the built-in model can be packed
     if packing.ok is None and (ours or grpo.engine == "shared"):
         packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)

@@ -70,12 +70,15 @@ def shortened(config, length: int = 16):
     return replace(config, generation_max_length=min(length, config.generation_max_length))
 
 
-def check_setup(engine: Engine, examples: list[dict], config, reward_functions: list) -> list[Finding]:
+def check_setup(
+    engine: Engine, examples: list[dict], config, reward_functions: list, *, more_rows: bool = False
+) -> list[Finding]:
     """Run all checks but choose_engine's on two examples.
 
     engine            plain or shared;  config  a GRPOConfig
     reward_functions  [] for supervised training. Those of conversations are not tried: their points depend on
                       the environment
+    more_rows         try them on ROWS examples, not on one
     """
     model, tokenizer = engine.model, engine.tokenizer
     prompts = [encode_prompt(tokenizer, example["prompt"]) for example in examples[:2]]
@@ -97,7 +100,9 @@ def check_setup(engine: Engine, examples: list[dict], config, reward_functions: 
         answered = [example for example in islice(examples, ROWS) if example.get("answer")] or [examples[0]]
         stop_ids = stop_token_ids(model, tokenizer)
         findings += check_rewards(answered[0], config, reward_functions, tokenizer, stop_ids)
-        findings += note_unclear_rows(examples, answered, config, reward_functions)
+        findings += note_long_answers(examples, reward_functions)
+        if more_rows:
+            findings += compare_gold_with_wrong(answered, config, reward_functions)
     return findings
 
 
@@ -211,17 +216,23 @@ def check_packing(shared: Engine, plain: Engine, prompts: list[list[int]], confi
     return replace(finding, ok=None, found=f"off: {finding.found}{INSTEAD}", fix=fix)
 
 
-def note_unclear_rows(examples, answered: list[dict], config, reward_functions: list) -> list[Finding]:
-    """Note long answers, and rows of which the answer earns no more than a wrong one or is not scored."""
+def compare_gold_with_wrong(answered: list[dict], config, reward_functions: list) -> list[Finding]:
+    """Note in how many examples the answer earns no more than a wrong one, or is not scored."""
     texts = [kinds.get(kind, "") for kinds in map(completions_of, answered) for kind in ("gold", "wrong")]
     points, _, _ = score_texts(reward_functions, config.weights, texts, answered, config)        # (rows, 2)
     unclear = int((~(points[:, 0] > points[:, 1])).sum())
+    found = f"gold earns no more than wrong in {unclear} of {len(answered)} examples"
+    return [Finding("rows", None, found)] if unclear else []
+
+
+def note_long_answers(examples, reward_functions: list) -> list[Finding]:
+    """Note how many answers that reward functions read are long texts, such as whole solutions."""
+    if not any("answer" in inspect.signature(function).parameters for function in reward_functions):
+        return []
     long = [example for example in examples if len(str(example.get("answer") or "").split()) > LONG]
-    found = [f"gold earns no more than wrong in {unclear} of {len(answered)} examples"] * (unclear > 0)
-    if long and any("answer" in inspect.signature(function).parameters for function in reward_functions):
-        found += [f"{len(long)} of {len(examples)} answers have more than {LONG} words, such as "
-                  f"{long[0]['answer']!r:.60}: does each end with its answer, in a form of docs/data.md?"]
-    return [Finding("rows", None, text) for text in found]
+    found = f"{len(long)} of {len(examples)} answers have more than {LONG} words, such as "
+    hint = ": does each end with its answer, in a form of docs/data.md?"
+    return [Finding("rows", None, f"{found}{long[0]['answer']!r:.60}{hint}")] if long else []
 
 
 def compare(model, name: str, what: str, left, right, fix: str) -> Finding:

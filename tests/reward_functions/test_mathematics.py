@@ -70,13 +70,13 @@ def test_numbers_are_equal_exactly_or_as_a_decimal_of_a_number_that_has_no_finit
     wrong = pairs_of(r"""
         0.0000003 | 0.0000001 ; 1.6 \times 10^{-19} | 6.626 \times 10^{-34} ; 0.0 | 1.2 \times 10^{-7} ; 1/2^{63} | 1/2^{64} ; 1/21! | 1/20! ;
         e^{-50} | e^{-100} ; 0.000499 | 1/2004 ; 1/(3 \cdot 2^{101}) | (2^{100}+1)/(3 \cdot 2^{101}) ; 1/3 | \frac{4^{50}-1}{3 \cdot 4^{50}} ;
-        1234567.51 | 1234567.50 ; 1.0000001 | 1 ; 0.1250001 | 1/8 ; 0.33333 | 1/3 ; 333333 | 1000000/3 ; 0 | 10^{-20} ; 2 \cdot 10^{-20} x | 10^{-20} x ;
+        1.6e-19 | 1.6 \times 10^{-34} ; 1234567.51 | 1234567.50 ; 1.0000001 | 1 ; 0.1250001 | 1/8 ; 0.33333 | 1/3 ; 333333 | 1000000/3 ; 0 | 10^{-20} ; 2 \cdot 10^{-20} x | 10^{-20} x ;
         x<10^{-20} | x<10^{-21} ; \{10^{-20}, 1\} | \{10^{-21},1\} ; \sin(10^{-20}) | 10^{-20} ; 0.0000001\% | 0.0000002\% ; x = 10^{-30} | x = 10^{-31} ;
         \begin{pmatrix}10^{-20}\\1\end{pmatrix} | \begin{pmatrix}10^{-21}\\1\end{pmatrix} ; 10^{-20}i | 2 \cdot 10^{-20}i ; \sqrt{10^{16}+1} | 10^8""")
     right = pairs_of(r"""
         0.333333 | 1/3 ; 0.142857 | 1/7 ; 3.333333 \times 10^{-11} | \frac{1}{3} \times 10^{-10} ; 0.70710678 | \frac{\sqrt2}{2} ; 0.1x+0.2x | 0.3x ;
         \sqrt{3+2\sqrt{2}} | 1+\sqrt{2} ; \cos(\pi/7)-\cos(2\pi/7)+\cos(3\pi/7) | 1/2 ; 6.626\times10^{-34} | 6.6260 \times 10^{-34} ; 12.5\% | 12.5 ;
-        12.5\% | 0.125 ; (0.5, 0.333333) | (\frac12,\frac13) ; e^{-100} | \frac{1}{e^{100}} ; \begin{pmatrix}0.5\\1\end{pmatrix} | \begin{pmatrix}1/2\\1\end{pmatrix}""")
+        6.626e-34 | 6.626 \times 10^{-34} ; 12.5\% | 0.125 ; (0.5, 0.333333) | (\frac12,\frac13) ; e^{-100} | \frac{1}{e^{100}} ; \begin{pmatrix}0.5\\1\end{pmatrix} | \begin{pmatrix}1/2\\1\end{pmatrix}""")
     assert [pair for pair, points in zip(wrong + right, verdicts(wrong + right)) if points != (pair in right)] == []
     fractions = [(p, q) for q in (7, 9, 11, 13) for p in range(1, 6)]
     near = [(f"{p / q * (1 + error):.12f}", f"{p}/{q}") for p, q in fractions for error in (9e-7, -9e-7, 1.1e-6, -1.1e-6, 1e-5)]

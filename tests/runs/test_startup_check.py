@@ -119,7 +119,8 @@ def test_long_answers_and_rows_that_gain_nothing_by_their_answer_are_noted(model
     def notes(answers, function):
         examples = [{"prompt": "1+1=?", "answer": answer} for answer in answers]
         config = GRPOConfig(reward_functions=["correctness"])
-        return [f.found for f in check_setup(make_engine("plain", model, tokenizer), examples, config, [function]) if f.name == "rows"]
+        findings = check_setup(make_engine("plain", model, tokenizer), examples, config, [function], more_rows=True)
+        return [f.found for f in findings if f.name == "rows"]
 
     text = "because " * 21
     assert notes(["2"] * 20, correctness) == [] and notes(["2", "because " * 20], correctness) == []
