@@ -241,7 +241,7 @@ def test_a_bad_environment_costs_its_own_conversation(model, tokenizer, settings
                 total, _ = call_and_score([environment, lambda environments, **_: [getattr(each, "closed", 0) for each in environments]], [1.0, 1.0], rollout, examples) \
                     if len(lost) < 8 else (torch.full((8,), math.nan), None)
                 assert set(total.flatten().isnan().nonzero().flatten().tolist()) == lost, "siblings are scored"
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
         assert Quiet.closed == 8 - (place == "init"), "each that was made is closed, once"
 
 
