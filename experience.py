@@ -259,9 +259,9 @@ def log_probs_of_rollout(
     results = {"logp": torch.zeros(shape), "entropy": torch.zeros(shape)}
     if value_head is not None:
         results["values"] = torch.zeros(shape)
-    for rows, counts in ranks.in_lockstep(engine.micro_batches(rollout, torch.arange(shape[0]), ranks.size)):
+    for rows, is_real in ranks.in_lockstep(engine.micro_batches(rollout, torch.arange(shape[0]), ranks.size)):
         new = engine.log_probs(rollout, rows, distribution, model=model, value_head=value_head)
-        if counts:
+        if is_real:
             for name, result in results.items():
                 result[rows] = getattr(new, name).cpu()
     return LogProbs(**{name: ranks.sum(result) for name, result in results.items()})  # 0 on the other ranks

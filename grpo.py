@@ -370,9 +370,9 @@ def kl_penalty(
     ratio           (B, T) exp(logp - old_logp) with its gradient, or None
     returns         (B, T) nats; k2 and k3 are never negative
 
-    In a loss the gradient counts, not the value. On policy and on average it is 0 for k1, the gradient of
-    KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3: pass ratio
-    where the penalty is part of a loss. Estimators: J. Schulman, "Approximating KL divergence", 2020.
+    In a loss the gradient counts, not the value. On policy, and on average at each position, it is 0 for k1,
+    the gradient of KL(reference || policy) for k3, and that of KL(policy || reference) for k2 and ratio * k3:
+    pass ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
     """
     x = ref_logp - logp
     estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}

@@ -1,10 +1,11 @@
 """Log-probabilities of completions: against the model's own logits, in chunks, recomputed; the exact KL."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PROMPTS, logits_alone, made_up_rollout, shared_log_probs
+from conftest import ARCHITECTURES, PROMPTS, logits_alone, made_up_rollout, shared_log_probs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprobs
@@ -215,3 +216,14 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, 
     total.backward()
     truth = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert truth.norm() > 0.1 and (gradients - truth).norm() < 1e-4 * truth.norm()
+
+
+@pytest.mark.parametrize("log_probs", [completion_log_probs, shared_log_probs])
+def test_a_copy_has_no_exact_kl_to_a_model_whose_logits_are_capped(log_probs):
+    torch.manual_seed(0)
+    model = ARCHITECTURES["gemma2"]().eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)     # many logits are near the cap
+    rollout = made_up_rollout([3, 20], [5, 1, 9, 4])
+    kl = log_probs(model, rollout, reference=copy.deepcopy(model)).kl
+    assert kl.abs().max() < 1e-4

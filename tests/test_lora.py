@@ -172,3 +172,15 @@ def test_an_adapter_of_peft_is_loaded_without_its_dropout_or_refused_in_one_line
     ours, _ = load(tmp_path / "adapter")
     assert not any(module.training for module in ours.modules())
     torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits)
+
+
+@torch.no_grad()
+def test_the_reference_of_an_adapter_that_was_trained_before_is_the_policy_as_it_was_loaded(saved, tmp_path):
+    model, tokenizer = load(saved, lora_rank=4)
+    save_any_policy(with_noise(model), tokenizer, tmp_path / "adapter")
+    model, _ = load(tmp_path / "adapter")
+    base, _ = load(saved)
+    expected, reference = model.base_model(IDS)[0].clone(), make_reference(model)
+    with_noise(model)                                     # training goes on
+    assert torch.equal(reference.base_model(input_ids=IDS)[0], expected)
+    assert (expected - base.base_model(IDS)[0]).abs().max() > 0.01
