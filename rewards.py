@@ -83,14 +83,14 @@ def explanation_quality(completions, **columns) -> list[float]:
 def compute_rewards_for_completions(
     reward_functions: list[Callable], weights: list[float], rollout, examples: list[dict]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Score every completion with every function and add up: total = sum of weight * points.
+    """Score every completion with every function, and add up: score = sum of weight * points.
 
     rollout   has completions (B texts or conversations), completion_ids and completion_mask (B, T)
     examples  P dicts
-    returns   total (P, G) in points, "score" in train.py, which shape_rewards turns into rewards; and the
-              points of each function (P, G) before weighting, by its name
+    returns   scores (P, G), which shape_rewards turns into rewards; and the points of each function (P, G)
+              before weighting, by its name
 
-    Points that are missing are NaN in the second result. What they do to the total:
+    Points that are missing are NaN in the second result. What they do to the score:
 
         None for all completions of a prompt   it is left out: it does not apply to this prompt
         None for some of them                  NaN for these: they cannot be compared with the others
@@ -116,7 +116,7 @@ def compute_rewards_for_completions(
 
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
-    """Add up the points of each function (P, G) -> total (P, G), with NaN for None as above."""
+    """Add up the points of each function (P, G) -> scores (P, G), with NaN for None as above."""
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
