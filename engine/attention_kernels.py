@@ -40,10 +40,14 @@ class FlashOnCPU:
 
     @staticmethod
     def backward(grad, q, k, v, output, lse, mask, causal: bool, options: Options):
+        dtype, computed = q.dtype, torch.promote_types(q.dtype, torch.float32)   # in 16 bits: 8 times as long
+        grad, q, k, v, output = (x.to(computed) for x in (grad, q, k, v, output))
+        mask = None if mask is None else mask.to(computed)
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, output, lse, 0.0, causal, attn_mask=mask, scale=options.scaling
         )
+        grad_q, grad_k, grad_v = (x.to(dtype) for x in grads)
         return grad_q, grad_k.sum(dim=1, keepdim=True), grad_v.sum(dim=1, keepdim=True)
 
 

@@ -174,8 +174,8 @@ def sample_in_blocks(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     vocabulary. XLA has neither searchsorted nor, on a TPU, float64.
     """
     width = 2 ** (logits.shape[-1].bit_length() // 2)
-    # This makes a contiguous copy: on a CPU reductions along other rows take many times as long.
-    logits = pad(logits, (0, -logits.shape[-1] % width), value=-torch.inf)
+    # On a CPU reductions along rows that are not contiguous take many times as long.
+    logits = pad(logits, (0, -logits.shape[-1] % width), value=-torch.inf).contiguous()
     top = logits.amax(dim=-1, keepdim=True)                                      # (n, 1)
     blocks = (logits - top).exp_().unflatten(-1, (-1, width))                    # (n, V / width, width)
     sums = blocks.sum(dim=-1)                                                    # (n, V / width)
