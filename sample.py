@@ -82,20 +82,19 @@ def sample_completions_for_prompts(
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             numbers = uniforms[first_row : first_row + len(batch) * group_size]
-            parts.append(sample_batch(model, tokenizer, batch, numbers, distribution, first_row, reply))
+            of_batch = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
+            parts.append(sample_batch(model, tokenizer, batch, numbers, distribution, of_batch))
     columns = map(torch.cat, zip(*parts, strict=True))    # ids, sampled, filled, logp, finished of all
     return make_rollout(tokenizer, prompt_ids, *columns)
 
 
 def sample_batch(
-    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict, first_row: int,
-    reply: Callable | None,
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict, reply: Callable | None
 ) -> tuple[Tensor, ...]:
     """Sample the completions of some prompts together. Here B and T are those of uniforms.
 
-    uniforms   (B, T) a random number for each token
-    first_row  number of the first completion among those of all batches, for reply
-    returns    for make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
+    uniforms  (B, T) a random number for each token
+    returns   for make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
     """
     device = next(model.parameters()).device
     num_rows, limit = uniforms.shape
@@ -118,7 +117,7 @@ def sample_batch(
         ends_turn = is_sampled & torch.isin(token, stops)                        # (b,)
         finished[rows] = finished[rows] | ends_turn       # unless the environment replies
         if reply:
-            add_replies(reply, rows[ends_turn].tolist(), first_row, ids, replied, finished, t + 1)
+            add_replies(reply, rows[ends_turn].tolist(), ids, replied, finished, t + 1)
         if t + 1 == limit:
             break
         if device.type == "cpu" or t % LOOK_EVERY == 0:
@@ -155,12 +154,11 @@ def drop_finished(finished: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor
 
 
 def add_replies(
-    reply: Callable, ended: list[int], first_row: int, ids: Tensor, replied: Tensor, finished: Tensor,
-    start: int,
+    reply: Callable, ended: list[int], ids: Tensor, replied: Tensor, finished: Tensor, start: int
 ) -> None:
     """Write an environment's tokens behind the turns of rows that have ended, from column start on."""
     for row in ended:
-        added = reply(first_row + row, ids[row, :start].tolist())[: ids.shape[1] - start]
+        added = reply(row, ids[row, :start].tolist())[: ids.shape[1] - start]
         ids[row, start : start + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
         replied[row, start : start + len(added)] = True
         finished[row] = not added                         # else there is another turn
