@@ -16,7 +16,6 @@ Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them
 T completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -227,16 +226,6 @@ class Loss:
     aggregation: str                                      # see aggregate
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
     corrects_sampler: bool = False                        # its own ratio corrects differences of the sampler
-
-    @property
-    def reads(self) -> set[str]:
-        """Return the names of its function's parameters."""
-        return set(inspect.signature(self.per_token).parameters)
-
-    @property
-    def all_bounds(self) -> dict[str, tuple[float, float]]:
-        """Return the bounds of all options of token_loss under this loss type."""
-        return self.bounds | {"off_policy_limit": (0.0, torch.inf)}
 
 
 DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}

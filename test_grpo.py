@@ -448,7 +448,7 @@ def test_an_entry_has_bounds_for_each_option_of_its_function_and_its_default_kee
     options = defaults(loss.per_token)
     assert options.keys() == loss.bounds.keys()
     assert all(low <= options[name] <= high for name, (low, high) in loss.bounds.items())
-    assert loss.reads <= {"logp", "log_ratio", "advantages", "mask", "clip_low", "clip_high", "unused", *options}
+    assert {*inspect.signature(loss.per_token).parameters} <= {"logp", "log_ratio", "advantages", "mask", "clip_low", "clip_high", "unused", *options}
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
