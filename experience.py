@@ -90,7 +90,7 @@ class Experience:
 
     examples: list[dict]                # P
     rollout: Rollout
-    mask: Tensor                        # bool, tokens that are trained on
+    mask: Tensor                        # bool, tokens that are trained on and counted in denominators
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
     trainer_logp: Tensor
     old_logp: Tensor
@@ -143,7 +143,10 @@ def compute_experience(
     advantages  (P, G) of the groups; with a value head those of its values (GAE) take their place
     config      a GRPOConfig
     """
-    rollout, cap, mask = groups.rollout, config.effective_importance_cap, trained_tokens(config, groups)
+    rollout, cap = groups.rollout, config.effective_importance_cap
+    mask = rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()      # (B, T), NaN: not scored
+    if config.overlong == "mask":
+        mask = mask & rollout.finished[:, None]           # without completions that were cut
     reference_logp = None
     if reference is not None and config.effective_kl_estimator != "exact":
         with engine.on_device(reference):
@@ -180,15 +183,6 @@ def compute_experience(
         groups.examples, rollout, mask, advantages, trainer_logp, old_logp, importance_weights=weights,
         reference_logp=reference_logp, old_values=values, returns=returns, groups=groups, metrics=metrics,
     )
-
-
-def trained_tokens(config, groups: Groups) -> Tensor:
-    """Return (B, T) bool: the tokens that are trained on and counted in denominators.
-
-    Those of the policy, except in completions that could not be scored, and cut ones with --overlong mask.
-    """
-    mask = groups.rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()
-    return mask & groups.rollout.finished[:, None] if config.overlong == "mask" else mask
 
 
 def penalty_advantages(penalty: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:
