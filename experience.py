@@ -176,8 +176,7 @@ def compute_experience(
         advantages, returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points)
     else:
-        if config.kl_in == "reward":
-            advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)
+        advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)        # 0 by default
         advantages = advantages.float().view(-1, 1)
     return Experience(
         groups.examples, rollout, mask, advantages, trainer_logp, old_logp, importance_weights=weights,
