@@ -46,16 +46,14 @@ class Groups:
         return self.tied | (compute_group_advantages(self.scores) == 0).all(dim=1)
 
 
-def shape_rewards(
-    config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor] | None = None
-) -> Tensor:
+def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor]) -> Tensor:
     """Compute the rewards (P, G) that are learned from: scores combined, clipped and penalised by length.
 
     With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced by
         sum of weight * (r - mean(group)) / std(group)
     so that a function whose points differ little counts as much as one whose points differ widely.
     """
-    if config.reward_combination == "gdpo" and per_function:
+    if config.reward_combination == "gdpo":
         advantages = {}
         for name, points in per_function.items():
             scaled = compute_group_advantages(points.masked_fill(scores.isnan(), torch.nan))
