@@ -326,8 +326,7 @@ class Config:
         """Raise ValueError for incompatible flags."""
         for f in dataclasses.fields(self):
             if not isinstance(getattr(self, f.name), f.type):
-                found = f"{f.name}={getattr(self, f.name)!r:.60}"
-                raise TypeError(f"Config: {found} must be a {f.type.__name__}")
+                raise TypeError(f"Config: {f.name}={getattr(self, f.name)!r:.60} must be a {f.type.__name__}")
         check_combinations(self.grpo, self.training, self.updates_per_rollout)
 
     @classmethod
