@@ -254,7 +254,6 @@ def token_loss(
     options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
     returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
     """
-    options = {name: value for name, value in options.items() if value is not None}        # None: the default
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
     if loss_type not in LOSSES:
         raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")

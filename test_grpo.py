@@ -324,7 +324,7 @@ def test_a_call_without_options_takes_their_usual_values():
         (policy_loss(logp, old_logp, advantages, mask, num_tokens=3)[0], policy_loss(
             logp, old_logp, advantages, mask, loss_type="dapo", num_tokens=3, clip_low=0.2, clip_high=0.2)[0]),
         (policy_loss(logp, old_logp, advantages, mask, num_tokens=3)[0], policy_loss(
-            logp, old_logp, advantages, mask, num_tokens=3, dual_clip=None)[0]),
+            logp, old_logp, advantages, mask, num_tokens=3, dual_clip=math.inf)[0]),
         (compute_group_advantages(rewards / 3e-6), compute_group_advantages(
             rewards / 3e-6, baseline="group_mean", scale="group", epsilon=1e-8)),
         (kl_penalty(logp, ref_logp), kl_penalty(logp, ref_logp, estimator="k3")),
