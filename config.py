@@ -11,6 +11,7 @@ incompatible flags are rejected with a ValueError of one line.
 """
 
 import dataclasses
+import inspect
 import json
 import math
 import operator
@@ -325,8 +326,7 @@ class Config:
         """Raise ValueError for incompatible flags."""
         for f in dataclasses.fields(self):
             if not isinstance(getattr(self, f.name), f.type):
-                found = f"{f.name}={getattr(self, f.name)!r:.60}"
-                raise TypeError(f"Config: {found} must be a {f.type.__name__}")
+                raise TypeError(f"Config: {f.name}={getattr(self, f.name)!r:.60} must be a {f.type.__name__}")
         check_combinations(self.grpo, self.training, self.updates_per_rollout)
 
     @classmethod
@@ -466,7 +466,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
     """Raise ValueError for flags that are valid alone and not together."""
     no_folder = training.resume and not training.output_dir
     reject(training, ("resume", no_folder, "needs --output_dir, the run to continue"))
-    bounds = config.loss_entry.all_bounds
+    bounds = config.loss_entry.bounds | {"off_policy_limit": (0.0, math.inf)}
     known = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in bounds.items())
     for name, value in parse_options(config.loss_options).items():
         low, high = bounds.get(name, (math.nan, math.nan))
@@ -474,6 +474,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         reject(config, ("loss_options", not low <= value <= high, fix))
     size, estimator = config.num_completions_per_prompt, config.effective_kl_estimator
     kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
+    has_ratio = "log_ratio" in inspect.signature(config.loss_entry.per_token).parameters
     reject(
         config,
         ("reward_timeout", 0 < config.reward_timeout < 1e-3, "at least 0.001 seconds, or 0 for no limit"),
@@ -507,8 +508,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
          "--use_value_head takes the points of each turn as they are; leave out one of the two"),
         ("generation_temperature", training.use_grpo and config.generation_temperature == 0,
          "all completions of a prompt would be equal and nothing could be learned; try 0.8"),
-        ("loss_type",
-         training.use_grpo and "log_ratio" not in config.loss_entry.reads and updates_per_rollout > 1,
+        ("loss_type", training.use_grpo and not has_ratio and updates_per_rollout > 1,
          f"has no ratio: of {updates_per_rollout} updates on a rollout only the first is right; take dapo"),
     )
 

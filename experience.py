@@ -46,16 +46,14 @@ class Groups:
         return self.tied | (compute_group_advantages(self.scores) == 0).all(dim=1)
 
 
-def shape_rewards(
-    config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor] | None = None
-) -> Tensor:
+def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor]) -> Tensor:
     """Compute the rewards (P, G) that are learned from: scores combined, clipped and penalised by length.
 
     With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced by
         sum of weight * (r - mean(group)) / std(group)
     so that a function whose points differ little counts as much as one whose points differ widely.
     """
-    if config.reward_combination == "gdpo" and per_function:
+    if config.reward_combination == "gdpo":
         advantages = {}
         for name, points in per_function.items():
             scaled = compute_group_advantages(points.masked_fill(scores.isnan(), torch.nan))
@@ -90,7 +88,7 @@ class Experience:
 
     examples: list[dict]                # P
     rollout: Rollout
-    mask: Tensor                        # bool, tokens that are trained on
+    mask: Tensor                        # bool, tokens that are trained on and counted in denominators
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
     trainer_logp: Tensor
     old_logp: Tensor
@@ -143,7 +141,10 @@ def compute_experience(
     advantages  (P, G) of the groups; with a value head those of its values (GAE) take their place
     config      a GRPOConfig
     """
-    rollout, cap, mask = groups.rollout, config.effective_importance_cap, trained_tokens(config, groups)
+    rollout, cap = groups.rollout, config.effective_importance_cap
+    mask = rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()      # (B, T), NaN: not scored
+    if config.overlong == "mask":
+        mask = mask & rollout.finished[:, None]           # without completions that were cut
     reference_logp = None
     if reference is not None and config.effective_kl_estimator != "exact":
         with engine.on_device(reference):
@@ -173,22 +174,12 @@ def compute_experience(
         advantages, returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points)
     else:
-        if config.kl_in == "reward":
-            advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)
+        advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)        # 0 by default
         advantages = advantages.float().view(-1, 1)
     return Experience(
         groups.examples, rollout, mask, advantages, trainer_logp, old_logp, importance_weights=weights,
         reference_logp=reference_logp, old_values=values, returns=returns, groups=groups, metrics=metrics,
     )
-
-
-def trained_tokens(config, groups: Groups) -> Tensor:
-    """Return (B, T) bool: the tokens that are trained on and counted in denominators.
-
-    Those of the policy, except in completions that could not be scored, and cut ones with --overlong mask.
-    """
-    mask = groups.rollout.completion_mask & ~groups.rewards.reshape(-1, 1).isnan()
-    return mask & groups.rollout.finished[:, None] if config.overlong == "mask" else mask
 
 
 def penalty_advantages(penalty: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:

@@ -16,7 +16,6 @@ Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them
 T completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -228,16 +227,6 @@ class Loss:
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
     corrects_sampler: bool = False                        # its own ratio corrects differences of the sampler
 
-    @property
-    def reads(self) -> set[str]:
-        """Return the names of its function's parameters."""
-        return set(inspect.signature(self.per_token).parameters)
-
-    @property
-    def all_bounds(self) -> dict[str, tuple[float, float]]:
-        """Return the bounds of all options of token_loss under this loss type."""
-        return self.bounds | {"off_policy_limit": (0.0, torch.inf)}
-
 
 DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
 TAUS = {"tau_positive": (0.01, 100.0), "tau_negative": (0.01, 100.0)}
@@ -265,7 +254,6 @@ def token_loss(
     options    of the loss type: the parameters of its function after *, such as dual_clip=3.0 of dapo
     returns    (B, T) each: loss, in the unit of advantages; bool; logp - old_logp, 0 where mask is False
     """
-    options = {name: value for name, value in options.items() if value is not None}        # None: the default
     assert logp.shape == old_logp.shape == mask.shape, f"{logp.shape=} {old_logp.shape=} {mask.shape=}"
     if loss_type not in LOSSES:
         raise ValueError(f"unknown {loss_type=}: choose one of {', '.join(LOSSES)}")

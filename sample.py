@@ -82,20 +82,19 @@ def sample_completions_for_prompts(
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
             numbers = uniforms[first_row : first_row + len(batch) * group_size]
-            parts.append(sample_batch(model, tokenizer, batch, numbers, distribution, first_row, reply))
+            of_batch = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
+            parts.append(sample_batch(model, tokenizer, batch, numbers, distribution, of_batch))
     columns = map(torch.cat, zip(*parts, strict=True))    # ids, sampled, filled, logp, finished of all
     return make_rollout(tokenizer, prompt_ids, *columns)
 
 
 def sample_batch(
-    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict, first_row: int,
-    reply: Callable | None,
+    model, tokenizer, prompts: list[list[int]], uniforms: Tensor, distribution: dict, reply: Callable | None
 ) -> tuple[Tensor, ...]:
     """Sample the completions of some prompts together. Here B and T are those of uniforms.
 
-    uniforms   (B, T) a random number for each token
-    first_row  number of the first completion among those of all batches, for reply
-    returns    for make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
+    uniforms  (B, T) a random number for each token
+    returns   for make_rollout, on the CPU: ids, sampled, filled, logp (B, T), and finished (B,)
     """
     device = next(model.parameters()).device
     num_rows, limit = uniforms.shape
@@ -108,7 +107,7 @@ def sample_batch(
     finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
     rows = torch.arange(num_rows, device=device)          # completions that are forwarded, (b,)
     cache = DynamicCache(config=model.config.get_text_config())
-    logits, attention_mask, position_ids = forward_prompts(model, prompts, rows, cache)
+    logits, prompt_mask = forward_prompts(model, prompts, rows, cache)
     for t in range(limit):
         token, token_logp = sample_inverse_cdf(restrict_logits(logits, **distribution), uniforms[rows, t])
         is_sampled = ~finished[rows] & ~replied[rows, t]  # (b,), elsewhere the token is not used
@@ -118,70 +117,62 @@ def sample_batch(
         ends_turn = is_sampled & torch.isin(token, stops)                        # (b,)
         finished[rows] = finished[rows] | ends_turn       # unless the environment replies
         if reply:
-            add_replies(reply, rows[ends_turn].tolist(), first_row, ids, replied, finished, t + 1)
+            add_replies(reply, rows[ends_turn].tolist(), ids, replied, finished, t + 1)
         if t + 1 == limit:
             break
         if device.type == "cpu" or t % LOOK_EVERY == 0:
-            rows, attention_mask, position_ids = drop_finished(
-                finished, rows, attention_mask, position_ids, cache)
+            rows = drop_finished(finished, rows, cache)
             if not len(rows):
                 break
-        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=1)
-        position_ids = position_ids[:, -1:] + 1
+        mask = torch.cat([prompt_mask[rows], prompt_mask.new_ones(len(rows), t + 1)], dim=1)
         last = ids[rows, t, None].masked_fill(finished[rows, None], 0)           # pad may have no embedding
-        logits = next_logits(model, last, attention_mask, position_ids, cache)
+        logits = next_logits(model, last, mask, cache)
     return tuple(x.cpu() for x in (ids, sampled, sampled | replied, logp, finished))
 
 
 def forward_prompts(
     model, prompts: list[list[int]], rows: Tensor, cache: DynamicCache
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Forward prompts once, and copy what that gives for each completion: rows (B,), G of each prompt.
 
-    Returns the logits (B, V) of the first token, and attention mask and position ids (B, Tp). Positions count
-    real tokens alone: padding does not move a prompt.
+    Returns the logits (B, V) of the first token, and the mask (B, Tp) of the prompts.
     """
-    ids, attention_mask = (x.to(rows.device) for x in left_pad(prompts, 0))      # (P, Tp)
-    position_ids = positions_of(attention_mask)
-    logits = next_logits(model, ids, attention_mask, position_ids, cache)        # (P, V)
+    ids, mask = (x.to(rows.device) for x in left_pad(prompts, 0))                # (P, Tp)
+    logits = next_logits(model, ids, mask, cache)                                # (P, V)
     prompt_of = rows // (len(rows) // len(prompts))
     cache.reorder_cache(prompt_of)
-    return logits[prompt_of], attention_mask[prompt_of], position_ids[prompt_of]
+    return logits[prompt_of], mask[prompt_of]
 
 
-def drop_finished(
-    finished: Tensor, rows: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Select the rows that go on, in rows (b,), masks, positions and cache, once there are few enough."""
+def drop_finished(finished: Tensor, rows: Tensor, cache: DynamicCache) -> Tensor:
+    """Select the rows that go on, in rows (b,) and in the cache, once there are few enough."""
     going_on = (~finished[rows]).nonzero()[:, 0]          # indices into rows
     if len(going_on) > DROP_BELOW * len(rows):
-        return rows, attention_mask, position_ids
+        return rows
     cache.reorder_cache(going_on)                         # selects rows
-    return rows[going_on], attention_mask[going_on], position_ids[going_on]
+    return rows[going_on]
 
 
 def add_replies(
-    reply: Callable, ended: list[int], first_row: int, ids: Tensor, replied: Tensor, finished: Tensor,
-    start: int,
+    reply: Callable, ended: list[int], ids: Tensor, replied: Tensor, finished: Tensor, start: int
 ) -> None:
     """Write an environment's tokens behind the turns of rows that have ended, from column start on."""
     for row in ended:
-        added = reply(first_row + row, ids[row, :start].tolist())[: ids.shape[1] - start]
+        added = reply(row, ids[row, :start].tolist())[: ids.shape[1] - start]
         ids[row, start : start + len(added)] = torch.tensor(added, dtype=torch.long, device=ids.device)
         replied[row, start : start + len(added)] = True
         finished[row] = not added                         # else there is another turn
 
 
-def next_logits(
-    model, ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: DynamicCache
-) -> Tensor:
+def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
     """Forward tokens (b, n) behind those in the cache, and return the logits (b, V) of the next one.
 
-    attention_mask  (b, m) False on padding, of all tokens so far;  position_ids  (b, n)
+    mask  (b, m) False on padding, of all tokens so far. Positions count the others: padding does not move a
+          prompt.
     """
     hidden = model.base_model(
-        input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=True,
-        **{name_of_cache(type(model.base_model)): cache},
+        input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)[:, -ids.shape[1] :],
+        use_cache=True, **{name_of_cache(type(model.base_model)): cache},
     ).last_hidden_state[:, -1]                                                   # (b, H)
     return compute_logits(model, hidden)
 

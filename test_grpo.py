@@ -324,7 +324,7 @@ def test_a_call_without_options_takes_their_usual_values():
         (policy_loss(logp, old_logp, advantages, mask, num_tokens=3)[0], policy_loss(
             logp, old_logp, advantages, mask, loss_type="dapo", num_tokens=3, clip_low=0.2, clip_high=0.2)[0]),
         (policy_loss(logp, old_logp, advantages, mask, num_tokens=3)[0], policy_loss(
-            logp, old_logp, advantages, mask, num_tokens=3, dual_clip=None)[0]),
+            logp, old_logp, advantages, mask, num_tokens=3, dual_clip=math.inf)[0]),
         (compute_group_advantages(rewards / 3e-6), compute_group_advantages(
             rewards / 3e-6, baseline="group_mean", scale="group", epsilon=1e-8)),
         (kl_penalty(logp, ref_logp), kl_penalty(logp, ref_logp, estimator="k3")),
@@ -448,7 +448,7 @@ def test_an_entry_has_bounds_for_each_option_of_its_function_and_its_default_kee
     options = defaults(loss.per_token)
     assert options.keys() == loss.bounds.keys()
     assert all(low <= options[name] <= high for name, (low, high) in loss.bounds.items())
-    assert loss.reads <= {"logp", "log_ratio", "advantages", "mask", "clip_low", "clip_high", "unused", *options}
+    assert {*inspect.signature(loss.per_token).parameters} <= {"logp", "log_ratio", "advantages", "mask", "clip_low", "clip_high", "unused", *options}
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

@@ -23,6 +23,7 @@ Units: points for scores and rewards, nats for log-probabilities (logp) and KL.
 
 import math
 import sys
+from functools import partial
 
 from runs.command_line import parse_config  # first, see runs/__init__.py
 
@@ -42,7 +43,7 @@ from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_final
 from runs.errors import exit_on_errors, halved_when_out_of_memory
-from runs.groups import replace_tied, summarize_groups, summarize_updates, timed
+from runs.groups import replace_tied, sample_on_all_ranks, summarize_groups, summarize_updates, timed
 from runs.phases import Phase, is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup
@@ -92,12 +93,15 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
-    # on_all_ranks calls sample_and_score(run, slice, seed=, repeats=) on each rank, and joins the groups.
-    groups = run.on_all_ranks(sample_and_score, examples)
+    work = partial(sample_and_score, run, seed=run.sampling_seed(attempt=0))     # of a slice, on each rank
+    groups = sample_on_all_ranks(run.engine, run.ranks, work, examples)
+    run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):   # DAPO: arXiv:2503.14476 sec. 3.2
         if num_tied := int(groups.without_signal.sum()):  # the last attempt's stay, tied or not
-            more = run.batches.take(num_tied)
-            groups = replace_tied(groups, run.on_all_ranks(sample_and_score, more, attempt))
+            work = partial(sample_and_score, run, seed=run.sampling_seed(attempt))
+            new = sample_on_all_ranks(run.engine, run.ranks, work, run.batches.take(num_tied))
+            run.progress.add_rewards(new.rewards)
+            groups = replace_tied(groups, new)
     P, G = len(examples), run.config.grpo.num_completions_per_prompt
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
     require(len(groups.rollout.completions) == P * G, f"{len(groups.rollout.completions)=} {P=} {G=}")
@@ -154,7 +158,8 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         terms = compute_loss_terms(current, batch, config, denominators)
         run.scaler.scale(terms["total_loss"] * is_real).backward()               # scales with float16 alone
         results.append({name: term.detach() * is_real for name, term in terms.items()})
-    # Statistics were divided by all tokens: divided again by this share, they are means over those forwarded.
+    # compute_loss_terms divides statistics by all tokens of the update; dividing by the forwarded share makes
+    # them means over the forwarded tokens.
     share_forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     return run.sum_terms(results, config.loss_terms, share_forwarded)
 

@@ -10,18 +10,15 @@ def saves_tokens(prompt_tokens: int, config) -> bool:
     return prompt_tokens * (copies - 1) > 0.2 * copies * (prompt_tokens + config.generation_max_length)
 
 
-def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048, **of_vllm):
-    """Return the engine of a name: plain, shared or vllm, which trains as shared does.
+def make_engine(name: str, model, tokenizer, *, max_tokens: int = 2048):
+    """Return the engine of a name, plain or shared; VLLM is made of one of them (engine/vllm_engine.py).
 
     max_tokens  tokens of a forward pass in training, the same on all ranks
-    of_vllm     max_length, memory: see VLLM
     """
     # Here: engine/errors.py, which the sandbox imports, loads without torch.
     from engine.plain import Engine
     from engine.shared import Shared
-    from engine.vllm_engine import VLLM
 
-    if name not in ("plain", "shared", "vllm"):
-        raise ValueError(f"--engine={name}: plain, shared or vllm")
-    engine = (Engine if name == "plain" else Shared)(model, tokenizer, max_tokens=max_tokens)
-    return VLLM(engine, **of_vllm) if name == "vllm" else engine
+    if name not in ("plain", "shared"):
+        raise ValueError(f"make_engine: {name} must be plain or shared")
+    return (Engine if name == "plain" else Shared)(model, tokenizer, max_tokens=max_tokens)

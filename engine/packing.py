@@ -148,7 +148,7 @@ def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
     return result
 
 
-def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, parts: int = 1) -> list[Tensor]:
+def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) -> list[Tensor]:
     """Split rows into batches of at most max_tokens tokens, as logprobs.micro_batches.
 
     Siblings, which follow each other in rows, share a batch and a copy of their prompt if they fit. Groups
@@ -174,7 +174,7 @@ def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, parts: int =
             total = 0
         batches[-1] += members
         total += tokens
-    if len(batches) < min(parts, len(rows)):
+    if len(batches) < min(min_batches, len(rows)):
         smaller = min(max_tokens, groups[0][0] * len(groups)) // 2
-        return micro_batches_of_groups(rollout, rows, smaller, parts)
+        return micro_batches_of_groups(rollout, rows, smaller, min_batches)
     return [torch.tensor(batch) for batch in batches]

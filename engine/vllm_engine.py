@@ -84,10 +84,10 @@ class VLLM(Engine):
             config.save_pretrained(folder)
             self.llm = start(folder, precision_of(model), max_length, memory, self.sleeps)
 
-    def micro_batches(self, rollout: Rollout, rows: Tensor, parts: int = 1) -> list[Tensor]:
+    def micro_batches(self, rollout: Rollout, rows: Tensor, min_batches: int = 1) -> list[Tensor]:
         """As Engine.micro_batches, by the trainer's engine."""
         self.trainer.max_tokens = self.max_tokens
-        return self.trainer.micro_batches(rollout, rows, parts)
+        return self.trainer.micro_batches(rollout, rows, min_batches)
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""

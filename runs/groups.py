@@ -56,11 +56,11 @@ def replace_tied(groups: Groups, new: Groups) -> Groups:
 
 def select(groups: Groups, keep: Tensor) -> Groups:
     """Return the groups of the prompts where keep (P,) is True."""
-    rows = keep.repeat_interleave(groups.scores.shape[1]).tolist()
+    rows = keep.repeat_interleave(groups.scores.shape[1])                        # (B,)
     return Groups(
-        list(compress(groups.examples, keep.tolist())), select_groups(groups.rollout, keep),
+        list(compress(groups.examples, keep.tolist())), select_groups(groups.rollout, keep, rows),
         groups.scores[keep], {name: points[keep] for name, points in groups.per_function.items()},
-        groups.rewards[keep], groups.replaced, groups.reports.select(rows),
+        groups.rewards[keep], groups.replaced, groups.reports.select(rows.tolist()),
     )
 
 
@@ -75,11 +75,10 @@ def join(parts: list[Groups]) -> Groups:
     )
 
 
-def select_groups(rollout: Rollout, keep: Tensor) -> Rollout:
-    """Return the groups of the prompts where keep (P,) is True."""
-    rows = keep.repeat_interleave(len(rollout.completions) // len(rollout.prompt_ids))           # (B,)
+def select_groups(rollout: Rollout, keep: Tensor, rows: Tensor) -> Rollout:
+    """Return the prompts where keep (P,) is True, with their completions: rows (B,)."""
     by_row = rollout.completion_ids, rollout.completion_mask, rollout.sampling_logp, rollout.finished
-    texts = [text for text, kept in zip(rollout.completions, rows.tolist(), strict=True) if kept]
+    texts = list(compress(rollout.completions, rows.tolist()))
     points = None if rollout.turn_points is None else rollout.turn_points[rows]
     prompts = rollout.prompt_ids[keep], rollout.prompt_mask[keep]
     return Rollout(*prompts, *(tensor[rows] for tensor in by_row), texts, points)

@@ -25,7 +25,7 @@ from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
 from engine.sharding import forward_pass, replicated_sums
-from experience import Experience, Groups, log_probs_of_rollout
+from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from runs.checkpoint import (
     load_optimizer_state, optimizer_state, random_states, read_state, reference_state, set_random_states,
@@ -34,7 +34,7 @@ from runs.checkpoint import (
 from runs.console import RunConsole, held_out_text
 from runs.errors import StopOnSignal, halved_when_out_of_memory
 from runs.folder import RunFolder, completion_records, read_jsonl
-from runs.groups import sample_completions, sample_on_all_ranks
+from runs.groups import sample_completions
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from sample import Rollout
 from sources.batches import ShuffledBatches
@@ -150,16 +150,6 @@ class Run:
         """Sample a group for each prompt; with an environment, conversations."""
         return sample_completions(
             self.engine, self.environment, examples, self.config.grpo, **seed_and_repeats)
-
-    def on_all_ranks(self, sample_and_score: Callable, examples: list[dict], attempt: int = 0) -> Groups:
-        """Call sample_and_score(run, examples, seed=, repeats=) on each rank for a slice of the examples.
-
-        Returns the groups of all ranks. repeats: how often each prompt came before in all examples.
-        """
-        work = partial(sample_and_score, self, seed=self.sampling_seed(attempt))
-        groups = sample_on_all_ranks(self.engine, self.ranks, work, examples)
-        self.progress.add_rewards(groups.rewards)         # for --baseline global_mean
-        return groups
 
     def sum_terms(self, results: list[dict], names: list[str], share_forwarded: float) -> dict[str, float]:
         """Return the terms of an update: those of its micro-batches, on all ranks, added up.

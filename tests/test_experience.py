@@ -33,7 +33,7 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
         rollout = sample_groups(run, next(run.batches)).rollout
         finished = torch.arange(16) % 4 != 1              # the sampler's word is what counts, not the length
         rollout = replace(rollout, finished=finished)
-        return rollout, experience_of(run, rollout, shape_rewards(run.config.grpo, rollout, rewards))
+        return rollout, experience_of(run, rollout, shape_rewards(run.config.grpo, rollout, rewards, {}))
 
     rollout, kept = look()
     assert torch.equal(kept.mask, rollout.completion_mask)
@@ -48,10 +48,10 @@ def test_overlong_completions_are_kept_left_out_or_penalised(base):
     every_length = replace(rollout, completion_mask=torch.arange(20) < torch.arange(5, 21)[:, None])
     settings = with_settings(base, generation_max_length=20, overlong="penalise").config.grpo
     expected = [0.0] * 12 + [-0.25, -0.5, -0.75, -1.0]    # the buffer is a fifth of the limit
-    torch.testing.assert_close(shape_rewards(settings, every_length, torch.zeros(4, 4)).flatten(), torch.tensor(expected))
+    torch.testing.assert_close(shape_rewards(settings, every_length, torch.zeros(4, 4), {}).flatten(), torch.tensor(expected))
     short = replace(settings, generation_max_length=4)
     four = replace(rollout, completion_mask=torch.arange(4) < torch.arange(1, 5)[:, None])
-    assert shape_rewards(short, four, torch.zeros(1, 4)).tolist() == [[0.0, 0.0, 0.0, -1.0]], "a buffer of one token"
+    assert shape_rewards(short, four, torch.zeros(1, 4), {}).tolist() == [[0.0, 0.0, 0.0, -1.0]], "a buffer of one token"
 
 
 def test_with_gdpo_points_of_an_unscored_completion_do_not_count_for_its_siblings(base):
@@ -133,7 +133,7 @@ def test_clipped_rewards_are_clipped_before_anything_else(base):
     rollout = sample_groups(run, next(run.batches)).rollout
     rewards = torch.tensor([[-9.0, 0.0, 1.0, 9.0], [2.0, 3.0, 4.0, 5.0], [math.nan, 7.0, -7.0, 1.0], [0.0, 0.5, 1.0, 1.5]])
     cut = torch.tensor([[-2.0, 0.0, 1.0, 2.0], [2.0, 2.0, 2.0, 2.0], [math.nan, 2.0, -2.0, 1.0], [0.0, 0.5, 1.0, 1.5]])
-    points = shape_rewards(run.config.grpo, rollout, rewards)
+    points = shape_rewards(run.config.grpo, rollout, rewards, {})
     torch.testing.assert_close(points, cut, equal_nan=True)
     experience = experience_of(run, rollout, points)
     torch.testing.assert_close(experience.advantages.view(4, 4), compute_group_advantages(cut))
@@ -149,7 +149,7 @@ def test_the_global_mean_runs_over_the_run(base):
         rewards = torch.full((4, 4), points)
         rewards[:, 0] = points + 1
         rewards[0, 1] = math.nan
-        experience = experience_of(run, rollout, shape(rollout, rewards))
+        experience = experience_of(run, rollout, shape(rollout, rewards, {}))
         clipped = rewards.clamp(max=2.0)
         seen += clipped[~clipped.isnan()].tolist()
         mean = sum(seen) / len(seen)

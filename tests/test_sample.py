@@ -212,7 +212,7 @@ def test_rollouts_are_joined_and_groups_selected_as_if_sampled_so(with_turns):
     assert joined.completion_ids[4].tolist() == [200, 201, 202, 203, 204, 205] and joined.completion_ids[0].tolist() == [100, 101, 102, 103, 0, 0]
     assert torch.equal(joined.sampling_logp, -joined.completion_ids / 4) and joined.finished.all()
     assert joined.completions == ["100-4", "100-1", "100-2", "100-2", "200-6", "200-3"]
-    chosen = select_groups(joined, torch.tensor([False, True, True]))
+    chosen = select_groups(joined, torch.tensor([False, True, True]), torch.tensor([False] * 2 + [True] * 4))
     for part in (joined, chosen) if with_turns else ():
         assert torch.equal(part.turn_points, part.completion_ids / 8)
     assert chosen.completions == joined.completions[2:] and torch.equal(chosen.prompt_ids, joined.prompt_ids[1:])

@@ -68,7 +68,7 @@ def engine_of(model, tokenizer, earlier=[]) -> VLLM:      # noqa: B006
     """An engine in place of the one before, which would end groups of the new one when it is freed."""
     while earlier:
         earlier.pop().llm.llm_engine.engine_core.shutdown()
-    earlier.append(make_engine("vllm", model, tokenizer, max_length=256, memory=0.3))
+    earlier.append(VLLM(make_engine("shared", model, tokenizer), max_length=256, memory=0.3))
     return earlier[0]
 
 

@@ -81,4 +81,4 @@ def test_a_batch_is_closed_when_one_more_row_would_exceed_the_budget():
     assert [len(b) for b in micro_batches_of_groups(rollout, rows, 39)] == [2, 2]
     assert [len(b) for b in micro_batches_of_groups(rollout, rows, 20)] == [2, 2]
     assert [len(b) for b in micro_batches_of_groups(rollout, rows, 19)] == [1, 1, 1, 1]
-    assert len(micro_batches_of_groups(rollout, rows, 1000, parts=3)) >= 3
+    assert len(micro_batches_of_groups(rollout, rows, 1000, min_batches=3)) >= 3
