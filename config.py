@@ -106,6 +106,9 @@ class GRPOConfig:
     generation_top_p: float = flag(
         0.9, "keep the most likely tokens up to this total probability; 1: all", gt=0, le=1)
     generation_top_k: int = flag(50, "keep this many most likely tokens; 0: all", ge=0)
+    generation_min_p: float = flag(
+        0.0, "keep tokens at least this many times as likely as the likeliest one, 0: all; this first, then "
+        "top_k, then top_p", ge=0, lt=1)
     generation_batch_size: int = flag(
         0, "completions sampled at once, in whole groups, halved when memory runs out; 0: all", ge=0)
     engine: Literal["auto", "plain", "shared", "vllm"] = flag(
@@ -266,7 +269,7 @@ class GRPOConfig:
         return dataclasses.replace(
             self, loss_type="reinforce", loss_options=[], ppo_epochs=1, minibatch_size=0, entropy_coef=0.0,
             use_kl_penalty=False, use_value_head=False, generation_temperature=1.0, generation_top_k=0,
-            generation_top_p=1.0)
+            generation_top_p=1.0, generation_min_p=0.0)
 
 
 @dataclass(frozen=True)

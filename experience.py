@@ -244,7 +244,7 @@ def log_probs_of_rollout(
 ) -> LogProbs:
     """Compute log-probabilities of a whole rollout, on the CPU. Each rank forwards some of its rows.
 
-    distribution  temperature, top_k, top_p;  model  in place of the engine's
+    distribution  temperature, top_k, top_p, min_p;  model  in place of the engine's
     """
     shape = rollout.completion_mask.shape
     results = {"logp": torch.zeros(shape), "entropy": torch.zeros(shape)}

@@ -1,8 +1,8 @@
 """
 Log-probabilities of completions under a model: the policy that sampled them, a later one, or the reference.
 
-Temperature, top-k and top-p are part of the policy: restrict_logits makes its distribution for the sampler
-and for the trainer, so that they give a token the same probability, to rounding.
+Temperature, top-k, top-p and min-p are part of the policy: restrict_logits makes its distribution for the
+sampler and for the trainer, so that they give a token the same probability, to rounding.
 
     prompt      completion          a row of a pass: no padding between prompt and completion, all at its end
     p p p p     c c c c . .
@@ -13,6 +13,7 @@ engine/shared.py forwards a prompt once for all its completions. Shapes: B = P*G
 b rows of a pass of L tokens, N tokens of the policy in them, n of those at once, H hidden size, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,10 +40,10 @@ class LogProbs:
 
 def completion_log_probs(
     model, rollout, rows: Tensor | None = None, *, temperature: float = 1.0, top_k: int = 0,
-    top_p: float = 1.0, reference=None, value_head=None,
+    top_p: float = 1.0, min_p: float = 0.0, reference=None, value_head=None,
     run_forward: Callable = lambda model, forward: forward(),
 ) -> LogProbs:
-    """Compute log p(token | all tokens before it) under the policy: model, temperature, top-k and top-p.
+    """Compute log p(token | all tokens before it) under the policy: model, temperature, top-k, top-p, min-p.
 
     rollout     prompt_ids, prompt_mask (P, Tp), completion_ids, completion_mask (B, T), with B = P * G
     rows        indices of some of the B rows, in any order; None: all of them
@@ -55,7 +56,7 @@ def completion_log_probs(
     rows = torch.arange(len(rollout.completion_ids)) if rows is None else rows.cpu()
     device = next(model.parameters()).device
     inputs, predicting_position, target_ids = lay_out(rollout, rows, device)
-    distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    distribution = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     reference_hidden = None
     if reference is not None:
         with torch.no_grad():
@@ -159,28 +160,32 @@ def scale_and_softcap(model, raw: Tensor) -> Tensor:
 
 
 def restrict_logits(
-    logits: Tensor, *, temperature: float, top_k: int, top_p: float, chosen: Tensor | None = None
+    logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float = 0.0,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Return the logits of the distribution that is sampled from; a softmax of the result is the policy.
 
-    Divides by the temperature, keeps the top_k most likely tokens, and of those the fewest that hold at least
-    top_p of the probability (arXiv:1904.09751 sec. 3.1). The logits of all others are -inf.
+    Divides by the temperature, keeps tokens at least min_p times as likely as the likeliest one
+    (arXiv:2407.01082), of these the top_k most likely, and of those the fewest that hold at least top_p of
+    their probability (arXiv:1904.09751 sec. 3.1), in vLLM's order. The logits of all others are -inf.
 
-    logits       (N, V);  top_k=0 and top_p=1 keep everything
+    logits       (N, V);  min_p=0, top_k=0 and top_p=1 keep everything
     chosen       (N,) token ids that are always kept: they were sampled, and rounding between two forward
                  passes must not make them impossible
     returns      (N, V) float32 (float64 for float64 logits)
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits / temperature if temperature != 1 else logits  # at V = 262144 a division takes time
-    if top_k <= 0 and top_p >= 1:
+    if top_k <= 0 and top_p >= 1 and min_p <= 0:
         return logits
     with torch.no_grad():
         k = min(top_k, logits.shape[-1]) if top_k > 0 else logits.shape[-1]
         ranked = logits.topk(k, dim=-1).values                                   # (N, k), descending
+        if min_p > 0:
+            ranked = ranked.masked_fill(ranked < ranked[:, :1] + math.log(min_p), -torch.inf)
         probs = ranked.softmax(dim=-1)
         likelier = probs.cumsum(dim=-1) - probs           # probability of all likelier tokens
-        kept = (likelier < top_p).sum(dim=-1, keepdim=True).clamp(min=1)           # (N, 1)
+        kept = ((likelier < top_p) & (ranked > -torch.inf)).sum(dim=-1, keepdim=True).clamp(min=1)
         outside = logits < ranked.gather(-1, kept - 1)    # (N, V); ties are kept together
         if chosen is not None:
             outside.scatter_(-1, chosen[:, None], False)
@@ -188,11 +193,12 @@ def restrict_logits(
 
 
 def distribution_of(config) -> dict:
-    """Return temperature, top_k, top_p of sampling. Temperature 0: the most likely token or one of them."""
+    """Return the distribution that is sampled from. Temperature 0: the most likely token or one of them."""
     greedy = config.generation_temperature == 0
     return dict(
         temperature=1.0 if greedy else config.generation_temperature,
         top_k=1 if greedy else config.generation_top_k, top_p=config.generation_top_p,
+        min_p=getattr(config, "generation_min_p", 0.0),    # a caller's config may have the others alone
     )
 
 

@@ -15,7 +15,7 @@ EXAMPLES = """
 FLAGS_OF_CONFIG = [
     "model_path", "prompt_column", "answer_column", "instruction", "reward_functions", "reward_weights",
     "reward_errors", "environment", "max_turns", "generation_max_length", "generation_temperature",
-    "generation_top_p", "generation_top_k", "generation_batch_size", "seed", "precision",
+    "generation_top_p", "generation_top_k", "generation_min_p", "generation_batch_size", "seed", "precision",
     "attn_implementation", "trust_remote_code", "device", "chat_template", "chat_template_kwargs",
 ]
 NEEDS = {                       # flag -> flags of which it needs one

@@ -79,7 +79,7 @@ class Engine:
     ) -> LogProbs:
         """Compute log-probabilities (rows, T) of completions, with gradient: see completion_log_probs.
 
-        distribution  temperature, top_k, top_p;  model  in place of the engine's: a reference
+        distribution  temperature, top_k, top_p, min_p;  model  in place of the engine's: a reference
         """
         return completion_log_probs(
             model or self.model, rollout, rows, **distribution, reference=reference, value_head=value_head,

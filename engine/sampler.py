@@ -120,7 +120,7 @@ class SamplingState:
         self.count[self.dummy_row :] = 1                  # padding always forwards the same token
         self.stopped = torch.zeros(size, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=device)
-        self.distribution = distribution                              # temperature, top_k, top_p
+        self.distribution = distribution                              # see distribution_of
         self.reply = reply                                # see sample_completions_for_prompts
 
     def step(self, row_ids: Tensor, logits: Tensor) -> None:

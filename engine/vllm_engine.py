@@ -180,7 +180,7 @@ class VLLM(Engine):
         """Sample completions of each prompt: token ids with the stop token, their logp, whether it was drawn.
 
         max_tokens, seeds  of each prompt; the completions of a prompt have successive seeds
-        distribution       temperature, top_k, top_p: logp (nats) is of the distribution that they leave
+        distribution       temperature, top_k, top_p, min_p; logp (nats) is of what they leave
         """
         from vllm import SamplingParams
 

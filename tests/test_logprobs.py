@@ -17,10 +17,11 @@ from engine.policy import make_reference
 from sample import sample_completions_for_prompts
 
 
-def kept_by_hand(logits, temperature, top_k, top_p):
+def kept_by_hand(logits, temperature, top_k, top_p, min_p):
     """Ids that survive, from a sorted list of Python floats."""
     probs = (torch.tensor(logits, dtype=torch.float64) / temperature).softmax(0).tolist()
-    order = sorted(range(len(probs)), key=lambda i: -probs[i])[: top_k or None]
+    likely = [i for i in range(len(probs)) if probs[i] >= min_p * max(probs)]
+    order = sorted(likely, key=lambda i: -probs[i])[: top_k or None]
     total, kept, before = sum(probs[i] for i in order), [], 0.0
     for i in order:
         if before / total < top_p:
@@ -29,13 +30,24 @@ def kept_by_hand(logits, temperature, top_k, top_p):
     return sorted(kept)
 
 
-@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.5, 0, 0.8), (1.0, 3, 1.0), (2.0, 5, 0.7), (1.0, 1, 0.1)])
-def test_the_kept_support_is_that_of_a_sorted_list(temperature, top_k, top_p):
+@pytest.mark.parametrize("temperature,top_k,top_p,min_p", [
+    (1.0, 0, 1.0, 0.0), (0.5, 0, 0.8, 0.0), (1.0, 3, 1.0, 0.0), (2.0, 5, 0.7, 0.0), (1.0, 1, 0.1, 0.0),
+    (1.0, 0, 1.0, 0.2), (2.0, 0, 1.0, 0.2), (1.0, 2, 1.0, 0.2), (1.0, 0, 0.83, 0.2),
+])
+def test_the_kept_support_is_that_of_a_sorted_list(temperature, top_k, top_p, min_p):
     logits = [0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]
-    restricted = restrict_logits(torch.tensor([logits]), temperature=temperature, top_k=top_k, top_p=top_p)[0]
-    assert restricted.isfinite().nonzero()[:, 0].tolist() == kept_by_hand(logits, temperature, top_k, top_p)
+    policy = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    restricted = restrict_logits(torch.tensor([logits]), **policy)[0]
+    assert restricted.isfinite().nonzero()[:, 0].tolist() == kept_by_hand(logits, **policy)
     kept = restricted.isfinite()
     torch.testing.assert_close(restricted[kept], torch.tensor(logits)[kept] / temperature)
+
+
+def test_min_p_alone_however_the_probabilities_of_the_others_add_up():
+    logits = torch.randn(300, 50, generator=torch.Generator().manual_seed(0))
+    kept = restrict_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.1).isfinite()
+    probs = logits.double().softmax(dim=-1)
+    assert kept.equal(probs >= 0.1 * probs.amax(dim=-1, keepdim=True))
 
 
 def test_the_support_at_its_edges():
@@ -192,7 +204,10 @@ def test_recomputation_runs_a_layer_once_forward_and_once_again_backward(archite
 
 
 @pytest.mark.parametrize("log_probs", [shared_log_probs, completion_log_probs])
-@pytest.mark.parametrize("policy", [dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7)])
+@pytest.mark.parametrize("policy", [
+    dict(top_k=0, top_p=1.0, temperature=1.0), dict(top_k=20, top_p=0.8, temperature=0.7),
+    dict(top_k=0, top_p=1.0, temperature=0.7, min_p=0.3),
+])
 def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(model, tokenizer, settings, policy, log_probs):
     reference = make_reference(model)
     with torch.no_grad():

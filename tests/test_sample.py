@@ -118,12 +118,13 @@ def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
 
 
 @pytest.mark.parametrize("draw", [sample_inverse_cdf, sampler.sample_in_blocks], ids=["plain", "shared"])
-@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 0.9), (2.0, 0, 0.6)])
-def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, draw):
+@pytest.mark.parametrize("temperature,top_k,top_p,min_p", [
+    (1.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.0), (2.0, 0, 0.6, 0.0), (1.0, 0, 1.0, 0.1)])
+def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p, draw):
     """Chi-square against the enumerated probabilities of eight tokens."""
     n = 20000
     logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, 0.0, -3.0, 1.0, 0.5]])
-    logits = restrict_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = restrict_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     tokens, logp = draw(logits.expand(n, -1), torch.rand(n, generator=torch.Generator().manual_seed(0)))
     probs = logits[0].softmax(0)
     counts = Counter(tokens.tolist())
@@ -258,7 +259,7 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer):
     rollout = engine.sample(PROMPTS, config, seed=0)
     (request,) = engine.requests
     assert request["prompts"] == [encode_prompt(tokenizer, prompt) for prompt in PROMPTS] and request["n"] == 4
-    assert request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9) and request["max_tokens"] == [3] * len(PROMPTS)
+    assert request["distribution"] == dict(temperature=0.5, top_k=50, top_p=0.9, min_p=0.0) and request["max_tokens"] == [3] * len(PROMPTS)
     assert len(set(request["seeds"])) == len(PROMPTS)
     assert rollout.completion_mask.sum(dim=1).tolist() == [1, 2, 3, 3] * len(PROMPTS)
     assert rollout.finished.tolist() == [True, True, True, False] * len(PROMPTS)         # the last met the limit
