@@ -68,8 +68,8 @@ class DataConfig:
     """The problems."""
 
     dataset: str = flag(
-        "arithmetic", "arithmetic, countdown or guess_letter; a .jsonl, .json, .csv or .parquet file; a hub "
-        "id (name:configuration); tfds:name; kaggle:owner/name/file.csv")
+        "arithmetic", "arithmetic, countdown or guess_letter; reasoning_gym:TASK,TASK; a .jsonl, .json, .csv "
+        "or .parquet file; a hub id (name:configuration); tfds:name; kaggle:owner/name/file.csv")
     eval_dataset: str = flag(
         "", "held-out problems; empty: eval_split of dataset, or of a file eval_limit problems set aside")
     train_split: str = flag("train", "split of dataset on a hub, or a part of it such as train[:90%]")

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 
 from data import require_sequence
+from sources import gym_tasks
 from sources.published_forms import as_published_example
 from sources.readers import View, read_rows
 from sources.tasks import PROBLEMS
@@ -19,7 +20,8 @@ def load_examples(
     """Return examples as data.load_examples does, from more sources and in the forms of published data sets.
 
     source   also a .json, .csv or .parquet file; an id on the Hugging Face hub such as "openai/gsm8k:main"
-             (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; "countdown"; "guess_letter"
+             (name:configuration); "tfds:gsm8k"; "kaggle:owner/name/file.csv"; "countdown"; "guess_letter";
+             "reasoning_gym:chain_sum,countdown"
     split    also another one of a hub, or a part of it such as "train[:90%]"
     columns  the prompt may also be a text with columns in braces: "Make {target} from {nums}."
     returns  a sequence that reads rows on access, of which slices are lists; every row has been validated
@@ -29,6 +31,8 @@ def load_examples(
         if split not in ("train", "test"):
             raise ValueError(f"{source}: there is no split {split}; it has train and test")
         return PROBLEMS[source](split, seed)[: limit or None]
+    if is_name and source.startswith(gym_tasks.PREFIX):
+        return gym_tasks.gym_examples(source, split, seed)[: limit or None]
     rows = read_rows(source, split) if is_name else require_sequence(source)
     where, count = source if is_name else "dataset", min(limit or len(rows), len(rows))
     if count == 0:

@@ -8,6 +8,7 @@ from typing import Any
 
 from config import DEFAULTS, Config, profile_values
 from data import parse_json
+from sources.gym_tasks import implied_rewards
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -55,7 +56,8 @@ def complete(flags: dict[str, Any]) -> dict[str, Any]:
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"
-    return profile_values(profile, flags.get("batch_size")) | flags | {"profile": profile}
+    implied = implied_rewards(flags.get("dataset")) | profile_values(profile, flags.get("batch_size"))
+    return implied | flags | {"profile": profile}
 
 
 def resumed(config: Config) -> Config:
