@@ -79,6 +79,9 @@ class DataConfig:
     answer_column: str = flag("", "column of the answer; empty: found by its usual names")
     completion_column: str = flag("", "column of the demonstration; empty: found by its usual names")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", ge=0)
+    shuffle: bool = flag(
+        True, "shuffle the rows in every epoch; false: take them as the source gives them, such as a file "
+        "from easy to hard; the built-in problems come shuffled by the seed")
     instruction: str = flag("", "text put before every prompt, such as the format of the answer")
     max_prompt_length: int = flag(512, "longest prompt, in tokens", gt=0)
     long_prompts: Literal["error", "truncate", "drop"] = flag(

@@ -37,7 +37,7 @@ from runs.folder import RunFolder, completion_records, read_jsonl
 from runs.groups import sample_completions, sample_on_all_ranks
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from sample import Rollout
-from sources.batches import ShuffledBatches
+from sources.batches import Batches
 from sources.settings import read_settings
 
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
@@ -92,7 +92,7 @@ class Run:
     longest_prompt: int = 0                               # tokens
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
     # Objects of the current phase.
-    batches: ShuffledBatches | None = None
+    batches: Batches | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
@@ -250,7 +250,7 @@ class Run:
         """
         training, config = self.config.training, self.config.grpo
         seed = training.seed + self.progress.phase
-        self.batches = ShuffledBatches(self.train_set, training.batch_size, seed)
+        self.batches = Batches(self.train_set, training.batch_size, seed, self.config.data.shuffle)
         modules = [self.model]
         if phase.name == "grpo" and config.kl_coef > 0 and self.reference is None:
             self.reference = self.teacher

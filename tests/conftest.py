@@ -23,7 +23,7 @@ import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import trainable_parameters
-from sources.batches import ShuffledBatches
+from sources.batches import Batches
 from experience import Groups
 from engine.policy import make_reference, load_any_policy, save_any_policy
 from model import ValueHead, byte_tokenizer
@@ -328,7 +328,7 @@ def with_settings(base, architecture="gemma3", **grpo):
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
     engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.engine.max_tokens)
     run = replace(base, config=config, engine=engine, progress=replace(base.progress))
-    run.batches = ShuffledBatches(base.train_set, 4, 0)
+    run.batches = Batches(base.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
         run.reference = make_reference(run.model)
         with torch.no_grad():
