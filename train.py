@@ -40,7 +40,7 @@ from grpo import CENTERED_BASELINES, aggregate, compute_group_advantages, policy
 from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
-from runs.checkpoint import write_final
+from runs.checkpoint import write_policy
 from runs.errors import exit_on_errors, halved_when_out_of_memory
 from runs.groups import replace_tied, summarize_groups, summarize_updates, timed
 from runs.phases import Phase, is_due
@@ -236,7 +236,8 @@ def train(config: Config, **objects) -> tuple:
 def learn(run: Run) -> None:
     """Take the steps of all phases, and write what they learned to final/ in the run folder.
 
-    evaluation    before the first step of a new run, every eval_steps of a phase, and at its end
+    evaluation    before the first step of a new run, every eval_steps of a phase, and at its end;
+                  --keep_best writes the best policy so far to best/
     checkpoint    every --save_steps, at the end of a phase, at a stop, and in front of a step that raises
     stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
     """
@@ -257,7 +258,7 @@ def learn(run: Run) -> None:
                 run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
-        write_final(run.model, run.tokenizer, run.folder.path / "final")
+        write_policy(run.model, run.tokenizer, run.folder.path / "final")
         run.print_summary()
 
 
