@@ -223,6 +223,14 @@ def length_reward(folder):
     return f"{folder}/length.py:length"
 
 
+def peaked_reward(folder):
+    """Points that are highest at step 3 of GRPO, whatever is sampled."""
+    (folder / "peaked.py").write_text(
+        "def peaked(completions, trainer_state, **columns):\n"
+        "    return [100.0 - 50 * abs(trainer_state.global_step - 3) + len(c) for c in completions]\n")
+    return ["--reward_functions", f"{folder}/peaked.py:peaked"]
+
+
 def read_programs(name):
     """Name -> program, of a file of tests/reward_functions in which lines that begin with == are names."""
     parts = (Path(__file__).parent / "reward_functions" / name).read_text().split("\n== ")[1:]

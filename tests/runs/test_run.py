@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 import numpy
 import pytest
 import torch
-from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, run_folder, start_run
+from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, peaked_reward, run_folder, start_run
 
 import train
 from analysis.report import metric_series
@@ -187,14 +187,6 @@ def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys)
     assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
 
 
-def peaked_reward(folder):
-    """Points that are highest at step 3 of GRPO, whatever is sampled."""
-    (folder / "peaked.py").write_text(
-        "def peaked(completions, trainer_state, **columns):\n"
-        "    return [100.0 - 50 * abs(trainer_state.global_step - 3) + len(c) for c in completions]\n")
-    return ["--reward_functions", f"{folder}/peaked.py:peaked"]
-
-
 KEEP_BEST = "--use_grpo --keep_best --cold_start_steps 1 --max_steps 5 --eval_steps 1 --save_steps 2 --learning_rate 1e-3".split()
 
 
@@ -269,5 +261,5 @@ def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points
 
 def test_without_held_out_problems_there_is_no_best_policy(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        train.main([*QUICK, "--use_grpo", "--keep_best", "--eval_limit", "0", "--output_dir", str(tmp_path / "run")])
+        train.main([*QUICK, "--use_grpo", "--keep_best", "--eval_limit", "0", "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
     assert capsys.readouterr().err.splitlines()[-1].endswith("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")
