@@ -126,10 +126,11 @@ class RunConsole:
     def print_best(self, lines: list[dict], best_step: int) -> None:
         """Print the results of the best and the last policy on the draws of the second evaluation."""
         by_step = {line["step"]: line for line in lines if line["phase"] == "eval"}
-        for name, step in ("best", best_step), ("last", max(by_step)):
-            metrics = by_step[step].items()
+        for name, step in ("best", best_step), ("last", max(by_step, default=0)):
+            metrics = by_step.get(step, {}).items()       # {}: lines were damaged, and cut off
             again = {key.removeprefix(OTHER_DRAWS): value for key, value in metrics if OTHER_DRAWS in key}
-            self.print(f"  {f'{name}: step {step}':<22}{held_out_text(again, self.config)}")
+            result = held_out_text(again, self.config) if again else "not evaluated"
+            self.print(f"  {f'{name}: step {step}':<22}{result}")
 
 
 def points_text(reward: float | None) -> str:
