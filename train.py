@@ -236,8 +236,7 @@ def train(config: Config, **objects) -> tuple:
 def learn(run: Run) -> None:
     """Take the steps of all phases, and write what they learned to final/ in the run folder.
 
-    evaluation    before the first step of a new run, every eval_steps of a phase, and at its end;
-                  --keep_best writes the best policy so far to best/
+    evaluation    before the first step of a new run, every eval_steps of a phase, and at its end
     checkpoint    every --save_steps, at the end of a phase, at a stop, and in front of a step that raises
     stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
     """

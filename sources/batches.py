@@ -10,9 +10,7 @@ from data import as_messages, is_ids
 
 
 class Batches:
-    """Iterate over batches of examples without end, each epoch in another order, or with shuffle=False in
-    their own. `position` is the whole state.
-    """
+    """Iterate over batches without end, every epoch shuffled or in order. `position` is the whole state."""
 
     def __init__(self, examples: Sequence, batch_size: int, seed: int, shuffle: bool = True):
         self.examples, self.batch_size, self.seed, self.shuffle = examples, batch_size, seed, shuffle
