@@ -80,6 +80,9 @@ class DataConfig:
     answer_column: str = flag("", "column of the answer; empty: found by its usual names")
     completion_column: str = flag("", "column of the demonstration; empty: found by its usual names")
     eval_limit: int = flag(256, "held-out problems per evaluation; 0: no evaluations", ge=0)
+    shuffle: bool = flag(
+        True, "shuffle the rows in every epoch; false: take them as the source gives them, such as a file "
+        "from easy to hard; the built-in problems come shuffled by the seed")
     instruction: str = flag("", "text put before every prompt, such as the format of the answer")
     max_prompt_length: int = flag(512, "longest prompt, in tokens", gt=0)
     long_prompts: Literal["error", "truncate", "drop"] = flag(
@@ -306,6 +309,9 @@ class TrainingConfig:
         "fsdp=4,tp=2 also divides every layer's matrices between 2; empty: one copy sharded over all")
     eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
     save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", ge=0)
+    keep_best: bool = flag(
+        False, "keep the policy with the highest held-out score in best/; it and the last one are evaluated "
+        "on other draws too, because the highest of several scores is partly luck")
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
     log_rollouts_every: int = flag(
         10, "steps of GRPO between entries in rollouts.jsonl, and between printed completions; 0: none", ge=0)

@@ -41,7 +41,7 @@ from grpo import CENTERED_BASELINES, aggregate, compute_group_advantages, policy
 from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
-from runs.checkpoint import write_final
+from runs.checkpoint import write_policy
 from runs.errors import exit_on_errors, halved_when_out_of_memory
 from runs.groups import replace_tied, sample_on_all_ranks, summarize_groups, summarize_updates, timed
 from runs.phases import Phase, is_due
@@ -262,7 +262,7 @@ def learn(run: Run) -> None:
                 run.log_evaluation()
             run.end_phase()
             run.save_checkpoint()
-        write_final(run.model, run.tokenizer, run.folder.path / "final")
+        write_policy(run.model, run.tokenizer, run.folder.path / "final")
         run.print_summary()
 
 

@@ -60,8 +60,8 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     return target
 
 
-def write_final(model, tokenizer, folder: Path) -> None:
-    """Write the policy into a folder: if it exists, the run is complete. Call on all ranks.
+def write_policy(model, tokenizer, folder: Path) -> None:
+    """Write the policy into a folder: best/, or final/, with which a run is complete. Call on all ranks.
 
     raises  RunError, on all ranks, if it cannot be written; an earlier folder stays intact
     """

@@ -33,6 +33,7 @@ MAIN_SETTINGS = [               # of GRPO
     "num_completions_per_prompt", "generation_max_length", "generation_temperature", "generation_top_p",
     "generation_top_k", "use_kl_penalty", "kl_penalty_coef", "learning_rate",
 ]
+OTHER_DRAWS = "other_draws/"    # of --keep_best: begins the names of metrics of a second evaluation
 PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervised": "after training"}
 
 
@@ -98,10 +99,11 @@ class RunConsole:
         self.print("    rewards    " + " ".join(points_text(c["reward"]) for c in group))
         self.print("    advantages " + " ".join(f"{c['advantage']:+.2f}" for c in group))
 
-    def print_summary(self, folder: Path, lines: list[dict], findings: list[str]) -> None:
+    def print_summary(self, folder: Path, lines: list[dict], findings: list[str], best_step: int) -> None:
         """Print what was learned, by held-out results around each phase, and where the files are.
 
         lines, findings  of metrics.jsonl in the folder; of the training doctor about them
+        best_step        of the policy in best/; -1: there is none
         """
         when = "before training" if self.config.model.model_path else "untrained"
         last: dict[str, str] = {}                         # the last result of each phase, in order
@@ -113,10 +115,22 @@ class RunConsole:
         self.print("\nwhat was learned, on held-out problems:" if last else "")
         for when, result in last.items():
             self.print(f"  {when:<22}{result}")
+        if best_step >= 0:
+            self.print(f"on other draws than those that chose {folder}/best:")
+            self.print_best(lines, best_step)
         for finding in findings:
             self.print(f"doctor: {finding}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
             self.print(f"{name + ':':<13}{folder}/{file}")
+
+    def print_best(self, lines: list[dict], best_step: int) -> None:
+        """Print the results of the best and the last policy on the draws of the second evaluation."""
+        by_step = {line["step"]: line for line in lines if line["phase"] == "eval"}
+        for name, step in ("best", best_step), ("last", max(by_step, default=0)):
+            metrics = by_step.get(step, {}).items()       # {}: lines were damaged, and cut off
+            again = {key.removeprefix(OTHER_DRAWS): value for key, value in metrics if OTHER_DRAWS in key}
+            result = held_out_text(again, self.config) if again else "not evaluated"
+            self.print(f"  {f'{name}: step {step}':<22}{result}")
 
 
 def points_text(reward: float | None) -> str:
@@ -124,10 +138,15 @@ def points_text(reward: float | None) -> str:
     return "?" if reward is None else f"{reward:+.2f}"
 
 
+def shows_accuracy(result: dict, config: Config) -> bool:
+    """Check that accuracy is known, and that correctness is a reward function, or that there are none."""
+    by_accuracy = not config.training.use_grpo or {"correctness", "none"} & {*config.grpo.reward_functions}
+    return bool(by_accuracy) and "eval_accuracy" in result
+
+
 def held_out_text(result: dict, config: Config) -> str:
     """Return "accuracy 0.910 [0.870, 0.940] of 256", or points if correctness is not a reward function."""
-    by_accuracy = not config.training.use_grpo or {"correctness", "none"} & {*config.grpo.reward_functions}
-    if by_accuracy and "eval_accuracy" in result:
+    if shows_accuracy(result, config):
         low, high = result["eval_accuracy_low"], result["eval_accuracy_high"]
         return f"accuracy {result['eval_accuracy']:.3f} [{low:.3f}, {high:.3f}] of {result['eval_problems']}"
     scored = []

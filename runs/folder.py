@@ -10,7 +10,7 @@ The run folder: the files that a run writes, under a lock.
     curves.png           the learning curves, which analysis/report.py draws
     report.html          everything above, for a browser; analysis/report.py writes it
     tensorboard/         the same metrics; with --report_to wandb its local files
-    checkpoints/, final/
+    checkpoints/, final/, with --keep_best best/
 """
 
 import importlib.util

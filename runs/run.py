@@ -27,17 +27,18 @@ from engine.ranks import Ranks
 from engine.sharding import forward_pass, replicated_sums
 from experience import Experience, log_probs_of_rollout
 from model import ValueHead
+from rewards import name_of
 from runs.checkpoint import (
     load_optimizer_state, optimizer_state, random_states, read_state, reference_state, set_random_states,
-    versions, write_checkpoint,
+    versions, write_checkpoint, write_policy,
 )
-from runs.console import RunConsole, held_out_text
+from runs.console import OTHER_DRAWS, RunConsole, held_out_text, shows_accuracy
 from runs.errors import StopOnSignal, halved_when_out_of_memory
 from runs.folder import RunFolder, completion_records, read_jsonl
 from runs.groups import sample_completions
 from runs.phases import Phase, is_due, make_optimizer, make_scheduler
 from sample import Rollout
-from sources.batches import ShuffledBatches
+from sources.batches import Batches
 from sources.settings import read_settings
 
 MOST_SKIPPED = 3                # steps in a row without a finite loss or gradient that end a run
@@ -52,6 +53,8 @@ class Progress:
     step: int = 0                                         # optimiser steps taken in all
     evaluated_at: int = -1                                # step of the last evaluation
     evaluation_due: bool = False                          # a step is taken whose evaluation is not
+    best_step: int = -1                                   # of the policy in best/; -1: there is none
+    best_score: float = -math.inf                         # its held-out score
     skipped: int = 0                                      # steps that were not finite and changed nothing
     skipped_in_a_row: int = 0                             # the latest of them
     reward_sum: float = 0.0                               # points, of all completions of the steps so far
@@ -92,7 +95,7 @@ class Run:
     longest_prompt: int = 0                               # tokens
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
     # Objects of the current phase.
-    batches: ShuffledBatches | None = None
+    batches: Batches | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
@@ -231,7 +234,7 @@ class Run:
         if self.folder.writes:                            # elsewhere the folder may be of another machine
             path = self.folder.path
             lines, flags = read_jsonl(path / "metrics.jsonl"), read_settings(path / "config.json")
-            self.console.print_summary(path, lines, diagnose(lines, flags))
+            self.console.print_summary(path, lines, diagnose(lines, flags), self.progress.best_step)
 
     def begin_phase(self, phase: Phase) -> None:
         """Create the objects of a phase: optimiser, schedule, data order, reference, value head.
@@ -240,7 +243,7 @@ class Run:
         """
         training, config = self.config.training, self.config.grpo
         seed = training.seed + self.progress.phase
-        self.batches = ShuffledBatches(self.train_set, training.batch_size, seed)
+        self.batches = Batches(self.train_set, training.batch_size, seed, self.config.data.shuffle)
         modules = [self.model]
         if phase.name == "grpo" and config.kl_coef > 0 and self.reference is None:
             self.reference = self.teacher
@@ -377,13 +380,13 @@ class Run:
             self.folder.write_config(self.config)
 
     @halved_when_out_of_memory("generation_batch_size")
-    def evaluate(self) -> dict:
-        """Return the metrics of an evaluation on the held-out problems."""
+    def evaluate(self, draws: int = 0) -> dict:
+        """Return the metrics of an evaluation on the held-out problems. draws: 1: other random numbers."""
         config = self.config.grpo
         at_once = config.generation_batch_size or self.config.rollout_size
         return evaluate(
             self.engine, self.ranks, self.eval_set, replace(config, generation_batch_size=at_once),
-            seed=self.config.training.seed << 32, reward_functions=self.reward_functions,
+            seed=(draws << 64) + (self.config.training.seed << 32), reward_functions=self.reward_functions,
             environment=self.environment, trainer_state=self.trainer_state,
         )
 
@@ -393,10 +396,40 @@ class Run:
             return math.nan
         with self.saved_on_error() if self.batches else nullcontext():           # None: before any phase
             result = self.evaluate()
+            if self.config.training.keep_best:
+                result |= self.update_best(self.held_out_score(result))
         self.folder.log(self.progress.step, "eval", result)
         self.progress.evaluated_at, self.progress.evaluation_due = self.progress.step, False
-        self.console.print(f"held out at step {self.progress.step}: {held_out_text(result, self.config)}")
+        best = ", the best so far" if self.progress.best_step == self.progress.step else ""
+        text = held_out_text(result, self.config)
+        self.console.print(f"held out at step {self.progress.step}: {text}{best}")
         return result.get("eval_accuracy", math.nan)
+
+    def held_out_score(self, result: dict) -> float:
+        """Return the accuracy, or the weighted sum of points where these are shown, NaN if there are none."""
+        if shows_accuracy(result, self.config):
+            return result["eval_accuracy"]
+        points = [result[f"eval_reward/{name_of(function)}"] for function in self.reward_functions]
+        weighted = zip(points, self.config.grpo.weights, strict=False)           # supervised: no points
+        known = [weight * mean for mean, weight in weighted if mean is not None]
+        return sum(known) if known else math.nan
+
+    def update_best(self, score: float) -> dict:
+        """Write the policy to best/ if its score is the highest so far; of equal ones the first stays.
+
+        Returns metrics of the best policy, and of the last, on other draws: a score that is the highest of
+        several is too high on average.
+        """
+        progress = self.progress
+        # A run that is resumed at step 0 evaluates the best policy again.
+        is_best = score > progress.best_score or progress.step == progress.best_step
+        if not (is_best or self.has_taken_all_steps):
+            return {}
+        on_other_draws = self.evaluate(draws=1)
+        if is_best:
+            write_policy(self.model, self.tokenizer, self.folder.path / "best")
+            progress.best_step, progress.best_score = progress.step, score
+        return {OTHER_DRAWS + name: value for name, value in on_other_draws.items()}
 
     def log_step(self, metrics: dict, experience: Experience) -> None:
         """Write and print the metrics of a step. Every --log_rollouts_every steps write its completions."""

@@ -190,6 +190,8 @@ def set_up(
     environment, tools = environment_and_tools(
         config.grpo.environment if environment is None else environment)
     train_set, eval_set = load_data(config, dataset, eval_dataset)
+    if training.keep_best and not eval_set:
+        raise ValueError("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")
     validate_demonstrations(config, train_set)
     checkpoint = find_checkpoint(config, folder, ranks) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model

@@ -1,5 +1,5 @@
 """
-The order of examples: endless shuffled batches.
+The order of examples: endless batches.
 """
 
 import random
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from data import as_messages, is_ids
 
 
-class ShuffledBatches:
-    """Iterate over batches of examples without end, shuffled every epoch. `position` is the whole state."""
+class Batches:
+    """Iterate over batches without end, every epoch shuffled or in order. `position` is the whole state."""
 
-    def __init__(self, examples: Sequence, batch_size: int, seed: int):
-        self.examples, self.batch_size, self.seed = examples, batch_size, seed
+    def __init__(self, examples: Sequence, batch_size: int, seed: int, shuffle: bool = True):
+        self.examples, self.batch_size, self.seed, self.shuffle = examples, batch_size, seed, shuffle
         self.position = 0                                 # examples so far
         self.epoch, self.order = -1, array("q")
 
@@ -27,7 +27,8 @@ class ShuffledBatches:
             epoch, index = divmod(self.position, len(self.examples))
             if epoch != self.epoch:
                 self.epoch, self.order = epoch, array("q", range(len(self.examples)))
-                random.Random(f"{self.seed} {epoch}").shuffle(self.order)
+                if self.shuffle:
+                    random.Random(f"{self.seed} {epoch}").shuffle(self.order)
             batch.append(self.examples[self.order[index]])
             self.position += 1
         return batch

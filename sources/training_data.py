@@ -37,7 +37,8 @@ def load_data(
     elif data_config.eval_limit:                          # hold out some of the training examples
         order = random.Random(config.training.seed).sample(chosen, len(examples))
         count = min(data_config.eval_limit, len(examples) // 5)
-        chosen, held_out = order[count:], [examples[i] for i in order[:count]]
+        chosen = order[count:] if data_config.shuffle else sorted(order[count:])
+        held_out = [examples[i] for i in order[:count]]
     held_out_keys = {prompt_key(example["prompt"]) for example in held_out}
     overlap = {i for i, example in enumerate(examples) if prompt_key(example["prompt"]) in held_out_keys}
     chosen = array("q", (i for i in chosen if i not in overlap))

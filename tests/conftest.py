@@ -23,7 +23,7 @@ import train
 from config import GRPOConfig, ModelConfig
 from engine import make_engine
 from engine.adapters import trainable_parameters
-from sources.batches import ShuffledBatches
+from sources.batches import Batches
 from experience import Groups
 from engine.policy import make_reference, load_any_policy, save_any_policy
 from model import ValueHead, byte_tokenizer
@@ -223,6 +223,14 @@ def length_reward(folder):
     return f"{folder}/length.py:length"
 
 
+def peaked_reward(folder):
+    """Points that are highest at step 3 of GRPO, whatever is sampled."""
+    (folder / "peaked.py").write_text(
+        "def peaked(completions, trainer_state, **columns):\n"
+        "    return [100.0 - 50 * abs(trainer_state.global_step - 3) + len(c) for c in completions]\n")
+    return ["--reward_functions", f"{folder}/peaked.py:peaked"]
+
+
 def read_programs(name):
     """Name -> program, of a file of tests/reward_functions in which lines that begin with == are names."""
     parts = (Path(__file__).parent / "reward_functions" / name).read_text().split("\n== ")[1:]
@@ -328,7 +336,7 @@ def with_settings(base, architecture="gemma3", **grpo):
     config = replace(base.config, grpo=replace(base.config.grpo, **grpo))
     engine = make_engine("shared", ARCHITECTURES[architecture]().eval(), base.tokenizer, max_tokens=base.engine.max_tokens)
     run = replace(base, config=config, engine=engine, progress=replace(base.progress))
-    run.batches = ShuffledBatches(base.train_set, 4, 0)
+    run.batches = Batches(base.train_set, 4, 0)
     if run.config.grpo.kl_coef:                           # a reference that differs, or its gradient would vanish
         run.reference = make_reference(run.model)
         with torch.no_grad():

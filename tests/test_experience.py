@@ -20,7 +20,7 @@ from experience import Experience, Groups, minibatches, shape_rewards, token_adv
 from grpo import compute_group_advantages
 from logprobs import LogProbs
 from sample import Rollout
-from sources.batches import ShuffledBatches
+from sources.batches import Batches
 from train import sample_groups
 
 
@@ -79,7 +79,7 @@ def test_dynamic_sampling_replaces_tied_groups_by_new_prompts_in_bounded_rounds(
 
     monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
     groups = sample_groups(run, next(run.batches))
-    order = ShuffledBatches(run.train_set, 9, 0)
+    order = Batches(run.train_set, 9, 0)
     assert list(itertools.chain(*asked)) == [example["prompt"] for example in next(order)], "the next prompts, none twice"
     assert run.batches.position == 9 and groups.replaced == 3 + 2
     assert groups.tied.tolist() == [False, False, True, True], "the last round's stay"
@@ -115,7 +115,7 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
 
 def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypatch):
     run = with_settings(base, dynamic_sampling=1)
-    run.batches = ShuffledBatches(run.train_set[:4], 4, 0)                       # the new prompts are the old ones
+    run.batches = Batches(run.train_set[:4], 4, 0)                       # the new prompts are the old ones
     seen = []
 
     def never_any_signal(functions, weights, rollout, examples, **_):

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import train
-from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward
+from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward, peaked_reward
 from forked import Program, Ranks
 from safetensors.torch import load_file
 
 from config import ModelConfig
 from engine.policy import load_any_policy, save_any_policy
-from runs.checkpoint import latest_checkpoint
+from runs.checkpoint import find_damage, latest_checkpoint
 from runs.folder import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +103,16 @@ def test_two_processes_make_the_run_of_one(tmp_path, flags):
         for name in "one", "two":
             (tmp_path / name / "rollouts.jsonl").write_text(line)
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("flags", ["", exhaustive("--mesh tp=2"), exhaustive("--lora_rank 4")])
+def test_two_processes_write_the_best_policy_as_they_write_a_checkpoint(tmp_path, flags):
+    flags = f"{EVERYTHING} --cold_start_steps 0 --max_steps 4 --eval_steps 1 --keep_checkpoints 9 --keep_best {flags}".split()
+    launch(2, tmp_path / "run", *flags, *peaked_reward(tmp_path))
+    best, at_3, last = (
+        [path.read_bytes() for path in (tmp_path / "run" / name).glob("*.safetensors")]
+        for name in ("best", "checkpoints/step-00000003", "final"))
+    assert len(best) == 1 and best == at_3 != last and find_damage(tmp_path / "run/best") == ""
 
 
 @pytest.mark.parametrize("mesh,flags", [

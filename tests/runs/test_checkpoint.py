@@ -144,10 +144,10 @@ def test_a_final_model_that_does_not_fit_leaves_the_one_before_it(tmp_path, full
     (final / "before").touch()
     full_disk.append(name)
     with pytest.raises(RunError, match=f"^could not save {final}: .*No space left"):
-        checkpoint.write_final(model, tokenizer, final)
+        checkpoint.write_policy(model, tokenizer, final)
     assert [path.name for path in tmp_path.iterdir()] == ["final"] and [path.name for path in final.iterdir()] == ["before"]
     full_disk.clear()
-    checkpoint.write_final(model, tokenizer, final)
+    checkpoint.write_policy(model, tokenizer, final)
     assert [path.name for path in tmp_path.iterdir()] == ["final"] and not (final / "before").exists()
     done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=final, capture_output=True, text=True)
     assert done.returncode == 0 and "model.safetensors: OK" in done.stdout

@@ -38,7 +38,7 @@ def test_the_start_says_which_rewards_count_and_what_precedes_prompts(tmp_path, 
 def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     """The held-out results before training and after each phase, from metrics.jsonl, in lines of 80 columns."""
     lines = read_jsonl(finished / "metrics.jsonl")
-    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_summary(finished, lines, ["a finding"])
+    RunConsole(parse_config(["--use_grpo"]), quiet=False).print_summary(finished, lines, ["a finding"], -1)
     printed = capsys.readouterr().out.splitlines()
     evaluations = [line for line in lines if line["phase"] == "eval"]
     start = printed.index("what was learned, on held-out problems:") + 1
@@ -47,6 +47,17 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
         assert line.split("accuracy")[0].strip() == name and f"accuracy {measured['eval_accuracy']:.3f} [" in line and len(line) <= 80
     assert printed[-4] == "doctor: a finding"
     assert [line.split()[-1] for line in printed[-3:]] == [f"{finished}/{name}" for name in ("final", "curves.png", "report.html")]
+
+
+def test_results_of_the_best_policy_that_are_no_longer_in_the_log_are_no_error(base, tmp_path, capsys):
+    """metrics.jsonl was damaged and cut, or the run went on without --keep_best."""
+    line = {"step": 5, "phase": "eval", "other_draws/eval_accuracy": 0.5, "other_draws/eval_accuracy_low": 0.25,
+            "other_draws/eval_accuracy_high": 0.75, "other_draws/eval_problems": 16}
+    shown = "accuracy 0.500 [0.250, 0.750] of 16"
+    for lines, best, last in ([line], shown, shown), ([line, {"step": 9, "phase": "eval"}], shown, "not evaluated"), ([], "not evaluated", "not evaluated"):
+        base.folder.console.print_summary(tmp_path, lines, [], 5)
+        found = [text.split(maxsplit=3) for text in capsys.readouterr().out.splitlines() if " step " in text]
+        assert found == [["best:", "step", "5", best], ["last:", "step", str(lines[-1]["step"] if lines else 0), last]]
 
 
 @pytest.mark.parametrize("prompt,completion,shown", [

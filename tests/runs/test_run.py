@@ -1,14 +1,18 @@
 """The state of a run is complete: stopped, resumed or mended, it is the run that never stopped."""
 
+import io
 import pydoc
 import random
+import shutil
+from contextlib import redirect_stdout
 
 import numpy
 import pytest
 import torch
-from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, run_folder
+from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, peaked_reward, run_folder, start_run
 
 import train
+from analysis.report import metric_series
 from config import ModelConfig
 from engine.policy import load_any_policy
 from reward_functions.loading import function_from_file
@@ -22,7 +26,7 @@ CARRIED = "--reference_mode ema --ema_alpha 0.5 --baseline global_mean --ppo_epo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after,more", [
-    (0, ""), exhaustive(2, ""), (5, "--use_value_head"), exhaustive(20, CARRIED + " --max_steps 16"), (8, CARRIED + " --max_steps 8"),
+    (0, ""), (0, "--keep_best"), exhaustive(2, ""), (5, "--use_value_head"), exhaustive(20, CARRIED + " --max_steps 16"), (8, CARRIED + " --max_steps 8"),
     (2, "--precision bfloat16 --cold_start_steps 0 --reference_mode ema --ema_alpha 0.5 --kl_estimator exact"),
     exhaustive(3, "--precision bfloat16 --cold_start_steps 0 --reference_mode periodic --reference_update_freq 2"),
 ])
@@ -85,6 +89,7 @@ def test_a_phase_that_goes_on_takes_a_new_learning_rate_and_refuses_other_phases
 @pytest.mark.slow
 @pytest.mark.parametrize("call,evaluated,saved", [
     (4, "0", 2), (8, "4 --eval_steps 0", 5), (5, "4 --eval_steps 2", 2),         # in the third step, the last evaluation, the first one
+    (10, "4 --eval_steps 0 --keep_best", 5),              # in the last evaluation on other draws
 ])
 def test_what_a_reward_function_raises_costs_no_step(tmp_path, capsys, call, evaluated, saved):
     """The run that was mended and resumed is the one that never raised. The first call is the start-up check's."""
@@ -180,3 +185,81 @@ def test_a_broken_reward_function_stops_the_run_or_is_left_out(tmp_path, capsys)
     folder = run_folder(tmp_path / "run", *f"{flags}later --reward_errors none".split())
     (line,) = read_jsonl(folder / "metrics.jsonl")
     assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
+
+
+KEEP_BEST = "--use_grpo --keep_best --cold_start_steps 1 --max_steps 5 --eval_steps 1 --save_steps 2 --learning_rate 1e-3".split()
+
+
+@pytest.fixture(scope="module")
+def best_of_5(tmp_path_factory):
+    """A run whose best policy is that of its third step of GRPO, step 4 of all, with all checkpoints, and what it printed."""
+    path = tmp_path_factory.mktemp("best")
+    with redirect_stdout(io.StringIO()) as printed:
+        folder = run_folder(path / "whole", *KEEP_BEST, *peaked_reward(path), "--save_steps", "1", "--keep_checkpoints", "9")
+    return folder, printed.getvalue()
+
+
+@pytest.mark.slow
+def test_the_best_policy_is_kept_and_compared_with_the_last_on_other_draws(best_of_5):
+    folder, printed = best_of_5
+    best, at_4, at_6, final = (
+        (folder / name / "model.safetensors").read_bytes()
+        for name in ("best", "checkpoints/step-00000004", "checkpoints/step-00000006", "final"))
+    assert best == at_4 != at_6 == final
+    evals = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "eval"]
+    again = {line["step"]: line["other_draws/eval_reward/peaked"] for line in evals if "other_draws/eval_reward/peaked" in line}
+    assert [line["step"] for line in evals] == [0, 1, 2, 3, 4, 5, 6]
+    assert {0, 2, 3, 4, 6} <= again.keys() and 5 not in again, "the best ones so far, and the last"
+    assert all(line["eval_reward/peaked"] != again[line["step"]] for line in evals if line["step"] in again), "other draws"
+    for name, step in ("best", 4), ("last", 6):
+        assert f"\n  {name}: step {step}          peaked {again[step]:.3f} [" in printed
+    series = metric_series(evals)["eval_reward/peaked"]
+    assert [*series.values()] == [line["eval_reward/peaked"] for line in evals], "the curve has the draws of all evaluations"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_in,resumed_from", [(1, ""), (5, "step-00000003"), (6, "step-00000005")])
+def test_a_run_that_is_killed_and_resumed_keeps_the_same_best_policy(tmp_path, best_of_5, monkeypatch, capsys, killed_in, resumed_from):
+    """Killed before the first checkpoint; after best/ was written, which the resumed run repeats; after a later checkpoint."""
+    whole, printed = best_of_5
+    log_step = train.Run.log_step
+
+    def killed(run, *rest):
+        if run.progress.step == killed_in:
+            raise KeyboardInterrupt                       # no Exception: nothing is saved
+        log_step(run, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("runs.run.Run.log_step", killed)
+        run_folder(tmp_path / "run", *KEEP_BEST, *peaked_reward(tmp_path))
+    assert max((path.name for path in (tmp_path / "run/checkpoints").glob("*")), default="") == resumed_from
+    if killed_in < 6:
+        shutil.rmtree(tmp_path / "run/best")
+    train.main(["--output_dir", str(tmp_path / "run"), "--resume"])
+    assert_same(tmp_path / "run", whole)
+    assert (tmp_path / "run/best/model.safetensors").read_bytes() == (whole / "best/model.safetensors").read_bytes()
+    results = [[line for line in text.splitlines() if line.startswith(("  best: ", "  last: "))] for text in (printed, capsys.readouterr().out)]
+    assert results[0] == results[1] and len(results[0]) == 2
+
+
+def test_of_equal_scores_the_first_is_the_best_and_none_if_nothing_is_scored(tmp_path, monkeypatch):
+    run, written = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0"), []
+    monkeypatch.setattr("runs.run.write_policy", lambda *rest: written.append(run.progress.step))
+    monkeypatch.setattr(run, "evaluate", lambda draws: {"eval_accuracy": float(draws)}, raising=False)
+    for run.progress.step, score in enumerate([numpy.nan, 0.2, 0.5, 0.5, numpy.nan, 0.4], start=1):
+        found = run.update_best(score)
+        assert found == ({"other_draws/eval_accuracy": 1.0} if written[-1:] == [run.progress.step] else {})
+    assert written == [2, 3] and (run.progress.best_step, run.progress.best_score) == (3, 0.5)
+
+
+def test_the_score_is_what_is_shown_accuracy_or_the_weighted_sum_of_known_points(tmp_path):
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0")
+    points = {"eval_reward/correctness": None, "eval_reward/reasoning_coherence": 0.5, "eval_reward/explanation_quality": 2.0}
+    assert run.held_out_score(points | {"eval_accuracy": 0.25}) == 0.25 and run.held_out_score(points) == pytest.approx(0.2 * 0.5 + 0.1 * 2.0)
+    assert numpy.isnan(run.held_out_score(dict.fromkeys(points))) and numpy.isnan(start_run(tmp_path).held_out_score(points))
+
+
+def test_without_held_out_problems_there_is_no_best_policy(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train.main([*QUICK, "--use_grpo", "--keep_best", "--eval_limit", "0", "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("--keep_best: needs held-out problems: an --eval_limit above 0, or a larger file")

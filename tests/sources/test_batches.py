@@ -1,8 +1,8 @@
-"""The order of examples: shuffled batches."""
+"""The order of examples, shuffled or not."""
 
 import random
 
-from sources.batches import ShuffledBatches, prompt_key
+from sources.batches import Batches, prompt_key
 
 
 def test_prompts_that_say_the_same_have_one_key_and_others_have_not():
@@ -21,9 +21,17 @@ def test_the_order_depends_on_seed_and_position_alone():
             yield from order
 
     for seed in 0, 1, 12:
-        batches = ShuffledBatches(list(range(7)), batch_size=3, seed=seed)
+        batches = Batches(list(range(7)), batch_size=3, seed=seed)
         assert [e for _ in range(7) for e in next(batches)] == list(as_it_always_was(seed))
         assert batches.position == 21 and batches.take(0) == []
-        batches = ShuffledBatches(list(range(7)), batch_size=3, seed=seed)
+        batches = Batches(list(range(7)), batch_size=3, seed=seed)
         batches.position = 12                             # the whole state
         assert [e for _ in range(3) for e in next(batches)] == list(as_it_always_was(seed))[12:]
+
+
+def test_without_shuffling_each_epoch_has_the_rows_as_they_come_wherever_it_is_resumed():
+    batches = Batches(list("abcde"), batch_size=3, seed=1, shuffle=False)
+    assert ["".join(next(batches)) for _ in range(4)] == ["abc", "dea", "bcd", "eab"]
+    again = Batches(list("abcde"), batch_size=3, seed=2, shuffle=False)
+    again.position = 9
+    assert "".join(next(again)) == "eab" and again.position == batches.position

@@ -11,7 +11,7 @@ import pytest
 from test_data import GSM8K, write_lines
 
 from sources import load_examples
-from sources.batches import ShuffledBatches
+from sources.batches import Batches
 from rewards import correctness, reasoning_coherence
 from runs.command_line import parse_config
 from runs.setup import load_data
@@ -83,7 +83,7 @@ def test_a_jsonl_file_is_not_held_in_memory(tmp_path):
     json.loads("{}"), load_data(config)                                          # whatever is set up once
     tracemalloc.start()
     examples, _ = load_data(config)
-    batches = ShuffledBatches(examples, 10, seed=0)
+    batches = Batches(examples, 10, seed=0)
     for _ in range(len(examples) // 10):
         next(batches)
     peak = tracemalloc.get_traced_memory()[1]

@@ -36,6 +36,17 @@ def test_of_one_file_some_is_set_aside_as_it_always_was(tmp_path, seed):
     assert len(data_of("--dataset", str(tmp_path / "data.jsonl"))[1]) == 20, "a fifth at most"
 
 
+def test_without_shuffling_the_steps_take_the_rows_of_a_file_in_its_order_but_for_the_held_out_ones(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", [{"prompt": f"{i}+1=?", "answer": f"{i + 1}"} for i in range(20)])
+    flags = "--dataset", path, "--eval_limit", "4", "--shuffle", "false"
+    train_set, held_out = data_of(*flags)
+    assert held_out == data_of(*flags[:4])[1], "the same are held out"
+    rest = [f"{i}+1=?" for i in range(20) if f"{i}+1=?" not in [e["prompt"] for e in held_out]]
+    assert [e["prompt"] for e in train_set] == rest and len(rest) == 16
+    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", *flags)
+    assert [e["prompt"] for _ in range(6) for e in next(run.batches)] == rest + rest[:8]     # in batches of 4
+
+
 def test_splits_of_a_hub_are_chosen_by_name_or_by_share(tmp_path, capsys):
     write_lines(tmp_path / "train.jsonl", [{"prompt": f"{i}"} for i in range(10)])
     write_lines(tmp_path / "validation.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
