@@ -174,7 +174,7 @@ def compute_experience(
         advantages, returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points)
     else:
-        advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)        # 0 by default
+        advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)    # 0: --kl_in loss
         advantages = advantages.float().view(-1, 1)
     return Experience(
         groups.examples, rollout, mask, advantages, trainer_logp, old_logp, importance_weights=weights,

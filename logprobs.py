@@ -185,7 +185,8 @@ def restrict_logits(
             ranked = ranked.masked_fill(ranked < ranked[:, :1] + math.log(min_p), -torch.inf)
         probs = ranked.softmax(dim=-1)
         likelier = probs.cumsum(dim=-1) - probs           # probability of all likelier tokens
-        kept = ((likelier < top_p) & (ranked > -torch.inf)).sum(dim=-1, keepdim=True).clamp(min=1)
+        held = (likelier < top_p) & (ranked > -torch.inf)
+        kept = held.sum(dim=-1, keepdim=True).clamp(min=1)                       # (N, 1)
         outside = logits < ranked.gather(-1, kept - 1)    # (N, V); ties are kept together
         if chosen is not None:
             outside.scatter_(-1, chosen[:, None], False)

@@ -101,7 +101,10 @@ def compute_rewards_for_completions(
     """
     arguments = build_arguments(rollout, examples)
     count, shape = len(rollout.completions), (len(examples), -1)
-    started = {name_of(function): function(**arguments) for function in reward_functions}
+    names = [name_of(function) for function in reward_functions]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"several reward functions have the name {', '.join(repeated)}; rename by __name__")
+    started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
     per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
     for name, result in started.items():
         returned = result() if callable(result) else result
@@ -114,7 +117,7 @@ def compute_rewards_for_completions(
 
 def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tensor:
     """Add up the points of each function (P, G) -> scores (P, G), with NaN for None as above."""
-    assert len(weights) == len(per_function), f"{len(weights)=}, names are {list(per_function)}, each once"
+    assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
     weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]

@@ -65,8 +65,7 @@ def sample_completions_for_prompts(
     prompts    strings, lists of chat messages, or lists of token ids
     config     has num_completions_per_prompt, generation_max_length (new tokens), generation_temperature
                (0: the most likely token), generation_top_k (0: all), generation_top_p (1: all),
-               generation_min_p (0: all),
-               generation_batch_size (completions at once, in whole groups; 0: all)
+               generation_min_p (0: all), generation_batch_size (completions at once, or a group; 0: all)
     num_completions  G, if not the config's
     repeats    how often each prompt came before in a larger batch; by default in this one
     reply      reply(row, ids after the prompt) -> ids: what an environment adds when a turn has ended, [] at

@@ -104,7 +104,6 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
             groups = replace_tied(groups, new)
     P, G = len(examples), run.config.grpo.num_completions_per_prompt
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
-    require(len(groups.rollout.completions) == P * G, f"{len(groups.rollout.completions)=} {P=} {G=}")
     return groups
 
 
@@ -158,8 +157,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         terms = compute_loss_terms(current, batch, config, denominators)
         run.scaler.scale(terms["total_loss"] * is_real).backward()               # scales with float16 alone
         results.append({name: term.detach() * is_real for name, term in terms.items()})
-    # compute_loss_terms divides statistics by all tokens of the update; dividing by the forwarded share makes
-    # them means over the forwarded tokens.
+    # Statistics were divided by all tokens of the update; by this share, they are means over those forwarded.
     share_forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     return run.sum_terms(results, config.loss_terms, share_forwarded)
 

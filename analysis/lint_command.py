@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     validate_functions(config.grpo)
 
     from analysis.reward_linter import examples_of_run, lint  # slow to import
-    from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
+    from reward_functions.loading import load_reward_function, require_columns
     from sources.training_data import load_data
 
     examples = load_data(config)[0]
@@ -55,7 +55,6 @@ def main(argv: list[str]) -> int:
     if weights.pop("environment", None) is not None:
         print("environment is left out: its points are those of whole conversations")
     functions = [load_reward_function(name) for name in weights]
-    refuse_equal_names(functions)
     require_columns(functions, examples, config.data.dataset)
     table, found = lint(functions, list(weights.values()), examples)
     print("\n".join(table))

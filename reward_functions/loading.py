@@ -14,7 +14,7 @@ import reward_functions
 from engine.errors import exits_as_errors
 from reward_functions import MAKERS, MODULE_OF
 from rewards import COLUMNS_NOT_PASSED, name_of, text_of
-from sources import gym_tasks
+from sources import GYM
 
 BUILT_IN = {name: getattr(reward_functions, name) for name in MODULE_OF if name not in MAKERS}
 # Arguments that are no columns, and columns that are not passed to functions.
@@ -30,8 +30,10 @@ def load_reward_function(name: str | Callable) -> Callable:
     """Return a built-in reward function by name, the function of `path/to/file.py:function`, or a function as
     it is. Raise ValueError if it cannot be called as a reward function.
     """
-    if str(name).startswith(gym_tasks.PREFIX):
-        return gym_tasks.scorer(name)
+    if str(name).startswith(GYM):
+        from sources.gym_tasks import scorer              # here: for these tasks alone
+
+        return scorer(name)
     function = name if callable(name) else BUILT_IN.get(name)
     if function is None:
         function = function_from_file("reward_functions", name, tuple(BUILT_IN))

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 
 from data import require_sequence
-from sources import gym_tasks
+from sources import GYM
 from sources.published_forms import as_published_example
 from sources.readers import View, read_rows
 from sources.tasks import PROBLEMS
@@ -31,8 +31,10 @@ def load_examples(
         if split not in ("train", "test"):
             raise ValueError(f"{source}: there is no split {split}; it has train and test")
         return PROBLEMS[source](split, seed)[: limit or None]
-    if is_name and source.startswith(gym_tasks.PREFIX):
-        return gym_tasks.gym_examples(source, split, seed)[: limit or None]
+    if is_name and source.startswith(GYM):
+        from sources.gym_tasks import gym_examples        # here: for these tasks alone
+
+        return gym_examples(source, split, seed)[: limit or None]
     rows = read_rows(source, split) if is_name else require_sequence(source)
     where, count = source if is_name else "dataset", min(limit or len(rows), len(rows))
     if count == 0:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from config import DEFAULT_REWARDS
 from data import demonstration
 from rewards import extract_answer, text_of
+from sources import GYM
 
-PREFIX = "reasoning_gym:"
 SIZE = 1000                     # problems of a task and split, without the option size
 SEEDS = {"train": 0, "test": 2**30}     # a task adds a problem's number to its seed
 
@@ -25,22 +25,22 @@ def package():
     try:
         import reasoning_gym
     except ImportError:
-        raise ValueError(f"{PREFIX}: its tasks are in a package; pip install reasoning-gym") from None
+        raise ValueError(f"{GYM}: its tasks are in a package; pip install reasoning-gym") from None
     return reasoning_gym
 
 
 def tasks_of(source: str) -> dict[str, dict]:
     """Return the options of each task in a source. Raises ValueError for an unknown task or option."""
     known, tasks = package().factory.DATASETS, {}
-    for text in source.removeprefix(PREFIX).split(","):
+    for text in source.removeprefix(GYM).split(","):
         name, _, options = text.partition("?")
         if name not in known:
-            raise ValueError(f"{PREFIX}{name}: there is no such task; there are {', '.join(sorted(known))}")
+            raise ValueError(f"{GYM}{name}: there is no such task; there are {', '.join(sorted(known))}")
         pairs = (option.partition("=") for option in options.split("&") if option)
         tasks[name] = {key: read(value) for key, _, value in pairs}
         names = {field.name for field in dataclasses.fields(known[name][1])} - {"seed"}
         if unknown := sorted(tasks[name].keys() - names):
-            raise ValueError(f"{PREFIX}{name}: no option {unknown[0]}; there are {', '.join(sorted(names))}")
+            raise ValueError(f"{GYM}{name}: no option {unknown[0]}; there are {', '.join(sorted(names))}")
     return tasks
 
 
@@ -64,7 +64,7 @@ def gym_examples(source: str, split: str, seed: int) -> list[dict]:
         try:
             entries = package().create_dataset(task, **{"size": SIZE} | options, seed=SEEDS[split])
         except (AssertionError, TypeError, ValueError) as error:
-            raise ValueError(f"{PREFIX}{task}: {error or 'an option is out of its bounds'}") from None
+            raise ValueError(f"{GYM}{task}: {error or 'an option is out of its bounds'}") from None
         for entry in entries:
             completion = demonstration("", entry["answer"]) if entry["answer"] else None
             examples.append(dict(prompt=entry["question"], completion=completion, task=task, entry=entry))
@@ -72,13 +72,11 @@ def gym_examples(source: str, split: str, seed: int) -> list[dict]:
     return examples
 
 
-def implied_rewards(source) -> dict:
+def implied_rewards(source: str) -> dict:
     """Return the flags of rewards that a source of tasks implies: each task's scorer in place of correctness,
     so that an evaluation has a line for each task.
     """
-    if not isinstance(source, str) or not source.startswith(PREFIX):
-        return {}
-    scorers, (_, *others) = [PREFIX + task for task in tasks_of(source)], DEFAULT_REWARDS
+    scorers, (_, *others) = [GYM + task for task in tasks_of(source)], DEFAULT_REWARDS
     weights = [1.0] * len(scorers) + [DEFAULT_REWARDS[name] for name in others]
     return {"reward_functions": scorers + others, "reward_weights": weights}
 
@@ -102,5 +100,5 @@ def scorer(name: str) -> Callable:
         except Exception:
             return 0.0
 
-    score.__name__ = PREFIX + wanted
+    score.__name__ = GYM + wanted
     return score

@@ -8,7 +8,7 @@ from typing import Any
 
 from config import DEFAULTS, Config, profile_values
 from data import parse_json
-from sources.gym_tasks import implied_rewards
+from sources import GYM
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -56,8 +56,12 @@ def complete(flags: dict[str, Any]) -> dict[str, Any]:
     profile = flags.get("profile", "")
     if not profile and not flags.get("model_path"):
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"
-    implied = implied_rewards(flags.get("dataset")) | profile_values(profile, flags.get("batch_size"))
-    return implied | flags | {"profile": profile}
+    values = profile_values(profile, flags.get("batch_size"))
+    if str(flags.get("dataset")).startswith(GYM):
+        from sources.gym_tasks import implied_rewards     # here: for these tasks alone
+
+        values |= implied_rewards(flags["dataset"])
+    return values | flags | {"profile": profile}
 
 
 def resumed(config: Config) -> Config:
