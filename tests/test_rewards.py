@@ -144,7 +144,7 @@ def length(completions, **columns):
 
 def test_two_functions_of_one_name_are_rejected():
     two = [lambda completions, **columns: [1.0] * 4, lambda completions, **columns: [2.0] * 4]
-    with pytest.raises(AssertionError, match="'<lambda>'"):
+    with pytest.raises(ValueError, match="have the name <lambda>"):
         compute_rewards_for_completions(two, [1.0, 1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
 
 
