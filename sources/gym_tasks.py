@@ -25,7 +25,7 @@ def package():
     try:
         import reasoning_gym
     except ImportError:
-        raise ValueError(f"{GYM}: its tasks are in a package; pip install reasoning-gym") from None
+        raise ValueError(f"{GYM} its tasks are in a package; pip install reasoning-gym") from None
     return reasoning_gym
 
 
@@ -76,7 +76,8 @@ def implied_rewards(source: str) -> dict:
     """Return the flags of rewards that a source of tasks implies: each task's scorer in place of correctness,
     so that an evaluation has a line for each task.
     """
-    scorers, (_, *others) = [GYM + task for task in tasks_of(source)], DEFAULT_REWARDS
+    tasks = [text.partition("?")[0] for text in source.removeprefix(GYM).split(",")]
+    scorers, (_, *others) = [GYM + task for task in tasks], DEFAULT_REWARDS
     weights = [1.0] * len(scorers) + [DEFAULT_REWARDS[name] for name in others]
     return {"reward_functions": scorers + others, "reward_weights": weights}
 

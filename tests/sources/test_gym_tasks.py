@@ -12,10 +12,9 @@ from sources.gym_tasks import gym_examples
 
 def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"pip install reasoning-gym$"):
-        load_examples("reasoning_gym:chain_sum")
-    with pytest.raises(ValueError, match=r"pip install reasoning-gym$"):
-        parse_config(["--use_grpo", "--dataset", "reasoning_gym:chain_sum"])
+    for read in load_examples, load_reward_function:
+        with pytest.raises(ValueError, match=r"^reasoning_gym: its .* pip install reasoning-gym$"):
+            read("reasoning_gym:chain_sum")
 
 
 def test_splits_have_other_problems_and_seeds_another_order():
@@ -63,7 +62,6 @@ def test_the_scorer_of_a_task_scores_its_own_problems():
 
 
 def test_flags_go_before_the_rewards_of_tasks():
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
     config = parse_config(["--use_grpo", "--dataset", "reasoning_gym:chain_sum", "--reward_functions", "reasoning_gym:chain_sum",
                            "--reward_weights", "2"])
     assert config.grpo.reward_functions == ["reasoning_gym:chain_sum"] and config.grpo.weights == [2.0]
