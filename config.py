@@ -154,8 +154,8 @@ class GRPOConfig:
 
     loss_type: Literal[*LOSSES] = flag(
         "dapo", "policy loss: with clipped ratios (dapo, grpo, dr_grpo), with one ratio per completion "
-        "(gspo), with capped weights (cispo), with a soft limit (sapo), without tokens or completions that "
-        "have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
+        "(gspo), with capped weights (cispo, scale_rl), with a soft limit (sapo), without tokens or "
+        "completions that have moved too far (dppo, icepop, sequence_mask), or without ratios (reinforce)")
     loss_options: list[str] = flag(
         [], "options of the loss type, such as dual_clip=3 or delta=0.1 (docs/algorithm.md, Losses)")
     clip_low: float = flag(

@@ -92,6 +92,7 @@ class Experience:
     advantages: Tensor                  # (B, 1), or (B, T) from a value head
     trainer_logp: Tensor
     old_logp: Tensor
+    group_tokens: Tensor                # (B, 1) tokens that are trained on, of all completions of the prompt
     importance_weights: Tensor | None = None            # None: all 1
     reference_logp: Tensor | None = None
     old_values: Tensor | None = None    # points that the value head expected before each token
@@ -99,11 +100,16 @@ class Experience:
     groups: Groups | None = None        # None: demonstrations
     metrics: dict = field(default_factory=dict)
 
-    def denominators(self, rows: Tensor, max_tokens: int) -> dict[str, int]:
-        """Return the denominators of a loss over rows, for grpo.aggregate. max_tokens: the length limit."""
+    def denominators(self, rows: Tensor, max_tokens: int) -> dict[str, float]:
+        """Return the denominators of a loss over rows, for grpo.aggregate. max_tokens: the length limit.
+
+        num_prompts is a fraction where --minibatch_size splits a group: that of its tokens in these rows.
+        """
         mask = self.mask[rows]                            # (b, T)
-        num_sequences = max(1, int(mask.any(dim=1).sum()))
-        return dict(num_tokens=max(1, int(mask.sum())), num_sequences=num_sequences, max_tokens=max_tokens)
+        counts = dict(num_tokens=mask.sum(), num_sequences=mask.any(dim=1).sum())
+        num_prompts = float((mask / self.group_tokens[rows]).sum())
+        counts = {name: max(1, int(count)) for name, count in counts.items()}
+        return counts | dict(max_tokens=max_tokens, num_prompts=num_prompts or 1.0)
 
     def has_gradient(self, rows: Tensor, config) -> Tensor:
         """Return (b,) bool: the rows that have a gradient.
@@ -177,7 +183,8 @@ def compute_experience(
         advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)    # 0: --kl_in loss
         advantages = advantages.float().view(-1, 1)
     return Experience(
-        groups.examples, rollout, mask, advantages, trainer_logp, old_logp, importance_weights=weights,
+        groups.examples, rollout, mask, advantages, trainer_logp, old_logp,
+        group_tokens=tokens_of_groups(mask, len(groups.examples)), importance_weights=weights,
         reference_logp=reference_logp, old_values=values, returns=returns, groups=groups, metrics=metrics,
     )
 
@@ -209,8 +216,15 @@ def compare_with_sampler(logp: Tensor, rollout: Rollout) -> dict[str, float]:
 
 def demonstrations_as_experience(examples: list[dict], rollout: Rollout) -> Experience:
     """Return demonstrations as an experience with advantage 1, for supervised training."""
-    advantages, logp = torch.ones(len(rollout.completions), 1), rollout.sampling_logp
-    return Experience(examples, rollout, rollout.completion_mask, advantages, logp, logp)
+    mask, logp = rollout.completion_mask, rollout.sampling_logp
+    advantages, group_tokens = torch.ones(len(mask), 1), tokens_of_groups(mask, len(mask))
+    return Experience(examples, rollout, mask, advantages, logp, logp, group_tokens)
+
+
+def tokens_of_groups(mask: Tensor, num_prompts: int) -> Tensor:
+    """Count the tokens of a mask (B, T) in the group of each row, at least 1: (B, 1)."""
+    per_group = mask.view(num_prompts, -1).sum(dim=1).clamp(min=1)               # (P,)
+    return per_group.repeat_interleave(len(mask) // num_prompts)[:, None]
 
 
 def token_advantages(

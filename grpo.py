@@ -25,7 +25,7 @@ from torch import Tensor
 BASELINES = "group_mean", "group_median", "global_mean", "leave_one_out"         # choices of --baseline
 CENTERED_BASELINES = "group_mean", "leave_one_out"        # under these the advantages of a group sum to 0
 SCALES = "group", "batch", "mean", "none"                 # all but the last: choices of --advantage_scale
-AGGREGATIONS = "token_mean", "sequence_mean", "constant"
+AGGREGATIONS = "token_mean", "sequence_mean", "prompt_mean", "constant"
 
 
 def compute_group_advantages(
@@ -236,6 +236,7 @@ LOSSES = {                      # the keys are the choices of --loss_type
     "dr_grpo": Loss(clipped_loss, "constant", DUAL_CLIP),                       # arXiv:2503.20783 sec. 3.2
     "gspo": Loss(gspo, "sequence_mean", DUAL_CLIP),
     "cispo": Loss(cispo, "token_mean"),
+    "scale_rl": Loss(cispo, "prompt_mean"),                                     # arXiv:2510.13786 sec. 3.2
     "sapo": Loss(sapo, "sequence_mean", TAUS),
     "dppo": Loss(dppo, "token_mean", {"delta": (0.0, 1.0)}),
     "icepop": Loss(icepop, "token_mean", LIMITS, corrects_sampler=True),
@@ -284,26 +285,32 @@ def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy
 
 
 def aggregate(
-    x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None
+    x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None,
+    num_prompts=None, group_tokens: Tensor | None = None,
 ) -> Tensor:
     """Reduce per-token values x (B, T) to a scalar, divided by counts of the whole optimiser step.
 
         token_mean      x / num_tokens                      tokens weigh the same
         sequence_mean   x / length / num_sequences          completions weigh the same
+        prompt_mean     x / group_tokens / num_prompts      prompts weigh the same
         constant        x / (num_sequences * max_tokens)    max_tokens is the generation limit
 
-    summed over tokens where mask (B, T) is True; length counts those of a row, num_sequences rows with any.
+    summed over tokens where mask (B, T) is True; length counts those of a row, group_tokens (B, 1) those of
+    all completions of its prompt, num_sequences rows with any.
     """
     x, lengths = torch.where(mask, x, 0.0), mask.sum(dim=1, keepdim=True).clamp(min=1)
     aggregations = {
         "token_mean": lambda: x.sum() / num_tokens,
         "sequence_mean": lambda: (x / lengths).sum() / num_sequences,
+        "prompt_mean": lambda: (x / group_tokens).sum() / num_prompts,
         "constant": lambda: x.sum() / (num_sequences * max_tokens),
     }
     if aggregation not in aggregations:
         raise ValueError(f"{aggregation=} must be one of {', '.join(aggregations)}")
-    if aggregation != "token_mean" and num_sequences is None:
+    if aggregation in ("sequence_mean", "constant") and num_sequences is None:
         raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences of the whole step")
+    if aggregation == "prompt_mean" and (num_prompts is None or group_tokens is None):
+        raise ValueError("aggregation='prompt_mean' averages over prompts: pass num_prompts and group_tokens")
     if aggregation == "constant" and max_tokens is None:
         raise ValueError("aggregation='constant' divides by the generation limit: pass max_tokens")
     return aggregations[aggregation]()
@@ -311,14 +318,16 @@ def aggregate(
 
 def policy_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo", num_tokens,
-    num_sequences=None, max_tokens=None, weights: Tensor | None = None, **options,
+    num_sequences=None, max_tokens=None, num_prompts=None, group_tokens: Tensor | None = None,
+    weights: Tensor | None = None, **options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss whose gradient raises the probability of completions with positive advantage.
 
     logp        (B, T) nats, with gradient;  old_logp  (B, T) nats, anything where mask is False
     advantages  (B,), (B, 1) or (B, T);      mask      (B, T) bool, True on tokens that the policy chose
     loss_type   a key of LOSSES, which names the loss of a token and how tokens are averaged
-    num_tokens, num_sequences, max_tokens  of the update, all micro-batches and processes: see aggregate
+    num_tokens, num_sequences, max_tokens, num_prompts, group_tokens  of the update, all micro-batches and
+                processes: see aggregate
     weights     (B, T) without gradient, factors of each token's loss: see importance_weights
     options     clip_low=0.2, clip_high=0.2 and others: see token_loss
     returns     loss, a scalar; and stats without gradient, which add up over micro-batches as well:
@@ -330,7 +339,9 @@ def policy_loss(
         logp, old_logp, advantages, mask, loss_type=loss_type, **options)
     if weights is not None:
         token_losses = token_losses * weights
-    denominators = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
+    denominators = dict(
+        num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens, num_prompts=num_prompts,
+        group_tokens=group_tokens)
     loss = aggregate(token_losses, mask, LOSSES[loss_type].aggregation, **denominators)
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {

@@ -216,7 +216,7 @@ def objective_by_hand(batch, loss_type, dual_clip=None, kl=None, weights=None, m
             if kl:
                 k = evaluate(dict(formulas(kl_penalty))[kl.removeprefix("ratio_")], x=ref_logp[i][t] - now[t])
                 x = x + 0.7 * (exp(log_ratio) * k if kl.startswith("ratio_") else k)
-            counts = dict(length=len(tokens), num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS)
+            counts = COUNTS | dict(length=len(tokens), group_tokens=COUNTS["group_tokens"][i].item())
             total += evaluate(dict(formulas(aggregate))[LOSSES[loss_type].aggregation], x=x, **counts)
     return total
 
@@ -227,7 +227,9 @@ def defaults(per_token):
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-COUNTS = dict(num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS)             # of the whole step, of which a batch is a part
+COUNTS = dict(                  # of the whole step, of which a batch is a part
+    num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS, num_prompts=3, group_tokens=torch.tensor([[8], [8], [6], [6]]))
+ONES = dict(num_tokens=1, num_sequences=1, max_tokens=1, num_prompts=1, group_tokens=torch.ones(1, 1))
 KL_TERMS = [None, *KL_ESTIMATORS, "ratio_k1", "ratio_k2", "ratio_k3"]
 
 
@@ -301,7 +303,7 @@ def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weigh
                 clip_low=CLIP_LOW, clip_high=CLIP_HIGH) | defaults(per_token)
             formula = formulas(clipped_loss)[1][1] if dual_clip else None       # gspo's too, with its own ratio
             x = evaluate(formula, **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
-            count += ratio.value > 1 + CLIP_HIGH if loss_type == "cispo" else dual(x).slope == 0
+            count += ratio.value > 1 + CLIP_HIGH if per_token is grpo.cispo else dual(x).slope == 0
     assert count > 0 or loss_type in ("reinforce", "sapo")
     close(stats["clip_fraction"], count / COUNTS["num_tokens"], 1e-6)
 
@@ -357,7 +359,7 @@ def test_importance_weights_multiply_a_tokens_loss(loss_type):
 def test_a_ratio_beyond_all_bounds_stays_finite(loss_type):
     logp, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.ones(1, 2, dtype=torch.bool)
     for gap, advantage in itertools.product([1e4, -1e4], [1.0, -1.0, 0.0]):
-        loss, _ = policy_loss(logp, logp.detach() + gap, torch.tensor([advantage]), mask, loss_type=loss_type, **COUNTS)
+        loss, _ = policy_loss(logp, logp.detach() + gap, torch.tensor([advantage]), mask, loss_type=loss_type, **ONES)
         (gradient,) = torch.autograd.grad(loss, logp)
         assert loss.isfinite() and gradient.isfinite().all(), f"{gap} {advantage}"
 
@@ -378,10 +380,10 @@ def test_a_ratio_is_cut_at_e_to_the_twenty(loss_type, A, gap, loss):
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=1)
-    counts = dict(num_tokens=int(mask.sum()), num_sequences=4, max_tokens=MAX_TOKENS)
-    policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, **counts)[0].backward()
+    policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, **COUNTS)[0].backward()
     whole, logp.grad = logp.grad, None
     for rows in torch.tensor([0]), torch.tensor([3, 1, 2]):
+        counts = COUNTS | dict(group_tokens=COUNTS["group_tokens"][rows])
         part = policy_loss(logp[rows], old_logp[rows], advantages[rows], mask[rows], loss_type=loss_type, **counts)
         part[0].backward()
     close(logp.grad, whole, 1e-12)
@@ -391,7 +393,7 @@ def test_halves_of_a_batch_add_up_to_the_whole(loss_type):
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_stands_in_the_padding_changes_nothing(loss_type, garbage):
     logp, old_logp, advantages, mask = toy_batch(seed=2, masked_value=0.0)
-    counts = dict(loss_type=loss_type, num_tokens=int(mask.sum()), num_sequences=4, max_tokens=MAX_TOKENS)
+    counts = COUNTS | dict(loss_type=loss_type)
     clean = policy_loss(logp, old_logp, advantages, mask, **counts)
     dirty = policy_loss(logp, old_logp.masked_fill(~mask, garbage), advantages, mask, **counts)
     clean[0].backward()
@@ -425,8 +427,7 @@ def test_the_clip_stops_tokens_that_left_the_trust_region_in_the_direction_of_th
 def test_a_fully_masked_micro_batch_has_a_loss_of_zero_that_can_be_differentiated():
     logp, old_logp, advantages, mask = toy_batch()
     for loss_type in LOSSES:
-        loss, _ = policy_loss(logp, old_logp, advantages, torch.zeros_like(mask), loss_type=loss_type,
-                              num_tokens=5, num_sequences=2, max_tokens=3)
+        loss, _ = policy_loss(logp, old_logp, advantages, torch.zeros_like(mask), loss_type=loss_type, **COUNTS)
         loss.backward()
         assert loss == 0 and (logp.grad == 0).all()
 
@@ -437,6 +438,9 @@ def test_missing_denominators_are_named():
         policy_loss(logp, old_logp, advantages, mask, loss_type="grpo", num_tokens=3)
     with pytest.raises(ValueError, match="max_tokens"):
         policy_loss(logp, old_logp, advantages, mask, loss_type="dr_grpo", num_tokens=3, num_sequences=3)
+    for incomplete in dict(num_prompts=3), dict(group_tokens=torch.ones(4, 1)):
+        with pytest.raises(ValueError, match="num_prompts and group_tokens"):
+            policy_loss(logp, old_logp, advantages, mask, loss_type="scale_rl", num_tokens=3, **incomplete)
     with pytest.raises(ValueError, match="loss_type"):
         policy_loss(logp, old_logp, advantages, mask, loss_type="ppo", num_tokens=3)
     with pytest.raises(ValueError, match="aggregation"):
@@ -626,7 +630,7 @@ def test_every_function_but_three_works_copied_alone_into_another_project():
     calls = {
         compute_group_advantages: lambda f: [
             f(torch.rand(2, 3), baseline=baseline, scale=scale) for baseline in BASELINES for scale in SCALES],
-        aggregate: lambda f: [f(ones, mask, kind, num_tokens=6, num_sequences=2, max_tokens=3) for kind in AGGREGATIONS],
+        aggregate: lambda f: [f(ones, mask, kind, **ONES) for kind in AGGREGATIONS],
         kl_penalty: lambda f: f(ones, ones),
         value_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
         generalized_advantage_estimation: lambda f: f(ones, ones, mask),
@@ -657,7 +661,7 @@ def test_a_bandit_with_one_right_token_is_solved_in_fifty_steps(loss_type):
         advantages = compute_group_advantages((tokens == 7).float().view(4, 8)).view(-1)
         logp = logits.log_softmax(0)[tokens]
         loss, _ = policy_loss(logp, logp.detach(), advantages, torch.ones_like(tokens).bool(), loss_type=loss_type,
-                              num_tokens=32, num_sequences=32, max_tokens=1)
+                              num_tokens=32, num_sequences=32, max_tokens=1, num_prompts=4, group_tokens=torch.tensor(8))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -175,6 +175,7 @@ def compute_loss_terms(
     batch    the same rows of the experience
     """
     mask = batch.mask                                                            # (b, T)
+    denominators = denominators | {"group_tokens": batch.group_tokens}           # (b, 1)
     aggregation = config.loss_entry.aggregation                                  # dapo: token_mean
     loss, terms = policy_loss(
         current.logp, batch.old_logp, batch.advantages, mask, weights=batch.importance_weights,

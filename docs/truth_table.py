@@ -58,7 +58,9 @@ def gradients(right: Tensor, advantages: Tensor, p: Tensor, age: int, **options)
     rest = torch.zeros(len(logp), LENGTH - 1, dtype=torch.float64)
     mask = torch.ones(len(logp), LENGTH, dtype=torch.bool)
     logp = logp.detach().requires_grad_()
-    counts = dict(num_tokens=mask.numel(), num_sequences=len(mask), max_tokens=LENGTH)
+    counts = dict(
+        num_tokens=mask.numel(), num_sequences=len(mask), max_tokens=LENGTH, num_prompts=len(right),
+        group_tokens=torch.tensor(LENGTH * right.shape[1]))
     loss, _ = policy_loss(
         torch.cat([logp, rest], dim=1), torch.cat([old_logp, rest], dim=1), advantages.reshape(-1), mask, **options, **counts)
     (slope,) = torch.autograd.grad(loss, logp)

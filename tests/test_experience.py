@@ -16,7 +16,7 @@ from config import GRPOConfig
 from engine import make_engine
 from engine.errors import RunError
 from engine.precision import with_precision
-from experience import Experience, Groups, minibatches, shape_rewards, token_advantages
+from experience import Experience, Groups, minibatches, shape_rewards, token_advantages, tokens_of_groups
 from grpo import compute_group_advantages
 from logprobs import LogProbs
 from sample import Rollout
@@ -261,11 +261,20 @@ def test_what_is_measured_between_sampler_and_trainer(monkeypatch, same_arithmet
 ])
 def test_tied_rows_are_forwarded_only_for_terms_without_advantages_and_rows_without_tokens_never(settings, kept):
     mask, logp = torch.tensor([[1, 1], [1, 0], [0, 0]]).bool(), torch.zeros(3, 2)
-    made = Experience([], None, mask, numbers([1.0], [0.0], [1.0]), logp, logp)
+    made = Experience([], None, mask, numbers([1.0], [0.0], [1.0]), logp, logp, tokens_of_groups(mask, 3))
     assert made.has_gradient(torch.arange(3), GRPOConfig(**{"use_kl_penalty": False} | settings)).tolist() == kept
     assert made.has_gradient(torch.tensor([2, 0]), GRPOConfig(**settings)).tolist() == [False, True]
-    assert made.denominators(torch.tensor([0, 2]), 7) == dict(num_tokens=2, num_sequences=1, max_tokens=7)
-    assert made.denominators(torch.tensor([2]), 7) == dict(num_tokens=1, num_sequences=1, max_tokens=7)
+    assert made.denominators(torch.tensor([0, 2]), 7) == dict(num_tokens=2, num_sequences=1, max_tokens=7, num_prompts=1)
+    assert made.denominators(torch.tensor([2]), 7) == dict(num_tokens=1, num_sequences=1, max_tokens=7, num_prompts=1)
+
+
+def test_tokens_of_a_group_are_those_of_all_its_completions_and_part_of_it_is_a_fraction_of_a_prompt():
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]]).bool()
+    group_tokens, logp = tokens_of_groups(mask, 3), torch.zeros(6, 3)
+    assert group_tokens.flatten().tolist() == [4, 4, 2, 2, 1, 1]
+    made = Experience([], None, mask, torch.ones(6, 1), logp, logp, group_tokens)
+    for rows, num_prompts in ([0, 1, 2, 3, 4, 5], 2), ([0], 0.75), ([1, 3], 1.25), ([4, 5], 1):
+        assert made.denominators(torch.tensor(rows), 7)["num_prompts"] == num_prompts
 
 
 @pytest.mark.parametrize("vllm", [False, True])
@@ -281,7 +290,7 @@ def test_first_ratios_may_differ_from_1_by_so_much(model, vllm, precision, toler
 
 def test_the_ratio_of_ratio_k3_is_cut_at_e_to_the_20():
     before, logp = numbers([-26.0, -2.0]), numbers([-1.0, -1.0])
-    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), before, before, reference_logp=logp - 1)
+    made = Experience([], None, torch.ones(1, 2).bool(), numbers([1.0]), before, before, torch.tensor([[2]]), reference_logp=logp - 1)
     kl = made.sampled_kl(logp, GRPOConfig(use_kl_penalty=True))
     k3 = math.exp(-1) + 1 - 1
     torch.testing.assert_close(kl, numbers([math.exp(20) * k3, math.exp(1) * k3]))

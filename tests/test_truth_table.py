@@ -47,7 +47,7 @@ def test_the_standard_deviation_makes_it_the_arcsine_when_groups_are_large():
     close(ratio[middle], torch.ones(int(middle.sum())), 0.03)
 
 
-@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if name not in ("reinforce", "cispo")])
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if name not in ("reinforce", "cispo", "scale_rl")])
 def test_old_rollouts_are_corrected_where_nothing_is_clipped(loss_type):
     """Importance sampling has no bias. sapo's gate has slope 1 at a ratio of 1 alone; gspo's root is another ratio."""
     bounds = LOSSES[loss_type].bounds

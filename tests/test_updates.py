@@ -73,7 +73,8 @@ def reordered(experience, groups):
     )
     tensors = {
         name: move(getattr(experience, name))
-        for name in ("mask", "advantages", "trainer_logp", "old_logp", "importance_weights", "reference_logp", "old_values", "returns")
+        for name in ("mask", "advantages", "trainer_logp", "old_logp", "importance_weights", "reference_logp", "old_values", "returns",
+                     "group_tokens")
     }
     return replace(experience, rollout=rollout, **tensors)
 
