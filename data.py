@@ -106,12 +106,11 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
 def refuse_lost_text(messages: list[dict], rendered: str) -> None:
     """Raise ValueError unless a rendered prompt has the text of each message, as often as the messages do.
 
-    Templates may strip it, write it as JSON, and leave out thoughts (Qwen 3), but not print {"text": ...}.
+    Templates may strip it and write it as JSON, but not print {"text": ...}.
     """
-    contents = [m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages]
-    parts = [(m["role"], part) for m, content in zip(messages, contents, strict=True) for part in content]
-    texts = [part.get("text") if isinstance(part, dict) else part for _, part in parts]
-    texts = [re.split(r"\W/think\W", str(text or ""))[-1].strip() for text in texts]
+    contents = [(message["role"], message["content"]) for message in messages]
+    parts = [(role, part) for role, c in contents for part in (c if isinstance(c, list) else [c])]
+    texts = [visible_text(part) for _, part in parts]
     for (role, part), text in zip(parts, texts, strict=True):
         forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
         is_lost = sum(map(rendered.count, forms)) < sum(other.count(text) for other in texts)
@@ -119,6 +118,12 @@ def refuse_lost_text(messages: list[dict], rendered: str) -> None:
             raise ValueError(
                 f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
                 "its role, or its form (text, a list of parts); change it, or pass another --chat_template")
+
+
+def visible_text(part: str | dict | None) -> str:
+    """Return the text of a content or of a part of it, without thoughts: templates leave them out (Qwen 3)."""
+    text = part.get("text") if isinstance(part, dict) else part
+    return re.split(r"\W/think\W", str(text or ""))[-1].strip()
 
 
 def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
@@ -299,35 +304,50 @@ def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, st
 
 
 def normalize_example(example: dict, where: str) -> dict:
-    """Validate and normalise an example.
+    """Validate an example, and give its columns the types that the program reads.
 
-    The assistant's last message in a prompt becomes the completion, and an answer that is neither text nor a
-    dict becomes text or a list: 72 "72", an array its elements.
+        prompt      text or chat messages; the assistant's last message becomes the completion
+        completion  text, or the messages of a conversation
+        answer      text, a list or a dict: 72 becomes "72", an array its elements
     """
-    example, prompt = dict(example), example["prompt"]
+    prompt, completion, answer = example["prompt"], example.get("completion"), example.get("answer")
+    prompt, demonstration = split_prompt(prompt, where)
+    if demonstration is not None and completion not in (None, demonstration):
+        raise ValueError(f"{where}: a completion, and a prompt that ends with one; leave one out")
+    example = example | {"prompt": prompt}
+    completion = demonstration if completion is None else completion
+    if completion is not None:
+        example["completion"] = read_completion(completion, where)
+    if answer is not None and not isinstance(answer, str | dict):
+        example["answer"] = list(answer) if hasattr(answer, "__iter__") else str(answer)
+    return example
+
+
+def split_prompt(prompt, where: str) -> tuple[str | list[dict], str | None]:
+    """Return a prompt, and the demonstration that chat messages end with: the assistant's last turn."""
+    demonstration = None
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
             raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
-        if prompt and prompt[-1]["role"] == "assistant":                # the last turn is the demonstration
-            if example.get("completion") not in (None, prompt[-1]["content"]):
-                raise ValueError(f"{where}: a completion, and a prompt that ends with one; leave one out")
-            example["completion"] = prompt[-1]["content"]
-            example["prompt"] = prompt = prompt[:-1]
+        if prompt and prompt[-1]["role"] == "assistant":
+            *prompt, last = prompt
+            demonstration = last["content"]
     elif not isinstance(prompt, str):
         kind = type(prompt).__name__
         raise ValueError(f"{where}: the prompt must be text or chat messages, not {kind}: {prompt!r}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{where}: the prompt is empty")
-    completion = example.get("completion")
+    return prompt, demonstration
+
+
+def read_completion(completion, where: str) -> str | list[dict] | None:
+    """Return a completion: text, also of an assistant's message alone, or the messages of a conversation."""
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
-        example["completion"] = completion[0].get("content")                     # an assistant's message
-    elif completion is not None and not isinstance(completion, str) and not is_alternating(completion):
-        expected = "text, an assistant's message, or such messages with others between them"
-        raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
-    answer = example.get("answer")
-    if answer is not None and not isinstance(answer, str | dict):
-        example["answer"] = list(answer) if hasattr(answer, "__iter__") else str(answer)
-    return example
+        return completion[0].get("content")
+    if isinstance(completion, str) or is_alternating(completion):
+        return completion
+    expected = "text, an assistant's message, or such messages with others between them"
+    raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")
 
 
 def is_alternating(messages) -> bool:
