@@ -121,7 +121,7 @@ def refuse_lost_text(messages: list[dict], rendered: str) -> None:
 
 
 def visible_text(part: str | dict | None) -> str:
-    """Return the text of a content or of a part of it, without thoughts: templates leave them out (Qwen 3)."""
+    """Return the text of a message or a part of it, without thoughts, which templates leave out (Qwen 3)."""
     text = part.get("text") if isinstance(part, dict) else part
     return re.split(r"\W/think\W", str(text or ""))[-1].strip()
 
