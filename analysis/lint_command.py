@@ -15,7 +15,7 @@ from pathlib import Path
 
 from config import FLAGS, Config, DataConfig, validate_functions
 from runs.command_line import OneLineParser, add_flags, exit_on_mistake
-from sources.settings import read_settings, refuse_foreign_code
+from sources.settings import complete, read_settings, refuse_foreign_code
 
 
 def build_lint_parser() -> OneLineParser:
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         settings = read_settings(path.parent / "config.json")
         refuse_foreign_code(path.parent / "config.json", settings, flags)
         settings |= {"reward_weights": []} if "reward_functions" in flags else {}
-    config = Config.of(**settings | flags | {"eval_limit": 0})                   # nothing is held out
+    config = Config.of(**complete(settings | flags) | {"eval_limit": 0})         # nothing is held out
     validate_functions(config.grpo)
 
     from analysis.reward_linter import examples_of_run, lint  # slow to import

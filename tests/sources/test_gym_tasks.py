@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from analysis import lint_command
 from reward_functions.loading import load_reward_function
 from runs.command_line import parse_config
 from sources import load_examples
@@ -59,6 +60,14 @@ def test_the_scorer_of_a_task_scores_its_own_problems():
         assert function(gold, **columns) == [1.0 if own else None for own in is_own]
         for text in "", "<answer></answer>", "no tags: " + examples[0]["entry"]["answer"], "<answer>((</answer>":
             assert all(point is None or point < 0.2 for point in function([text] * len(gold), **columns)), text
+
+
+def test_the_linter_takes_the_scorers_of_the_tasks(capsys):
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+    lint_command.main(["--lint", "--dataset", "reasoning_gym:chain_sum?size=9,spell_backward?size=9"])
+    printed = capsys.readouterr().out
+    for task in "chain_sum", "spell_backward":
+        assert f"| `reasoning_gym:{task}` | 1.00 | 0.00 | 0.00 |" in printed
 
 
 def test_flags_go_before_the_rewards_of_tasks():
