@@ -30,7 +30,7 @@ PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md",
          *sorted((ROOT / "docs").glob("*.md"))]
 OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]                # it names flags and programs that are gone
 OF_OTHERS = {"logprobs", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "requirement", "tb", "help"}
-OF_OTHERS |= {"to", "execute"}                            # vllm serve, torchrun, pip, pytest, jupyter nbconvert
+OF_OTHERS |= {"to", "execute", "outtype"}                 # vllm serve, torchrun, pip, pytest, jupyter nbconvert, llama.cpp
 
 
 def commands(page, program):
