@@ -103,29 +103,6 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
     return encode(tokenizer, text, add_special_tokens=not tokenizer.chat_template)
 
 
-def refuse_lost_text(messages: list[dict], rendered: str) -> None:
-    """Raise ValueError unless a rendered prompt has the text of each message, as often as the messages do.
-
-    Templates may strip it and write it as JSON, but not print {"text": ...}.
-    """
-    contents = [(message["role"], message["content"]) for message in messages]
-    parts = [(role, part) for role, c in contents for part in (c if isinstance(c, list) else [c])]
-    texts = [visible_text(part) for _, part in parts]
-    for (role, part), text in zip(parts, texts, strict=True):
-        forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
-        is_lost = sum(map(rendered.count, forms)) < sum(other.count(text) for other in texts)
-        if is_lost or (isinstance(part, dict) and repr(part) in rendered):
-            raise ValueError(
-                f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
-                "its role, or its form (text, a list of parts); change it, or pass another --chat_template")
-
-
-def visible_text(part: str | dict | None) -> str:
-    """Return the text of a message or a part of it, without thoughts, which templates leave out (Qwen 3)."""
-    text = part.get("text") if isinstance(part, dict) else part
-    return re.split(r"\W/think\W", str(text or ""))[-1].strip()
-
-
 def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
     """Encode a demonstration, ending with one stop token: the one that the chat template adds, else EOS."""
     if tokenizer.chat_template:
@@ -173,6 +150,59 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
 
 
+def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Encode text; between two MARKs it is ordinary text. add_special_tokens: the tokenizer's, as BOS."""
+    first, *pieces = text.split(MARK)
+    ids = tokenizer(first, add_special_tokens=add_special_tokens).input_ids
+    for number, piece in enumerate(pieces):
+        ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=number % 2 == 0).input_ids
+    return ids
+
+
+def as_messages(prompt) -> list[dict]:
+    """Convert a prompt to chat messages: text has the role of the user, with no content for token ids."""
+    text = "" if is_ids(prompt) else prompt
+    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+
+
+def as_text(messages: str | list[dict]) -> str:
+    """Return a prompt as text: a line for each message; token ids as a list."""
+    if isinstance(messages, str) or isinstance(messages[0], int):
+        return str(messages)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def is_ids(prompt) -> bool:
+    """Return True if a prompt is a list of token ids."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+
+
+# ---- what a chat template may lose, or take for its own ----------------------------------------------------
+
+
+def refuse_lost_text(messages: list[dict], rendered: str) -> None:
+    """Raise ValueError unless a rendered prompt has the text of each message, as often as the messages do.
+
+    Templates may strip it and write it as JSON, but not print {"text": ...}.
+    """
+    contents = [(message["role"], message["content"]) for message in messages]
+    parts = [(role, part) for role, c in contents for part in (c if isinstance(c, list) else [c])]
+    texts = [visible_text(part) for _, part in parts]
+    for (role, part), text in zip(parts, texts, strict=True):
+        forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
+        is_lost = sum(map(rendered.count, forms)) < sum(other.count(text) for other in texts)
+        if is_lost or (isinstance(part, dict) and repr(part) in rendered):
+            raise ValueError(
+                f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
+                "its role, or its form (text, a list of parts); change it, or pass another --chat_template")
+
+
+def visible_text(part: str | dict | None) -> str:
+    """Return the text of a message or a part of it, without thoughts, which templates leave out (Qwen 3)."""
+    text = part.get("text") if isinstance(part, dict) else part
+    return re.split(r"\W/think\W", str(text or ""))[-1].strip()
+
+
 def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
     """Put MARK around the text of special tokens in messages that are not the assistant's.
 
@@ -196,33 +226,6 @@ def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
     texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts |= {*tokenizer.all_special_tokens}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-
-
-def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Encode text; between two MARKs it is ordinary text. add_special_tokens: the tokenizer's, as BOS."""
-    first, *pieces = text.split(MARK)
-    ids = tokenizer(first, add_special_tokens=add_special_tokens).input_ids
-    for number, piece in enumerate(pieces):
-        ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=number % 2 == 0).input_ids
-    return ids
-
-
-def as_messages(prompt) -> list[dict]:
-    """Convert a prompt to chat messages: text has the role of the user, with no content for token ids."""
-    text = "" if is_ids(prompt) else prompt
-    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-
-
-def as_text(messages: str | list[dict]) -> str:
-    """Convert a prompt to text for people: one line per message; a truncated prompt gives its token ids."""
-    if isinstance(messages, str) or isinstance(messages[0], int):
-        return str(messages)
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def is_ids(prompt) -> bool:
-    """Return True if a prompt is a list of token ids."""
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
 
 # ---- reading and validation --------------------------------------------------------------------------------

@@ -122,8 +122,9 @@ class Experience:
     def sampled_kl(self, logp: Tensor, config) -> Tensor:
         """Estimate KL(policy || reference) (b, T) in nats, from logp (b, T) with gradient.
 
-        ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp), scaled down to the cap. With
-        top-k or top-p policy and reference are truncated to tokens of their own, unlike in the exact KL.
+        ratio_k3 is k3 times the differentiable ratio exp(logp - trainer_logp); a ratio above the cap is
+        scaled down to it, with its gradient. With top-k or top-p policy and reference are truncated to
+        tokens of their own, unlike in the exact KL.
         """
         ratio, estimator = None, config.effective_kl_estimator
         if estimator == "ratio_k3":
@@ -180,7 +181,8 @@ def compute_experience(
         advantages, returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points)
     else:
-        advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)    # 0: --kl_in loss
+        if config.kl_in == "reward":
+            advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)
         advantages = advantages.float().view(-1, 1)
     return Experience(
         groups.examples, rollout, mask, advantages, trainer_logp, old_logp,

@@ -25,7 +25,6 @@ from torch import Tensor
 BASELINES = "group_mean", "group_median", "global_mean", "leave_one_out"         # choices of --baseline
 CENTERED_BASELINES = "group_mean", "leave_one_out"        # under these the advantages of a group sum to 0
 SCALES = "group", "batch", "mean", "none"                 # all but the last: choices of --advantage_scale
-AGGREGATIONS = "token_mean", "sequence_mean", "prompt_mean", "constant"
 
 
 def compute_group_advantages(
@@ -122,9 +121,11 @@ def clipped_loss(
     ratio = log_ratio.clamp(-20, 20).exp()                # at most e^20: inf * 0 would be NaN
     unclipped = ratio * advantages
     gain = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-    removed = (gain < unclipped) | (gain < floor)
-    return -torch.maximum(gain, floor), removed
+    removed = gain < unclipped
+    if dual_clip < torch.inf:
+        floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+        gain, removed = torch.maximum(gain, floor), removed | (gain < floor)
+    return -gain, removed
 
 
 def gspo(
@@ -188,8 +189,8 @@ def dppo(
     """
     ratio = log_ratio.clamp(-20, 20).exp()
     moved = logp.detach().exp() - (logp - log_ratio).detach().exp()
-    dropped = advantages.sign() * moved > delta
-    return torch.where(dropped, 0.0, -ratio * advantages), dropped
+    removed = advantages.sign() * moved > delta
+    return torch.where(removed, 0.0, -ratio * advantages), removed
 
 
 def icepop(
@@ -200,8 +201,8 @@ def icepop(
         -ratio * A if alpha <= ratio <= beta else 0
     """
     ratio = log_ratio.clamp(-20, 20).exp()
-    dropped = (ratio < alpha) | (ratio > beta)
-    return torch.where(dropped, 0.0, -ratio * advantages), dropped
+    removed = (ratio < alpha) | (ratio > beta)
+    return torch.where(removed, 0.0, -ratio * advantages), removed
 
 
 def sequence_mask(
@@ -214,8 +215,8 @@ def sequence_mask(
     Without the limits its gradient has no bias, for any sampler, and a variance that grows with the length.
     """
     product = log_ratio.detach().sum(dim=1, keepdim=True).clamp(-20, 20).exp().expand_as(logp)
-    dropped = (product < alpha) | (product > beta)
-    return torch.where(dropped, 0.0, -product * advantages * logp), dropped
+    removed = (product < alpha) | (product > beta)
+    return torch.where(removed, 0.0, -product * advantages * logp), removed
 
 
 @dataclass(frozen=True)
@@ -264,12 +265,12 @@ def token_loss(
         advantages = advantages[:, None]                                         # (B, 1)
     # Mask before exp(): padding may hold -inf, and nan * 0 is nan, in the gradient as well.
     log_ratio = torch.where(mask, logp - old_logp, 0.0)                          # (B, T), 0 on policy
-    loss, clipped = LOSSES[loss_type].per_token(                                 # (B, T) each
+    loss, removed = LOSSES[loss_type].per_token(                                 # (B, T) each
         logp=torch.where(mask, logp, 0.0), log_ratio=log_ratio, advantages=advantages, mask=mask,
         clip_low=clip_low, clip_high=clip_high, **options,
     )
     dropped = too_unlikely(log_ratio, advantages, mask, off_policy_limit)
-    return torch.where(dropped, 0.0, loss), clipped | dropped, log_ratio.detach()
+    return torch.where(dropped, 0.0, loss), removed | dropped, log_ratio.detach()
 
 
 def too_unlikely(log_ratio: Tensor, advantages: Tensor, mask: Tensor, off_policy_limit: float) -> Tensor:
@@ -335,7 +336,7 @@ def policy_loss(
                 ratio_deviation (mean over num_tokens of |ratio - 1|), approx_kl (nats, mean over num_tokens
                 of ratio - 1 - log ratio: the distance from the policy that old_logp belongs to)
     """
-    token_losses, clipped, log_ratio = token_loss(                               # (B, T) each
+    token_losses, removed, log_ratio = token_loss(                               # (B, T) each
         logp, old_logp, advantages, mask, loss_type=loss_type, **options)
     if weights is not None:
         token_losses = token_losses * weights
@@ -345,7 +346,7 @@ def policy_loss(
     loss = aggregate(token_losses, mask, LOSSES[loss_type].aggregation, **denominators)
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {
-        "clip_fraction": (clipped & mask).sum() / num_tokens,
+        "clip_fraction": (removed & mask).sum() / num_tokens,
         "ratio_deviation": (ratio - 1).abs().sum() / num_tokens,
         "approx_kl": (ratio - 1 - log_ratio).sum() / num_tokens,
     }

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
         return
     if not args.model_path:
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
-    keep_freed_memory()
+    keep_freed_memory()                                   # to use it again, as glibc alone would not
     if args.evaluate:
         run_evaluation(args, model_config)
     elif args.questions:

@@ -39,7 +39,7 @@ def correctness(completions, answer, **columns) -> list[float | None]:
     The column may hold a list: any of it is right. Where it holds nothing, or "nan", the result is None.
 
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
-    {"prompt": "8 * 9 = ?", "answer": "72"}
+    a row of its data: {"prompt": "8 * 9 = ?", "answer": "72"}
     """
     return score_each(lambda text, true: float(same_answer(extract_answer(text), true)), completions, answer)
 
@@ -96,8 +96,8 @@ def compute_rewards_for_completions(
         None for some of them                  NaN for these: they cannot be compared with the others
         NaN                                    NaN: the function failed
 
-    A function may return a function without arguments, which returns the points: all are started before the
-    first is awaited.
+    A slow function may start its work and return a function without arguments, which waits for the points:
+    so all are started before the first is awaited.
     """
     arguments = build_arguments(rollout, examples)
     count, shape = len(rollout.completions), (len(examples), -1)

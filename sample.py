@@ -3,8 +3,8 @@ Sampling: prompts in, groups of completions out, with the log-probability of eac
 
 Prompts are padded on the left, so that all end in one column, and forwarded together, once. Their keys and
 values in transformers' cache are copied for each completion. Then a loop samples a token for each completion,
-until it ends with a stop token or at the length limit. On a GPU, and elsewhere where prompts are long,
-train.py runs engine/shared.py in its place, which does the same without copies (--engine).
+until it ends with a stop token or at the length limit. engine/sampler.py draws the same without copies: what
+train.py runs on a GPU, and where prompts are long (--engine).
 
 Each completion has random numbers of its own, from the seed, its prompt, how often that came before, and its
 number in the group. So it is the same alone and in a batch, up to the rounding of the model.

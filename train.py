@@ -67,7 +67,7 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 
     These are the defaults; grpo.py has the other choices. Returns metrics and the experience.
     """
-    config, progress = run.config.grpo, run.progress
+    config = run.config.grpo
 
     # 1. Sample G completions of each prompt, and score them.
     groups = sample_groups(run, examples)
@@ -82,9 +82,9 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     updates = []
     for rows in minibatches(config, advantages.numel(), seed=run.minibatch_seed):
         losses = accumulate_gradients(run, experience, rows, config)
-        run.require_first_ratios_of_1(experience, losses, updates)               # while updates are empty
+        run.require_first_ratios_of_1(experience, losses, updates)   # until an update has moved the policy
         updates.append(losses | optimizer_step(run, losses["total_loss"]))
-        if progress.phase_step == run.phase.steps:        # optimizer_step has counted the update
+        if run.progress.phase_step == run.phase.steps:    # optimizer_step has counted the update
             break
 
     return summarize_groups(groups, experience) | summarize_updates(updates), experience
@@ -97,9 +97,9 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     groups = sample_on_all_ranks(run.engine, run.ranks, work, examples)
     run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):   # DAPO: arXiv:2503.14476 sec. 3.2
-        if num_tied := int(groups.without_signal.sum()):  # the last attempt's stay, tied or not
+        if missing := int(groups.without_signal.sum()):   # the last attempt's stay, tied or not
             work = partial(sample_and_score, run, seed=run.sampling_seed(attempt))
-            new = sample_on_all_ranks(run.engine, run.ranks, work, run.batches.take(num_tied))
+            new = sample_on_all_ranks(run.engine, run.ranks, work, run.batches.take(missing))
             run.progress.add_rewards(new.rewards)
             groups = replace_tied(groups, new)
     P, G = len(examples), run.config.grpo.num_completions_per_prompt
@@ -150,7 +150,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     for micro_batch, is_real in run.ranks.in_lockstep(micro_batches):  # 0: a pass only to stay in step
         current = run.engine.log_probs(
             experience.rollout, micro_batch, config.distribution,
-            value_head=run.value_head if config.use_value_head else None,
+            value_head=run.value_head,                    # None without --use_value_head
             reference=run.reference if config.exact_kl else None,
         )
         batch = experience.select(micro_batch, current.logp.device)
