@@ -151,6 +151,7 @@ def summarize_groups(groups: Groups, experience: Experience) -> dict:
         f"reward/{name}": float(points.nanmean()) for name, points in groups.per_function.items()
     } | describe_conversations(groups.rollout)
 
+
 def describe_conversations(rollout) -> dict:
     """Return metrics, means over completions: turns of the policy, and tokens of the environment."""
     if rollout.turn_points is None:
