@@ -186,7 +186,7 @@ def compute_experience(
         advantages = advantages.float().view(-1, 1)
     return Experience(
         groups.examples, rollout, mask, advantages, trainer_logp, old_logp,
-        group_tokens=tokens_of_groups(mask, len(groups.examples)), importance_weights=weights,
+        group_tokens=tokens_of_groups(mask, len(rollout.prompt_ids)), importance_weights=weights,
         reference_logp=reference_logp, old_values=values, returns=returns, groups=groups, metrics=metrics,
     )
 

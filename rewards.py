@@ -39,7 +39,7 @@ def correctness(completions, answer, **columns) -> list[float | None]:
     The column may hold a list: any of it is right. Where it holds nothing, or "nan", the result is None.
 
     correctness(["<answer>72.0</answer>"], answer=["72"]) == [1.0]
-    a row of its data: {"prompt": "8 * 9 = ?", "answer": "72"}
+    {"prompt": "8 * 9 = ?", "answer": "72"}
     """
     return score_each(lambda text, true: float(same_answer(extract_answer(text), true)), completions, answer)
 
