@@ -162,7 +162,8 @@ class GRPOConfig:
         0.2, "lower limit of a token's probability ratio in the clipped losses, 1 - clip_low; the ratio is 1 "
         "in a rollout's first update", ge=0, lt=1)
     clip_high: float = flag(
-        0.2, "upper limit of that ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo", ge=0)
+        0.2, "upper limit of that ratio, 1 + clip_high; in papers 4e-4 with gspo, above 1 with cispo and "
+        "scale_rl", ge=0)
     importance_cap: float = flag(
         0.0, "truncated importance sampling: weigh a token's loss by trainer's / sampler's probability, up "
         "to this; 0: 2 with --engine vllm, which rounds differently, else none", ge=0)

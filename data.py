@@ -313,12 +313,12 @@ def normalize_example(example: dict, where: str) -> dict:
         completion  text, or the messages of a conversation
         answer      text, a list or a dict: 72 becomes "72", an array its elements
     """
-    prompt, completion, answer = example["prompt"], example.get("completion"), example.get("answer")
-    prompt, demonstration = split_prompt(prompt, where)
-    if demonstration is not None and completion not in (None, demonstration):
+    prompt, last_turn = split_prompt(example["prompt"], where)
+    completion, answer = example.get("completion"), example.get("answer")
+    if last_turn and completion not in (None, last_turn["content"]):
         raise ValueError(f"{where}: a completion, and a prompt that ends with one; leave one out")
     example = example | {"prompt": prompt}
-    completion = demonstration if completion is None else completion
+    completion = last_turn["content"] if last_turn else completion
     if completion is not None:
         example["completion"] = read_completion(completion, where)
     if answer is not None and not isinstance(answer, str | dict):
@@ -326,21 +326,20 @@ def normalize_example(example: dict, where: str) -> dict:
     return example
 
 
-def split_prompt(prompt, where: str) -> tuple[str | list[dict], str | None]:
-    """Return a prompt, and the demonstration that chat messages end with: the assistant's last turn."""
-    demonstration = None
+def split_prompt(prompt, where: str) -> tuple[str | list[dict], dict | None]:
+    """Return a prompt, and the assistant's turn that chat messages end with: a demonstration."""
+    last_turn = None
     if isinstance(prompt, list):
         if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
             raise ValueError(f'{where}: chat messages must look like {{"role": "user", "content": "..."}}')
         if prompt and prompt[-1]["role"] == "assistant":
-            *prompt, last = prompt
-            demonstration = last["content"]
+            *prompt, last_turn = prompt
     elif not isinstance(prompt, str):
         kind = type(prompt).__name__
         raise ValueError(f"{where}: the prompt must be text or chat messages, not {kind}: {prompt!r}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{where}: the prompt is empty")
-    return prompt, demonstration
+    return prompt, last_turn
 
 
 def read_completion(completion, where: str) -> str | list[dict] | None:

@@ -107,7 +107,7 @@ class Experience:
         """
         mask = self.mask[rows]                            # (b, T)
         counts = dict(num_tokens=mask.sum(), num_sequences=mask.any(dim=1).sum())
-        num_prompts = float((mask / self.group_tokens[rows]).sum())
+        num_prompts = round(float((mask / self.group_tokens[rows].double()).sum()), 9)
         counts = {name: max(1, int(count)) for name, count in counts.items()}
         return counts | dict(max_tokens=max_tokens, num_prompts=num_prompts or 1.0)
 

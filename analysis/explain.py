@@ -199,7 +199,7 @@ def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominator
     lines = [[name, f"{losses[name]:+.6f}", f"{weight:+g}"] for name, weight in weights.items()]
     lines.append(["total_loss", f"{losses['total_loss']:+.6f}", ""])
     show(console, "4. The loss", ["term", "value", "weight"], lines)
-    sizes = ", ".join(f"{name} {n}" for name, n in denominators.items())
+    sizes = ", ".join(f"{name} {n:g}" for name, n in denominators.items())
     console.print(f"   {config.loss_type}: {config.loss_entry.aggregation} of the tokens' losses, {sizes}")
     console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
 

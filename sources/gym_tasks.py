@@ -36,6 +36,8 @@ def tasks_of(source: str) -> dict[str, dict]:
         name, _, options = text.partition("?")
         if name not in known:
             raise ValueError(f"{GYM}{name}: there is no such task; there are {', '.join(sorted(known))}")
+        if name in tasks:
+            raise ValueError(f"{GYM}{name}: is named twice; name it once, with all its options")
         pairs = (option.partition("=") for option in options.split("&") if option)
         tasks[name] = {key: read(value) for key, _, value in pairs}
         names = {field.name for field in dataclasses.fields(known[name][1])} - {"seed"}

@@ -57,7 +57,7 @@ def complete(flags: dict[str, Any]) -> dict[str, Any]:
     if not profile and not flags.get("model_path"):
         profile = "demo" if flags.get("use_grpo") else "demo_supervised"
     values = profile_values(profile, flags.get("batch_size"))
-    if str(flags.get("dataset")).startswith(GYM):
+    if str(flags.get("dataset")).startswith(GYM) and "reward_functions" not in flags:
         from sources.gym_tasks import implied_rewards     # here: for these tasks alone
 
         values |= implied_rewards(flags["dataset"])

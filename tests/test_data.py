@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data import encode_completion, encode_prompt
+from data import encode_completion, encode_prompt, normalize_example
 from runs.command_line import parse_config
 from runs.setup import load_data
 from sources.training_data import with_instruction
@@ -201,3 +201,9 @@ def test_an_instruction_goes_before_the_prompt_or_into_the_first_message():
     assert message["content"] == [{"type": "text", "text": "do it"}, *parts]
     changed = with_instruction(chat, "do it")
     assert changed[0]["content"] == "do it\nq" and changed[1:] == chat[1:] and chat[0]["content"] == "q"
+
+
+def test_a_last_turn_without_text_is_not_dropped_beside_a_completion():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    with pytest.raises(ValueError, match="leave one out"):
+        normalize_example({"prompt": turns, "completion": "x"}, "here")

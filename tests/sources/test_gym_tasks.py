@@ -34,7 +34,7 @@ def test_splits_have_other_problems_and_seeds_another_order():
 
 @pytest.mark.parametrize("source, message", [
     ("nope", "there is no such task; there are ab, acre"), ("chain_sum?foo=1", "no option foo; there are allow_negation, max_digits"),
-    ("chain_sum?seed=1", "no option seed"), ("chain_sum?min_terms=9&max_terms=2", "max_terms must be >= min_terms"),
+    ("chain_sum?seed=1", "no option seed"), ("gcd?size=9,gcd?size=8", "gcd: is named twice"), ("chain_sum?min_terms=9&max_terms=2", "max_terms must be >= min_terms"),
     ("chain_sum?min_terms=x", "reasoning_gym:chain_sum: "),
 ])
 def test_wrong_tasks_and_options_are_one_line(source, message):
@@ -71,6 +71,5 @@ def test_the_linter_takes_the_scorers_of_the_tasks(capsys):
 
 
 def test_flags_go_before_the_rewards_of_tasks():
-    config = parse_config(["--use_grpo", "--dataset", "reasoning_gym:chain_sum", "--reward_functions", "reasoning_gym:chain_sum",
-                           "--reward_weights", "2"])
-    assert config.grpo.reward_functions == ["reasoning_gym:chain_sum"] and config.grpo.weights == [2.0]
+    config = parse_config(["--use_grpo", "--dataset", "reasoning_gym:chain_sum", "--reward_functions", "reasoning_gym:chain_sum"])
+    assert config.grpo.reward_functions == ["reasoning_gym:chain_sum"] and config.grpo.weights == [1.0]
