@@ -97,9 +97,9 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
     groups = sample_on_all_ranks(run.engine, run.ranks, work, examples)
     run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
     for attempt in range(1, run.config.grpo.dynamic_sampling + 1):   # DAPO: arXiv:2503.14476 sec. 3.2
-        if missing := int(groups.without_signal.sum()):   # the last attempt's stay, tied or not
+        if num_replaced := int(groups.without_signal.sum()):         # after the last attempt they stay
             work = partial(sample_and_score, run, seed=run.sampling_seed(attempt))
-            new = sample_on_all_ranks(run.engine, run.ranks, work, run.batches.take(missing))
+            new = sample_on_all_ranks(run.engine, run.ranks, work, run.batches.take(num_replaced))
             run.progress.add_rewards(new.rewards)
             groups = replace_tied(groups, new)
     P, G = len(examples), run.config.grpo.num_completions_per_prompt

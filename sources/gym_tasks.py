@@ -78,7 +78,7 @@ def implied_rewards(source: str) -> dict:
     """Return the flags of rewards that a source of tasks implies: each task's scorer in place of correctness,
     so that an evaluation has a line for each task.
     """
-    tasks = [text.partition("?")[0] for text in source.removeprefix(GYM).split(",")]
+    tasks = dict.fromkeys(text.partition("?")[0] for text in source.removeprefix(GYM).split(","))
     scorers, (_, *others) = [GYM + task for task in tasks], DEFAULT_REWARDS
     weights = [1.0] * len(scorers) + [DEFAULT_REWARDS[name] for name in others]
     return {"reward_functions": scorers + others, "reward_weights": weights}

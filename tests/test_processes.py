@@ -89,7 +89,8 @@ EVERYTHING = (
 
 
 @pytest.mark.parametrize("flags", [
-    pytest.param(f"{EVERYTHING} --kl_estimator exact --batch_size 3 --max_tokens_per_forward 100 --dynamic_sampling 1", id="uneven"),
+    pytest.param(f"{EVERYTHING} --kl_estimator exact --batch_size 3 --max_tokens_per_forward 100 --dynamic_sampling 1 "
+                 "--loss_type scale_rl", id="uneven"),
     exhaustive(f"{EVERYTHING} --reference_mode ema --ema_alpha 0.5 --use_value_head --ppo_epochs 2 --minibatch_size 8", id="value head"),
     exhaustive(f"{EVERYTHING} --lora_rank 4 --cold_start_steps 2 --gradient_checkpointing", id="lora"),
     exhaustive(f"{EVERYTHING} --batch_size 1 --baseline global_mean --importance_cap 2 --seed 1", id="one prompt"),

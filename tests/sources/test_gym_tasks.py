@@ -34,7 +34,8 @@ def test_splits_have_other_problems_and_seeds_another_order():
 
 @pytest.mark.parametrize("source, message", [
     ("nope", "there is no such task; there are ab, acre"), ("chain_sum?foo=1", "no option foo; there are allow_negation, max_digits"),
-    ("chain_sum?seed=1", "no option seed"), ("gcd?size=9,gcd?size=8", "gcd: is named twice"), ("chain_sum?min_terms=9&max_terms=2", "max_terms must be >= min_terms"),
+    ("chain_sum?seed=1", "no option seed"), ("gcd?size=9,gcd?size=8", "gcd: is named twice"),
+    ("chain_sum?min_terms=9&max_terms=2", "max_terms must be >= min_terms"),
     ("chain_sum?min_terms=x", "reasoning_gym:chain_sum: "),
 ])
 def test_wrong_tasks_and_options_are_one_line(source, message):
