@@ -40,7 +40,7 @@ check: $(VENV)/ready
 	$(ON_CPU) $(BIN)/python $(FAST)
 
 test-gpu: $(VENV)/ready
-	$(BIN)/python -m pytest -q tests/test_gpu.py
+	$(BIN)/python -m pytest -q -n 4 tests/test_gpu.py
 
 test-tpu: $(VENV)-tpu/ready
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(VENV)-tpu/bin/python -m pytest -q -n auto --maxprocesses 4 tests/test_tpu.py

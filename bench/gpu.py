@@ -1,10 +1,10 @@
 """
 What this project does on a GPU, in one table: tests, tokens a second, shares of the card's rates, memory, and TRL.
 
-    python bench/gpu.py            on the first GPU, at most 30 minutes
+    python bench/gpu.py            on the first GPU, at most 25 minutes
     python bench/gpu.py --tiny     a tiny model and some of the tests, about a minute on two cores; also chosen without CUDA
 
-Prints the table in Markdown and writes it to --output. Every part is a process of its own with a time limit; what fails or takes
+Prints the table in Markdown, a line as soon as it is known, and writes it to --output. Every part is a process of its own with a time limit; what fails or takes
 too long has its reason in the table. Models are Qwen 3 with random weights, in bfloat16, on 8 prompts of 512 tokens x 8
 completions of 256. Rates of the card are those of a large product of bfloat16 matrices and of a large copy, measured here. The
 shares count the operations and bytes that cannot be avoided (growth.py), at two bytes a number. TRL takes part where
@@ -30,8 +30,8 @@ from workloads import WORKLOADS
 
 BENCH = Path(__file__).parent
 ROOT = BENCH.parent
-SECONDS = {                                               # limits of the parts: 1800 in all
-    "tests": 540, "rates": 60, "write": 60, "0.6B": 150, "0.6B, TRL": 240, "1.7B": 210, "4B": 240, "4B, LoRA": 180,
+SECONDS = {                                               # limits of the parts: 1500 in all
+    "tests": 240, "rates": 60, "write": 60, "0.6B": 150, "0.6B, TRL": 240, "1.7B": 210, "4B": 240, "4B, LoRA": 180,
 }
 FLAGS = {"4B, LoRA": ["--lora_rank", "16"]}
 HEADINGS = "model | step s | sampling tokens/s | of the memory rate | training tokens/s | of the matrix rate | peak GB"
@@ -62,7 +62,7 @@ def run_tests(tiny: bool) -> str:
     """One line for the tests on a GPU, and one for each that failed."""
     chosen, env = (["-k", "sharded_over or tf32"], {"TEST_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}) if tiny else ([], {})
     printed, failure = run_part(
-        "tests", [sys.executable, "-m", "pytest", "-q", "-p", "no:warnings", "tests/test_gpu.py", *chosen], **env)
+        "tests", [sys.executable, "-m", "pytest", "-q", "-n", "4", "-p", "no:warnings", "tests/test_gpu.py", *chosen], **env)
     lines = printed.strip().splitlines()
     failed = [f"- {line}" for line in lines if line.startswith(("FAILED", "ERROR"))]
     return "\n".join([f"tests/test_gpu.py: {lines[-1] if lines else failure}", *failed])
@@ -100,11 +100,18 @@ def main() -> None:
         sys.exit(f"bench/gpu.py: rates: {failure}")
     rates = json.loads(printed)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    lines = [
-        f"{date.today()}, {rates['name']}, {rates['matrix'] / 1e12:.3g} TFLOP/s and {rates['memory'] / 1e9:.3g} GB/s measured, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit or 'unknown'}",
-        "", run_tests(args.tiny), "", f"| {HEADINGS} |", "|---" * 7 + "|",
-    ]
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("")
+
+    def add(line: str) -> None:
+        print(line, flush=True)
+        with open(output, "a") as file:
+            print(line, file=file)
+
+    add(f"{date.today()}, {rates['name']}, {rates['matrix'] / 1e12:.3g} TFLOP/s and {rates['memory'] / 1e9:.3g} GB/s measured, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit or 'unknown'}\n")
+    add(f"{run_tests(args.tiny)}\n\n| {HEADINGS} |\n{'|---' * 7}|")
     parts = ["tiny", "tiny, LoRA", "tiny, TRL"] if args.tiny else [part for part in SECONDS if part[0].isdigit()]
     if args.tiny:
         SECONDS.update(dict.fromkeys(parts, 120))
@@ -122,11 +129,7 @@ def main() -> None:
                 result = ("", unwritten or "TRL is not installed: bench/against_trl.py builds its environment")
                 if python and not unwritten:
                     result = run_part(part, [python, BENCH / command[0], *command[1:]], HF_HUB_OFFLINE="1")
-                lines.append(table_row(part, name, *result, rates))
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+                add(table_row(part, name, *result, rates))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def main(minutes: float, output: str, model_path: str, seed: int) -> None:
     )
     trainer.train()
     trainer.save_model(output)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    on_gpu = torch.cuda.is_available()
+    peak = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({
         "system": f"trl {trl.__version__}", "step": clock.steps, "peak_gb": peak / 1e9,
         "reward": [entry["reward"] for entry in trainer.state.log_history if "reward" in entry],
