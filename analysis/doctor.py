@@ -106,7 +106,7 @@ def find_problems(h: History) -> list[str]:
          and bool(h.right or h.end("truncated") > 0.3),
          f"completions grew {h.course('completion_tokens', '.0f')} tokens, and no more are right: see in "
          "rollouts.jsonl why, or take --overlong penalise"),
-        ("reward_hacking", h.change("mean_reward") > 0 > h.change(h.right),
+        ("reward_hacking", h.change("mean_reward") > 0 and h.change(h.right) < -0.01,
          f"the reward rose {h.course('mean_reward')} and {h.right} fell {h.course(h.right)}: {gained} pays "
          "for something else; run rewards.py --lint, and lower its --reward_weights"),
         ("collapse", fell,

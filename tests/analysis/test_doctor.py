@@ -62,6 +62,9 @@ GENERATED = {                   # lines, the findings, words in the first one
         changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 800),
                                  "reward/reasoning_coherence": 0.3 + t / 60}),
         ["reward_hacking"], "reward/reasoning_coherence pays for something else"),
+    "one right answer, in the first rollout": (
+        [line | {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.004 * (t == 0),
+                 "mean_reward": 0.3 + t / 1000} for t, line in enumerate(healthy(1, 60))], ["ties"], "take easier problems"),
     "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["saturated"], "take harder problems"),
     "no group has a gradient": (
         changed(lambda t, line: {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
