@@ -9,6 +9,7 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from runs.command_line import exit_on_mistake, section_of  # first, see runs/__init__.py
@@ -17,7 +18,7 @@ from analysis.chat import ChatModel, answer_questions, chat, merge_adapter, run_
 from analysis.infer_flags import parse_arguments, sampling_config
 from analysis.report import write_report
 from config import ModelConfig
-from engine.devices import keep_freed_memory
+from engine.devices import keep_freed_memory, leave_busy_cores
 from environments.loading import load_environment
 from sources.training_data import with_instruction
 
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> None:
     if not args.model_path:
         print("no --model_path: this is the built-in model with random weights, untrained", file=sys.stderr)
     keep_freed_memory()                                   # to use it again, as glibc alone would not
+    leave_busy_cores(partial(print, file=sys.stderr))
     if args.evaluate:
         run_evaluation(args, model_config)
     elif args.questions:

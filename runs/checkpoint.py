@@ -173,10 +173,11 @@ def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
 
 
 def versions() -> dict:
-    """Return the versions and the number of processes that the last bits of a run depend on."""
+    """Return the versions and the numbers of processes and threads that the last bits depend on."""
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),
         "transformers": transformers.__version__, "processes": num_processes(),
+        "threads": torch.get_num_threads(),
     }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from config import Config, ModelConfig, TrainingConfig, validate_functions
-from engine.devices import best_device, is_main, keep_freed_memory, num_processes
+from engine.devices import best_device, is_main, keep_freed_memory, leave_busy_cores, num_processes
 from engine.plain import Engine
 from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move
 from engine.precision import resolve_precision
@@ -184,6 +184,7 @@ def set_up(
     mesh = parse_mesh(config)
     folder = RunFolder(config, ranks)
     console = folder.console
+    leave_busy_cores(console.print)
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = [load_reward_function(name) for name in names] if training.use_grpo else []
     refuse_equal_names(functions)

@@ -80,6 +80,28 @@ def test_every_process_of_torchrun_has_a_gpu_and_the_backend_that_torch_has_for_
     assert groups == [backends] and chosen == [torch.device(expected)] * (expected != "cpu")
 
 
+# ---- a busy machine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads,threads", [
+    ([[0, 4, 3, 3]], 4), ([[100, 4, 3, 3]] * 2, 3), ([[40, 30, 40, 30]] * 2, 3), ([[99] * 4] * 2, 1), ([[60, 60, 100, 99]] * 2, 1),
+    ([[100, 100, 100, 0], [4, 3, 3, 3]], 4), ([[0, 0, 0, 0], [99] * 4], 4),
+])
+def test_threads_leave_the_cores_to_other_processes_that_use_them_for_longer_than_a_moment(monkeypatch, loads, threads):
+    chosen, printed, measured = [4], [], iter(loads)
+    monkeypatch.setattr(devices.psutil, "cpu_percent", lambda interval, percpu: [*next(measured), 100])         # the last is not ours
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    devices.leave_busy_cores(printed.append)
+    assert chosen == [4] and not printed                  # the user's number
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    devices.leave_busy_cores(printed.append)
+    assert chosen[-1] == threads and len(printed) == (threads < 4)
+    assert all(f"threads 4 -> {threads}: others use" in line for line in printed)
+
+
 # ---- TPUs, precision, memory ---------------------------------------------------------------------------------------
 
 
