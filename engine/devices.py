@@ -222,13 +222,13 @@ def keep_freed_memory() -> None:
 
 
 def leave_busy_cores(notify: Callable) -> None:
-    """Compute with one thread for each idle core, at least one. OMP_NUM_THREADS sets another number.
+    """Compute with one thread for each idle core, at least one.
 
     A thread whose core another process uses keeps all others waiting at the end of each operation. On two
     cores, beside one busy process, a step of the demonstration takes 2.7 s with two threads and 0.7 with one.
     """
     if "OMP_NUM_THREADS" in os.environ:
-        return
+        return                                            # limit_threads would do nothing
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
 
     def busy_cores(seconds: float) -> int:
@@ -236,10 +236,15 @@ def leave_busy_cores(notify: Callable) -> None:
         return round(sum(shares[core] for core in cores) / 100)
 
     busy = busy_cores(seconds=0.3) and busy_cores(seconds=1)                     # not only for a moment
-    before, threads = torch.get_num_threads(), max(1, len(cores) - busy)
-    if threads < before:
+    limit_threads(len(cores) - busy, f"others use {busy} of {len(cores)} cores", notify)
+
+
+def limit_threads(most: int, reason: str, notify: Callable) -> None:
+    """Compute with at most that many threads, and at least one. OMP_NUM_THREADS sets another number."""
+    before, threads = torch.get_num_threads(), max(1, most)
+    if threads < before and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
-        notify(f"  note   threads {before} -> {threads}: others use {busy} of {len(cores)} cores")
+        notify(f"  note   threads {before} -> {threads}: {reason}")
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from analysis.evaluation import evaluate
 from config import Config
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
-from engine.devices import all_gather_object, num_processes, peak_memory_gb, process_rank
+from engine.devices import all_gather_object, limit_threads, num_processes, peak_memory_gb, process_rank
 from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
@@ -334,6 +334,8 @@ class Run:
         """Restore progress from a checkpoint; begin_phase restores the rest, random states too."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
         self.progress = Progress(**state.pop("progress"))
+        threads = state["versions"].get("threads", 2**31)   # not recorded by earlier versions
+        limit_threads(threads, "the number that the run began with", self.console.print)
         if state["versions"] != versions():
             self.console.print(
                 f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "

@@ -184,7 +184,8 @@ def set_up(
     mesh = parse_mesh(config)
     folder = RunFolder(config, ranks)
     console = folder.console
-    leave_busy_cores(console.print)
+    if not training.resume:                               # else as the run began, see Run.restore
+        leave_busy_cores(console.print)
     names = config.grpo.reward_functions if reward_functions is None else reward_functions
     functions = [load_reward_function(name) for name in names] if training.use_grpo else []
     refuse_equal_names(functions)

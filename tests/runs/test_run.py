@@ -14,9 +14,10 @@ from conftest import QUICK, assert_same, comparable, ctrl_c_after, exhaustive, p
 import train
 from analysis.report import metric_series
 from config import ModelConfig
+from engine.devices import limit_threads
 from engine.policy import load_any_policy
 from reward_functions.loading import function_from_file
-from runs import phases
+from runs import phases, setup
 from runs.folder import read_jsonl
 
 
@@ -47,6 +48,26 @@ def test_ctrl_c_and_resume_equal_not_having_stopped(tmp_path, stop_after, more, 
     function_from_file.cache_clear()
     train.main(["--output_dir", str(stopped), "--resume"])
     assert_same(stopped, whole)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_the_threads_that_it_began_with_on_which_its_last_bits_depend(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(setup, "leave_busy_cores", lambda notify: limit_threads(1, "others use 1 of 2 cores", notify))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with ctrl_c_after(1):
+            folder = run_folder(tmp_path / "run", "--use_grpo", "--cold_start_steps", "0", "--max_steps", "2")
+        torch.set_num_threads(2)
+        monkeypatch.setattr(setup, "leave_busy_cores", lambda notify: None)      # now they are idle
+        capsys.readouterr()
+        train.main(["--output_dir", str(folder), "--resume"])
+        printed = capsys.readouterr().out
+        assert torch.get_num_threads() == 1 and "threads 2 -> 1: the number that the run began with" in printed
+        assert "equal up to rounding" not in printed
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
