@@ -61,7 +61,7 @@ def test_a_run_in_float32_is_that_of_the_cpu(tmp_path, engine, flags):
     lines = [read_jsonl(tmp_path / device / "metrics.jsonl") for device in ("gpu", "cpu")]
     for line, other in zip(*lines, strict=True):
         for name in {"kl", "policy_loss", "value_loss", "total_loss", "entropy", "grad_norm", "mean_reward"} & other.keys():
-            assert line[name] == (other[name] and pytest.approx(other[name], rel=1e-3, abs=1e-6)), name
+            assert line[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
 
 
 def counts(report: str) -> dict[str, tuple[float, float]]:

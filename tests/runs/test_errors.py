@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, QUICK, assert_same, comparable, ctrl_c_after, length_reward, run_folder, start_run
+from conftest import (
+    ARCHITECTURES, QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, run_folder, start_run,
+)
 from forked import Program, Ranks
 
 import analysis.evaluation
@@ -92,7 +94,7 @@ def test_an_update_that_finds_no_memory_is_that_of_smaller_passes_and_stays_so(t
     printed = re.findall(r"--max_tokens_per_forward (\d+) -> (\d+), and once more", " ".join(capsys.readouterr().out.split()))
     assert printed == [("200", "100"), ("100", "50")][: len(passes)]
     assert saved_setting(failed, "training", "max_tokens_per_forward") == tokens
-    assert_same(smaller, failed)
+    assert_same_to_rounding(smaller, failed)              # its passes before the update were larger
     if more:
         return
     with monkeypatch.context() as patch, ctrl_c_after(3):
