@@ -28,6 +28,8 @@ from sample import (
 INITIAL_CAPACITY = defaultdict(lambda: 32, cuda=256)
 COMPACT_BELOW = defaultdict(lambda: 0.75, xla=0.5, cuda=0.5)
 TOKENS_BETWEEN_CHECKS = defaultdict(lambda: 8, cpu=1)    # checking for ended rows waits for the device
+# Rows x tokens up to which all rows stay: on CUDA to read so many takes less time than to record a graph.
+KEPT_TOKENS = defaultdict(int, cuda=2**14)
 
 
 def sample_sharing_prompts(
@@ -61,7 +63,7 @@ def sample_from_queue(
             new_rows = prefill(model, prompts, new_prompts, state, cache, group_size)
             active = state.active_rows(active + new_rows)                 # a completion may be a single token
         else:
-            active = decode(model, active, state, cache, group_size)
+            active = decode(model, active, state, cache, group_size, waiting=bool(queue))
 
 
 def prefill(
@@ -77,8 +79,13 @@ def prefill(
     return row_ids
 
 
-def decode(model, active: list[int], state: "SamplingState", cache, group_size: int) -> list[int]:
-    """Sample tokens until enough rows have ended or the cache is full. Return the rows still active."""
+def decode(
+    model, active: list[int], state: "SamplingState", cache, group_size: int, waiting: bool
+) -> list[int]:
+    """Sample tokens until enough rows have ended or the cache is full. Return the rows still active.
+
+    waiting  there are prompts for which others have to end first
+    """
     device, max_length = state.ids.device, state.ids.shape[1]
     longest = int(state.count.cpu()[active].max())        # tokens so far; the last one is forwarded next
     capacity = min(longest + max(INITIAL_CAPACITY[device.type], longest), max_length) - 1
@@ -91,6 +98,8 @@ def decode(model, active: list[int], state: "SamplingState", cache, group_size: 
         state.step(row_ids, compute_logits(model, hidden))
 
     enough, tokens_at_once = int(len(active) * COMPACT_BELOW[device.type]), TOKENS_BETWEEN_CHECKS[device.type]
+    if not waiting and len(active) * capacity <= KEPT_TOKENS[device.type]:
+        enough = 0
     step, num_tokens = sample_token, 1 if device.type == "cuda" else tokens_at_once      # then it is recorded
     while longest <= capacity and len(active) > enough:
         for _ in range(min(capacity - longest + 1, num_tokens)):

@@ -47,6 +47,13 @@ def test_growing_compacting_and_refilling_change_no_log_probability(architecture
     assert together.completions == queued.completions, "the queue makes no difference to what is drawn"
     assert compactions[0][0] > 20, "all of them at once"
     assert all(rows == active for active, rows, _ in compactions), "finished completions leave the batch"
+    monkeypatch.setitem(sampler.INITIAL_CAPACITY, "cpu", 64)
+    monkeypatch.setitem(sampler.KEPT_TOKENS, "cpu", 2**14)                       # as on CUDA
+    compactions.clear()
+    assert engine.sample(prompts, config, seed=3).completions == together.completions and len(compactions) == 1
+    compactions.clear()
+    assert engine.sample(prompts, replace(config, generation_batch_size=12), seed=3).completions == together.completions
+    assert len(compactions) > 3, "prompts that wait begin as soon as others have ended"
 
 
 def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_window(shared, monkeypatch):
