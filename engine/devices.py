@@ -232,8 +232,11 @@ def leave_busy_cores(notify: Callable) -> None:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
 
     def busy_cores(seconds: float) -> int:
-        shares = psutil.cpu_percent(seconds, percpu=True)
-        return round(sum(shares[core] for core in cores) / 100)
+        try:
+            shares = psutil.cpu_percent(seconds, percpu=True)
+        except OSError:                                   # of a sandbox without /proc/stat
+            return 0
+        return round(sum(shares[core] for core in cores if core < len(shares)) / 100)
 
     busy = busy_cores(seconds=0.3) and busy_cores(seconds=1)                     # not only for a moment
     limit_threads(len(cores) - busy, f"others use {busy} of {len(cores)} cores", notify)

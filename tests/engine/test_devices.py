@@ -102,6 +102,15 @@ def test_threads_leave_the_cores_to_other_processes_that_use_them_for_longer_tha
     assert all(f"threads 4 -> {threads}: others use" in line for line in printed)
 
 
+@pytest.mark.parametrize("measured", [lambda interval, percpu: [100.0], lambda interval, percpu: open("/no/such/file")])
+def test_threads_stay_where_the_load_of_the_cores_is_not_known(monkeypatch, measured):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(devices.psutil, "cpu_percent", measured)                 # a container may number its cores otherwise
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 9}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    devices.leave_busy_cores(pytest.fail)
+
+
 # ---- TPUs, precision, memory ---------------------------------------------------------------------------------------
 
 
