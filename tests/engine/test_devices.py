@@ -102,7 +102,7 @@ def test_threads_leave_the_cores_to_other_processes_that_use_them_for_longer_tha
     assert all(f"threads 4 -> {threads}: others use" in line for line in printed)
 
 
-@pytest.mark.parametrize("measured", [lambda interval, percpu: [100.0], lambda interval, percpu: open("/no/such/file")])
+@pytest.mark.parametrize("measured", [lambda interval, percpu: [100.0], lambda interval, percpu: Path("/no/such/file").read_text()])
 def test_threads_stay_where_the_load_of_the_cores_is_not_known(monkeypatch, measured):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(devices.psutil, "cpu_percent", measured)                 # a container may number its cores otherwise
