@@ -19,7 +19,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
-from grpo import BASELINES, LOSSES, SCALES, Loss
+from grpo import BASELINES, LOSSES, SCALES
 from logprobs import distribution_of
 
 DEFAULT_REWARDS = {"correctness": 1.0, "reasoning_coherence": 0.2, "explanation_quality": 0.1}       # weights
@@ -251,14 +251,9 @@ class GRPOConfig:
         return distribution_of(self)
 
     @property
-    def loss_entry(self) -> Loss:
-        """Return the entry of LOSSES."""
-        return LOSSES[self.loss_type]
-
-    @property
     def effective_importance_cap(self) -> float:
         """Return the cap of importance weights, 0 for no weights."""
-        rounds_differently = self.engine == "vllm" and not self.loss_entry.corrects_sampler
+        rounds_differently = self.engine == "vllm" and not LOSSES[self.loss_type].corrects_sampler
         return self.importance_cap or (2.0 if rounds_differently else 0.0)
 
     @property
@@ -476,7 +471,8 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
     """Raise ValueError for flags that are valid alone and not together."""
     no_folder = training.resume and not training.output_dir
     reject(training, ("resume", no_folder, "needs --output_dir, the run to continue"))
-    bounds = config.loss_entry.bounds | {"off_policy_limit": (0.0, math.inf)}
+    loss = LOSSES[config.loss_type]
+    bounds = loss.bounds | {"off_policy_limit": (0.0, math.inf)}
     known = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in bounds.items())
     for name, value in parse_options(config.loss_options).items():
         low, high = bounds.get(name, (math.nan, math.nan))
@@ -484,7 +480,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         reject(config, ("loss_options", not low <= value <= high, fix))
     size, estimator = config.num_completions_per_prompt, config.effective_kl_estimator
     kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
-    has_ratio = "log_ratio" in inspect.signature(config.loss_entry.per_token).parameters
+    has_ratio = "log_ratio" in inspect.signature(loss.per_token).parameters
     reject(
         config,
         ("reward_timeout", 0 < config.reward_timeout < 1e-3, "at least 0.001 seconds, or 0 for no limit"),

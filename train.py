@@ -37,7 +37,7 @@ from engine.sharding import sum_and_clip_gradient
 from environments.messages import encode_turns
 from experience import Experience, Groups, compute_experience, demonstrations_as_experience
 from experience import minibatches, shape_rewards
-from grpo import CENTERED_BASELINES, aggregate, compute_group_advantages, policy_loss, value_loss
+from grpo import CENTERED_BASELINES, LOSSES, aggregate, compute_group_advantages, policy_loss, value_loss
 from logprobs import LogProbs
 from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
@@ -176,7 +176,7 @@ def compute_loss_terms(
     """
     mask = batch.mask                                                            # (b, T)
     denominators = denominators | {"group_tokens": batch.group_tokens}           # (b, 1)
-    aggregation = config.loss_entry.aggregation                                  # dapo: token_mean
+    aggregation = LOSSES[config.loss_type].aggregation    # dapo: token_mean
     loss, terms = policy_loss(
         current.logp, batch.old_logp, batch.advantages, mask, weights=batch.importance_weights,
         **config.loss_arguments, **denominators)  # loss_type, clip_low, clip_high, ...; num_tokens, ...

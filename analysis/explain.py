@@ -25,7 +25,7 @@ from config import GRPOConfig
 from data import as_text
 from engine.devices import num_processes
 from experience import Experience, Groups, log_probs_of_rollout
-from grpo import kl_penalty, token_loss
+from grpo import LOSSES, kl_penalty, token_loss
 from runs.console import RunConsole, points_text
 from runs.groups import select
 from runs.folder import or_none
@@ -200,7 +200,8 @@ def show_loss(console: RunConsole, config: GRPOConfig, losses: dict, denominator
     lines.append(["total_loss", f"{losses['total_loss']:+.6f}", ""])
     show(console, "4. The loss", ["term", "value", "weight"], lines)
     sizes = ", ".join(f"{name} {n:g}" for name, n in denominators.items())
-    console.print(f"   {config.loss_type}: {config.loss_entry.aggregation} of the tokens' losses, {sizes}")
+    aggregation = LOSSES[config.loss_type].aggregation
+    console.print(f"   {config.loss_type}: {aggregation} of the tokens' losses, {sizes}")
     console.print("   every ratio is still 1: the value of policy_loss says little, its gradient counts")
 
 

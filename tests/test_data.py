@@ -180,9 +180,10 @@ def message(role, content):
 def test_a_message_that_the_rendered_prompt_leaves_out_is_one_line(chat_tokenizer, template, messages, lost):
     chat_tokenizer.chat_template = template or None
     if lost is None:
-        return encode_prompt(chat_tokenizer, messages)
-    with pytest.raises(ValueError, match=f"^the prompt leaves out the {re.escape(lost)}: the chat template does not write .* --chat_template$"):
         encode_prompt(chat_tokenizer, messages)
+    else:
+        with pytest.raises(ValueError, match=f"^the prompt leaves out the {re.escape(lost)}: the chat template does not write .* --chat_template$"):
+            encode_prompt(chat_tokenizer, messages)
 
 
 def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
