@@ -146,7 +146,7 @@ class GRPOConfig:
     normalize_advantages: bool = flag(
         True, "divide advantages as advantage_scale says, with a value head centre and scale them over all "
         "tokens; Dr. GRPO: false, with --loss_type dr_grpo")
-    advantage_scale: Literal[*(name for name in SCALES if name != "none")] = flag(
+    advantage_scale: Literal[*SCALES[:-1]] = flag(
         "group", "divide by the standard deviation of each group, or of the batch, or by the group's mean")
     baseline: Literal[*BASELINES] = flag(
         "group_mean", "subtracted from rewards: mean or median of the group; global_mean: mean of all "
@@ -328,7 +328,6 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self):
-        """Raise ValueError for incompatible flags."""
         for f in dataclasses.fields(self):
             if not isinstance(getattr(self, f.name), f.type):
                 raise TypeError(f"Config: {f.name}={getattr(self, f.name)!r:.60} must be a {f.type.__name__}")
@@ -394,7 +393,7 @@ def check_values(section) -> None:
         name, value, bounds = f.name, getattr(section, f.name), f.metadata["bounds"]
         if isinstance(value, os.PathLike):
             object.__setattr__(section, name, value := os.fspath(value))
-        if not has_type(value, f.type) and not (name == "loss_type" and value in LOSSES):  # of a script
+        if not has_type(value, f.type) and not (name == "loss_type" and value in LOSSES):  # a script's loss
             raise ValueError(f"--{name}={value!s:.60}: {expected_value(name, value, f.type)}")
         inside = all(getattr(operator, bound)(value, limit) for bound, limit in bounds.items())
         words = " and ".join(f"{BOUNDS[bound]} {limit}" for bound, limit in bounds.items())
@@ -469,8 +468,8 @@ def validate_functions(config: GRPOConfig) -> None:
 
 def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per_rollout: int) -> None:
     """Raise ValueError for flags that are valid alone and not together."""
-    no_folder = training.resume and not training.output_dir
-    reject(training, ("resume", no_folder, "needs --output_dir, the run to continue"))
+    reject(training, (
+        "resume", training.resume and not training.output_dir, "needs --output_dir, the run to continue"))
     loss = LOSSES[config.loss_type]
     bounds = loss.bounds | {"off_policy_limit": (0.0, math.inf)}
     known = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in bounds.items())
@@ -479,7 +478,6 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         fix = f"{config.loss_type} takes {known}, as name=number"
         reject(config, ("loss_options", not low <= value <= high, fix))
     size, estimator = config.num_completions_per_prompt, config.effective_kl_estimator
-    kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
     has_ratio = "log_ratio" in inspect.signature(loss.per_token).parameters
     reject(
         config,
@@ -491,7 +489,7 @@ def check_combinations(config: GRPOConfig, training: TrainingConfig, updates_per
         ("advantage_scale", config.scale == "mean" and (
             config.reward_combination == "gdpo" or config.overlong == "penalise"),
          "is for points from 0 up; leave out --reward_combination gdpo and --overlong penalise"),
-        ("kl_estimator", kl_in_reward and estimator != "k1",
+        ("kl_estimator", config.kl_coef > 0 and config.kl_in == "reward" and estimator != "k1",
          "in a reward only k1 pulls the policy to the reference (near it, k2 and k3 hardly pull at all, and "
          "exact does not depend on the token); leave it out"),
         ("kl_estimator", config.kl_in_loss and estimator == "k1",
@@ -526,7 +524,6 @@ SECTIONS = tuple(f.type for f in dataclasses.fields(Config))
 FLAGS = {f.name: f for section in SECTIONS for f in dataclasses.fields(section)}
 DEFAULTS = Config().flags       # flag -> its default
 
-BUILT_IN_MODEL = "demo", "guess_letter", "demo_supervised"                       # profiles
 # Values that replace defaults; flags replace both. Without a model_path the profile is demo, or
 # demo_supervised without use_grpo. The last three are ordered from small to large learning rates.
 PROFILES: dict[str, dict[str, Any]] = {
@@ -565,7 +562,7 @@ def profile_values(profile: str, batch_size: int | None = None) -> dict[str, Any
     if profile not in ("", *PROFILES):
         raise ValueError(f"--profile={profile}: choose one of {', '.join(PROFILES)}")
     values = dict(PROFILES.get(profile, {}))
-    if profile in BUILT_IN_MODEL and type(batch_size) is int and batch_size > 0:
+    if profile in ("demo", "guess_letter", "demo_supervised") and type(batch_size) is int and batch_size > 0:
         ratio = batch_size / values["batch_size"]
         for name in values.keys() & {"cold_start_steps", "eval_steps", "save_steps"}:
             values[name] = math.ceil(values[name] / ratio)

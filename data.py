@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 COLUMNS = {                     # the column names that are recognised, in order of precedence
     "prompt": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
@@ -92,11 +91,11 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
     """
     if is_ids(prompt):
         return prompt
+    if isinstance(prompt, str) and not tokenizer.chat_template:
+        return tokenizer(prompt).input_ids
     messages = as_messages(prompt)
     if tokenizer.chat_template:
         text = render(tokenizer, messages, add_generation_prompt=True)
-    elif isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
     else:
         text = f"{as_text(mark_special_tokens(tokenizer, messages))}\nassistant: "
     refuse_lost_text(messages, text.replace(MARK, ""))
@@ -160,7 +159,7 @@ def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
 
 
 def as_messages(prompt) -> list[dict]:
-    """Convert a prompt to chat messages: text has the role of the user, with no content for token ids."""
+    """Convert a prompt to chat messages: text is the user's message, and token ids are an empty one."""
     text = "" if is_ids(prompt) else prompt
     return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
 
@@ -263,7 +262,7 @@ def parse_line(line: bytes, where: str) -> dict:
     return row
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str):
     """Parse JSON. Raises ValueError, also for half of a surrogate pair, which cannot be encoded as tokens."""
     try:
         value = json.loads(text)

@@ -33,7 +33,7 @@ class Groups:
     per_function: dict[str, Tensor]     # (P, G) points of each reward function
     rewards: Tensor                     # (P, G) points, see shape_rewards
     replaced: int = 0                   # number of groups that dynamic sampling replaced
-    reports: object = None              # of the reward functions, beside points: see runs/groups.py
+    reports: object = None              # of the reward functions, beside points: reward_functions/calling.py
 
     @property
     def tied(self) -> Tensor:
@@ -57,7 +57,7 @@ def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[s
         advantages = {}
         for name, points in per_function.items():
             scaled = compute_group_advantages(points.masked_fill(scores.isnan(), torch.nan))
-            advantages[name] = scaled.to(points.dtype).masked_fill(points.isnan(), torch.nan)
+            advantages[name] = scaled.masked_fill(points.isnan(), torch.nan)
         scores = weighted_sum(advantages, config.weights).masked_fill(scores.isnan(), torch.nan)
     if config.reward_clip:
         scores = scores.clamp(-config.reward_clip, config.reward_clip)           # NaN stays NaN
@@ -106,10 +106,10 @@ class Experience:
         num_prompts is a fraction where --minibatch_size splits a group: that of its tokens in these rows.
         """
         mask = self.mask[rows]                            # (b, T)
-        counts = dict(num_tokens=mask.sum(), num_sequences=mask.any(dim=1).sum())
         num_prompts = round(float((mask / self.group_tokens[rows].double()).sum()), 9)
-        counts = {name: max(1, int(count)) for name, count in counts.items()}
-        return counts | dict(max_tokens=max_tokens, num_prompts=num_prompts or 1.0)
+        return dict(
+            num_tokens=max(1, int(mask.sum())), num_sequences=max(1, int(mask.any(dim=1).sum())),
+            max_tokens=max_tokens, num_prompts=num_prompts or 1.0)
 
     def has_gradient(self, rows: Tensor, config) -> Tensor:
         """Return (b,) bool: the rows that have a gradient.
@@ -126,13 +126,12 @@ class Experience:
         scaled down to it, with its gradient. With top-k or top-p policy and reference are truncated to
         tokens of their own, unlike in the exact KL.
         """
-        ratio, estimator = None, config.effective_kl_estimator
-        if estimator == "ratio_k3":
-            estimator = "k3"
-            ratio = torch.where(self.mask, logp - self.trainer_logp, 0.0).clamp(-20, 20).exp()
-            cap = config.effective_importance_cap or torch.inf
-            ratio = ratio * (cap / ratio.detach()).clamp(max=1)                  # keeps the gradient
-        return kl_penalty(logp, self.reference_logp, estimator=estimator, ratio=ratio)
+        if config.effective_kl_estimator != "ratio_k3":
+            return kl_penalty(logp, self.reference_logp, estimator=config.effective_kl_estimator)
+        ratio = torch.where(self.mask, logp - self.trainer_logp, 0.0).clamp(-20, 20).exp()
+        cap = config.effective_importance_cap or torch.inf
+        ratio = ratio * (cap / ratio.detach()).clamp(max=1)                      # keeps the gradient
+        return kl_penalty(logp, self.reference_logp, estimator="k3", ratio=ratio)
 
     def select(self, rows: Tensor, device) -> "Experience":
         """Return the tensors of some rows, on a device. The rollout stays whole: rows are indices into it."""
@@ -177,13 +176,12 @@ def compute_experience(
         metrics["kl"] = float(kl.sum() / mask.sum())      # NaN if no token is trained on
         penalty = config.kl_coef * kl
     returns = None
-    if value_head is not None:
+    if value_head is None:
+        advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)
+        advantages = advantages.float().view(-1, 1)
+    else:
         advantages, returns = token_advantages(
             config, groups.rewards.reshape(-1, 1), penalty, values, mask, turn_points=rollout.turn_points)
-    else:
-        if config.kl_in == "reward":
-            advantages = advantages + penalty_advantages(penalty, mask, advantages.shape)
-        advantages = advantages.float().view(-1, 1)
     return Experience(
         groups.examples, rollout, mask, advantages, trainer_logp, old_logp,
         group_tokens=tokens_of_groups(mask, len(rollout.prompt_ids)), importance_weights=weights,

@@ -340,10 +340,9 @@ def policy_loss(
         logp, old_logp, advantages, mask, loss_type=loss_type, **options)
     if weights is not None:
         token_losses = token_losses * weights
-    denominators = dict(
-        num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens, num_prompts=num_prompts,
-        group_tokens=group_tokens)
-    loss = aggregate(token_losses, mask, LOSSES[loss_type].aggregation, **denominators)
+    loss = aggregate(
+        token_losses, mask, LOSSES[loss_type].aggregation, num_tokens=num_tokens, max_tokens=max_tokens,
+        num_sequences=num_sequences, num_prompts=num_prompts, group_tokens=group_tokens)
     ratio = log_ratio.clamp(-20, 20).exp()                                       # 1 where mask is False
     stats = {
         "clip_fraction": (removed & mask).sum() / num_tokens,
@@ -367,7 +366,7 @@ def kl_penalty(
     If there is a ratio, the result is multiplied by it.
 
     logp, ref_logp  (B, T) nats
-    ratio           (B, T) exp(logp - old_logp) with its gradient, or None
+    ratio           (B, T) exp(logp - logp before the updates) with its gradient, or None
     returns         (B, T) nats; k2 and k3 are never negative
 
     In a loss the gradient counts, not the value. On policy, and on average at each position, it is 0 for k1,
@@ -375,11 +374,10 @@ def kl_penalty(
     pass ratio where the penalty is part of a loss. J. Schulman, "Approximating KL divergence", 2020.
     """
     x = ref_logp - logp
-    estimators = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x}
+    estimators = {"k1": -x, "k2": x.square() / 2, "k3": torch.expm1(x) - x}
     if estimator not in estimators:
         raise ValueError(f"{estimator=} must be one of {', '.join(estimators)}")
-    kl = estimators[estimator]()
-    return kl if ratio is None else ratio * kl
+    return estimators[estimator] if ratio is None else ratio * estimators[estimator]
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
@@ -393,17 +391,17 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor
     return ((max_tokens - buffer - lengths) / buffer).clamp(max=0)
 
 
-def importance_weights(old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+def importance_weights(trainer_logp: Tensor, sampling_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
     """Compute factors that correct the distribution of a sampler, such as vLLM, whose arithmetic differs a
     little from the trainer's. A weight is trainer / sampler, at the same parameters; a ratio is policy now /
     policy before the updates.
 
-        min(exp(old_logp - sampling_logp), cap)
+        min(exp(trainer_logp - sampling_logp), cap)
 
-    old_logp, sampling_logp  (B, T) nats before the first update, of trainer and sampler; anything in padding
+    trainer_logp, sampling_logp  (B, T) nats before the first update; anything in padding
     returns  (B, T) without gradient, 1 in padding. Truncated importance sampling: Ionides 2008, JCGS 17.
     """
-    return torch.where(mask, old_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
+    return torch.where(mask, trainer_logp - sampling_logp, 0.0).detach().exp().clamp(max=cap)
 
 
 # ---- training with a critic --------------------------------------------------------------------------------

@@ -72,11 +72,10 @@ def completion_log_probs(
         values = None if value_head is None else value_head(hidden).to(results[0].dtype).clone()
         return [*results, values]
 
-    logp, entropy, kl, values = run_forward(model, forward)                                    # (N,) each
+    results = run_forward(model, forward)                 # logp, entropy, kl, values: (N,) each
     mask = rollout.completion_mask[rows].to(device)                                            # (b, T)
-    zeros = torch.zeros(mask.shape, dtype=logp.dtype, device=device)
-    in_place = (None if x is None else zeros.masked_scatter(mask, x) for x in (logp, entropy, kl, values))
-    return LogProbs(*in_place)
+    zeros = torch.zeros(mask.shape, dtype=results[0].dtype, device=device)
+    return LogProbs(*(None if x is None else zeros.masked_scatter(mask, x) for x in results))
 
 
 def hidden_states(model, inputs: dict, predicting_position: tuple[Tensor, Tensor]) -> Tensor:
@@ -90,11 +89,11 @@ def lay_out(rollout, rows: Tensor, device) -> tuple[dict, tuple[Tensor, Tensor],
     returns  inputs of the model (b, L); row and column of the position that predicts each token of the
              policy, (N,) each; and the ids of these tokens (N,)
     """
-    mask = rollout.completion_mask[rows]                                                       # (b, T)
+    completion_ids, mask = rollout.completion_ids[rows], rollout.completion_mask[rows]         # (b, T)
     prompts, lengths = prompts_and_lengths(rollout, rows)
     sequences = [
-        torch.cat([prompt, rollout.completion_ids[row, : length - len(prompt)]])
-        for prompt, row, length in zip(prompts, rows, lengths, strict=True)
+        torch.cat([prompt, completion[: length - len(prompt)]])
+        for prompt, completion, length in zip(prompts, completion_ids, lengths, strict=True)
     ]
     ids = pad_sequence(sequences, batch_first=True).to(device)                                 # (b, L)
     attention_mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).to(device)
@@ -103,7 +102,7 @@ def lay_out(rollout, rows: Tensor, device) -> tuple[dict, tuple[Tensor, Tensor],
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
     predicting_position = row.to(device), (prompt_lengths[row] + t - 1).to(device)
     inputs = dict(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
-    return inputs, predicting_position, rollout.completion_ids[rows][mask].to(device)
+    return inputs, predicting_position, completion_ids[mask].to(device)
 
 
 def head_log_probs(

@@ -137,11 +137,11 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 @torch.no_grad()
 def update_reference(reference, model, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
-    for mine, policy in zip(reference.parameters(), model.parameters(), strict=True):
+    for old, new in zip(reference.parameters(), model.parameters(), strict=True):
         if alpha:
-            mine.lerp_(policy.to(mine.device), 1 - alpha)
+            old.lerp_(new.to(old.device), 1 - alpha)
         else:
-            mine.copy_(policy)
+            old.copy_(new)
 
 
 class ValueHead(torch.nn.Module):

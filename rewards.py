@@ -107,8 +107,7 @@ def compute_rewards_for_completions(
     started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
     per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
     for name, result in started.items():
-        returned = result() if callable(result) else result
-        points = read_points(returned, count, f"reward function {name}")
+        points = read_points(result() if callable(result) else result, count, f"reward function {name}")
         failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
         points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
         per_function[name] = points.view(shape)
@@ -133,11 +132,9 @@ def text_of(completion) -> str:
 
 
 def score_each(score_one: Callable, completions, *columns) -> list[float | None]:
-    """Return score_one(text, *values) for each completion and its columns, None where a value is missing or a
-    dict.
-    """
+    """Return score_one(text, *values) for each completion, None where a value is missing or a dict."""
     return [
-        None if any(map(is_missing, values)) or dict in map(type, values)
+        None if any(is_missing(value) or isinstance(value, dict) for value in values)
         else score_one(text_of(completion), *values)
         for completion, *values in zip(completions, *columns, strict=True)
     ]
@@ -198,7 +195,7 @@ def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:
     assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
     rows = [example for example in examples for _ in range(group_size)]
     prompts = [row.get("original_prompt", row["prompt"]) for row in rows]        # before truncation
-    columns = {name for example in examples for name in example} - COLUMNS_NOT_PASSED
+    columns = set().union(*examples) - COLUMNS_NOT_PASSED
     return {name: [row.get(name) for row in rows] for name in sorted(columns)} | dict(
         completions=list(map(match_prompt_format, rollout.completions, prompts)), prompts=prompts,
         completion_ids=select_tokens(rollout.completion_ids, rollout.completion_mask),

@@ -36,9 +36,8 @@ from transformers import DynamicCache
 from data import encode_demonstration, encode_prompt
 from logprobs import compute_logits, distribution_of, restrict_logits
 
-DROP_BELOW = 0.75               # finished rows leave the batch once at most this share goes on: that copies
-                                # the cache of these
-LOOK_EVERY = 8                  # tokens between looks for finished rows on a GPU: each waits for the device
+DROP_BELOW = 0.75               # finished rows leave the batch, by a copy, once at most this share goes on
+CHECK_EVERY = 8                 # tokens between checks for finished rows on a GPU: each waits for the device
 
 
 @dataclass
@@ -81,9 +80,9 @@ def sample_completions_for_prompts(
     with sampling_mode(model):
         for first in range(0, len(prompts), prompts_at_once):
             batch, first_row = prompt_ids[first : first + prompts_at_once], first * group_size
-            numbers = uniforms[first_row : first_row + len(batch) * group_size]
-            of_batch = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
-            parts.append(sample_batch(model, tokenizer, batch, numbers, distribution, of_batch))
+            batch_uniforms = uniforms[first_row : first_row + len(batch) * group_size]
+            batch_reply = reply and (lambda row, ids, first_row=first_row: reply(first_row + row, ids))
+            parts.append(sample_batch(model, tokenizer, batch, batch_uniforms, distribution, batch_reply))
     columns = map(torch.cat, zip(*parts, strict=True))    # ids, sampled, filled, logp, finished of all
     return make_rollout(tokenizer, prompt_ids, *columns)
 
@@ -115,12 +114,12 @@ def sample_batch(
         logp[rows, t] = torch.where(is_sampled, token_logp.float(), 0.0)
         sampled[rows, t] = is_sampled
         ends_turn = is_sampled & torch.isin(token, stops)                        # (b,)
-        finished[rows] = finished[rows] | ends_turn       # unless the environment replies
+        finished[rows] |= ends_turn                       # unless the environment replies
         if reply:
             add_replies(reply, rows[ends_turn].tolist(), ids, replied, finished, t + 1)
         if t + 1 == limit:
             break
-        if device.type == "cpu" or t % LOOK_EVERY == 0:
+        if device.type == "cpu" or t % CHECK_EVERY == 0:
             rows = drop_finished(finished, rows, cache)
             if not len(rows):
                 break

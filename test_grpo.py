@@ -347,7 +347,7 @@ def test_importance_weights_multiply_a_tokens_loss(loss_type):
     weights = importance_weights(old_logp, sampling_logp, mask, cap=1.2)
     ((_, formula),) = formulas(importance_weights)
     for i, t in itertools.product(range(4), range(6)):
-        names = dict(old_logp=old_logp[i, t].item(), sampling_logp=sampling_logp[i, t].item(), cap=1.2)
+        names = dict(trainer_logp=old_logp[i, t].item(), sampling_logp=sampling_logp[i, t].item(), cap=1.2)
         close(weights[i, t], dual(evaluate(formula, **names)).value if mask[i, t] else 1.0)
     assert (weights == 1.2).any() and (weights[mask] < 1).any()
     options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)

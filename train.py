@@ -224,10 +224,9 @@ def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Expe
     experience = demonstrations_as_experience(examples, rollout)
     config = run.config.grpo.with_supervised_loss
     losses = accumulate_gradients(run, experience, torch.arange(len(examples)), config)
-    update = optimizer_step(run, losses["total_loss"])
     tokens = int(experience.mask.sum()) / len(examples)
     metrics = {"loss": losses["total_loss"], "entropy": losses["entropy"], "completion_tokens": tokens}
-    return metrics | update, experience
+    return metrics | optimizer_step(run, losses["total_loss"]), experience
 
 
 def train(config: Config, **objects) -> tuple:
@@ -269,7 +268,7 @@ def step_evaluate_save(run: Run, phase: Phase) -> bool:
     """Take a step of a phase and log it; evaluate and save if that is due. Return if the phase ends early."""
     progress, before = run.progress, run.progress.phase_step
     take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-    if not progress.evaluation_due:                       # True here: it raised, and the run was resumed
+    if not progress.evaluation_due:                       # else it raised, and the run was resumed
         with run.saved_on_error():
             metrics, experience = take_step(run, next(run.batches))
         with run.saved_on_error():                        # the step is complete: it will not be repeated
