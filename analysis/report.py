@@ -12,14 +12,14 @@ metrics that PANELS does not name, which are in metrics.jsonl.
 """
 
 import base64
+import fnmatch
 import hashlib
 import io
 import json
 import re
 from contextlib import suppress
-from fnmatch import fnmatch
 from functools import cache, partial
-from itertools import groupby
+from itertools import compress, groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,22 +31,22 @@ from config import DEFAULTS, ModelConfig
 from data import as_text
 from engine.policy import load_any_tokenizer
 from runs.console import points_text
-from runs.folder import or_none, points_of_turns, read_jsonl, read_steps, replace_text
+from runs.folder import or_none, read_jsonl, read_steps, replace_text
 from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
 MAX_BYTES = 50_000_000
 PANELS = {                      # of the curves: title -> names of metrics (file patterns)
-    "reward (points)": "mean_reward reward/*",
-    "held out (share), 95 % interval": "eval_accuracy eval_truncated",
-    "held out (points), 95 % interval": "eval_reward/*",
-    "groups and completions (share)": "tied_groups truncated clip_fraction",
-    "length (tokens)": "completion_tokens",
-    "policy (nat/token)": "loss entropy",
-    "KL (nat/token)": "kl approx_kl",
-    "gradient norm": "grad_norm",
-    "time (s)": "*_seconds",
+    "reward (points)": ["mean_reward", "reward/*"],
+    "held out (share), 95 % interval": ["eval_accuracy", "eval_truncated"],
+    "held out (points), 95 % interval": ["eval_reward/*"],
+    "groups and completions (share)": ["tied_groups", "truncated", "clip_fraction"],
+    "length (tokens)": ["completion_tokens"],
+    "policy (nat/token)": ["loss", "entropy"],
+    "KL (nat/token)": ["kl", "approx_kl"],
+    "gradient norm": ["grad_norm"],
+    "time (s)": ["*_seconds"],
 }
 
 
@@ -63,18 +63,14 @@ def write_report(folder: Path) -> Path:
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    rows = ((name, value, DEFAULTS.get(name)) for name, value in config.items())
+    changed = [(name, json.dumps(own), json.dumps(default)) for name, own, default in rows if own != default]
     target = folder / "report.html"
     replace_text(target, page.from_string(template).render(
         run, script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        curves=base64.b64encode(curves).decode(), settings=list_settings(config, DEFAULTS),
+        curves=base64.b64encode(curves).decode(), settings=changed,
     ))
     return target
-
-
-def list_settings(config: dict, defaults: dict) -> list[tuple[str, str, str]]:
-    """Return (name, value, default) of the settings that differ from the default, as JSON."""
-    rows = ((name, value, defaults.get(name)) for name, value in config.items())
-    return [(name, json.dumps(own), json.dumps(default)) for name, own, default in rows if own != default]
 
 
 def read_run(folder: Path, config: dict) -> dict:
@@ -111,7 +107,10 @@ def draw_curves(run: dict) -> bytes:
     from matplotlib.figure import Figure
 
     series = run["series"]
-    shown = {title: matching(sorted(series), patterns) for title, patterns in PANELS.items()}
+    shown = {
+        title: sorted(name for pattern in patterns for name in fnmatch.filter(series, pattern))
+        for title, patterns in PANELS.items()
+    }
     panels = {title: metrics for title, metrics in shown.items() if metrics}
     if not panels:
         return b""
@@ -133,11 +132,6 @@ def draw_curves(run: dict) -> bytes:
         figure.supxlabel("optimiser step")
         figure.savefig(png, dpi=100)
     return png.getvalue()
-
-
-def matching(names: list[str], patterns: str) -> list[str]:
-    """Return the names that a file pattern matches. patterns: separated by spaces."""
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns.split())]
 
 
 def with_limits(metric: str) -> tuple[str, ...]:
@@ -181,8 +175,9 @@ def describe_completion(record: dict, tokenizer) -> dict:
     """Return lines of text, and texts and numbers of the tokens; without a tokenizer, one text."""
     end = "ended with a stop token" if record["finished"] else "truncated at the length limit"
     points = {"advantage": record["advantage"]} | record["rewards"]
-    chosen = [logp is not None for logp in record["sampling_logp"]]
-    of_turns = points_of_turns(chosen, record.get("turn_points", []))
+    chosen = [logp is not None for logp in record["sampling_logp"]]              # by the policy
+    ends = [own and not following for own, following in pairwise([*chosen, False])]      # of its turns
+    of_turns = compress(record.get("turn_points", []), ends)
     points |= {f"turn {turn}": value for turn, value in enumerate(of_turns, start=1)}
     return {
         "reward": f"reward {points_text(record['reward'])}",

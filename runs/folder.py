@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import compress, groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -224,12 +224,6 @@ def completion_records(experience, after=None) -> list[dict]:
             record["turn_points"] = [or_none(points) for points in rollout.turn_points[row, :length]]
         records.append(record)
     return records
-
-
-def points_of_turns(chosen: list[bool], points: list) -> list:
-    """Return the points at the last token of each turn. chosen: True on tokens of the policy."""
-    ends = [own and not following for own, following in pairwise([*chosen, False])]
-    return list(compress(points, ends))
 
 
 def or_none(value) -> float | None:
