@@ -160,8 +160,8 @@ def read_variants(folder: Path, metric: str) -> dict[str, dict[str, float]]:
     raises  ValueError, one line, if there are no complete runs, or one does not have the metric
     """
     variants: dict[str, dict[str, float]] = {}
-    finals = sorted(folder.glob("*/seed-*/final"))
-    for run in (final.parent for final in sorted(finals, key=has_flags)):
+    folders = [final.parent for final in sorted(folder.glob("*/seed-*/final"))]
+    for run in sorted(folders, key=lambda run: (run.parent / "flags.txt").read_text() != ""):
         last = [line for line in read_jsonl(run / "metrics.jsonl") if line["phase"] == "eval"][-1]
         if last.get(metric) is None:
             names = [name for name, value in last.items() if name.startswith("eval_") and value is not None]
@@ -170,11 +170,6 @@ def read_variants(folder: Path, metric: str) -> dict[str, dict[str, float]]:
     if not variants:
         raise ValueError(f"{folder}: no run in it is complete")
     return variants
-
-
-def has_flags(final: Path) -> bool:
-    """Check that the variant of a run has flags."""
-    return (final.parents[1] / "flags.txt").read_text() != ""
 
 
 def comparison_table(variants: dict[str, dict[str, float]], metric: str) -> str:
