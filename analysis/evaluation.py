@@ -33,18 +33,17 @@ def evaluate(engine, ranks, examples: list[dict], config, *, seed: int, **option
     """
     groups = answer_and_score(engine, ranks, examples, config, seed=seed, num_completions=1, **options)
     result = {f"eval_{name}": value for name, value in groups.reports.means().items()}
+    ends = {"": "mean", "_low": "low", "_high": "high"}
     for name, points in groups.per_function.items():
         found = estimate_points(points.tolist())
-        for end, of in ("", "mean"), ("_low", "low"), ("_high", "high"):
-            result[f"eval_reward{end}/{name}"] = found[of]                       # None: unknown
+        result |= {f"eval_reward{end}/{name}": found[of] for end, of in ends.items()}    # None: unknown
     correct = groups.per_function["correctness"]
     correct = correct[~correct.isnan()]
     result["eval_problems"] = len(correct) or len(examples)
     result["eval_truncated"] = float((~groups.rollout.finished).double().mean())
     if len(correct):
         found = estimate_mean(correct.numpy())
-        result["eval_accuracy"] = found["mean"]
-        result |= {f"eval_accuracy_{end}": found[end] for end in ("low", "high")}
+        result |= {f"eval_accuracy{end}": found[of] for end, of in ends.items()}
     return result
 
 
