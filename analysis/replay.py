@@ -20,6 +20,7 @@ from pathlib import Path
 
 from runs.command_line import exit_on_mistake, parse_config  # first, see runs/__init__.py
 
+import numpy as np
 import torch
 
 import train
@@ -101,7 +102,7 @@ def replay_grpo_step(run: Run, records: list[dict]) -> dict:
     run = replace(run, progress=replace(run.progress))    # every step begins with that of the weights
     rollout, per_function = rollout_of(records, run.tokenizer.pad_token_id)
     names = [saved_name(name, per_function) for name in config.reward_functions]
-    saved = torch.tensor([math.nan if r["reward"] is None else r["reward"] for r in records])
+    saved = torch.tensor(np.array([record["reward"] for record in records], float))
     could_be = weighted_sum(per_function, [1.0] * len(per_function))             # (P, G)
     failed = saved.view_as(could_be).isnan() & ~could_be.isnan()                 # a function raised
     per_function = {name: per_function[name] for name in names}
@@ -145,13 +146,11 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
     def column(name: str) -> list:
         return [record[name] for record in records]
 
-    def nan_for_none(values: list) -> list:
-        return [torch.nan if value is None else value for value in values]
-
     num_prompts = len(set(column("group")))
     prompts = column("prompt_ids")[:: len(records) // num_prompts]
     logp = column("sampling_logp")                        # None: a token that the policy did not choose
-    turn_points = [nan_for_none(record["turn_points"]) for record in records if "turn_points" in record]
+    # As floats, None is NaN.
+    turn_points = [np.array(record["turn_points"], float) for record in records if "turn_points" in record]
     rollout = Rollout(
         *left_pad(prompts, pad_id), pad_rows(column("completion_ids"), dtype=torch.long),
         pad_rows([[p is not None for p in row] for row in logp], dtype=torch.bool),
@@ -160,8 +159,8 @@ def rollout_of(records: list[dict], pad_id: int) -> tuple[Rollout, dict[str, tor
         pad_rows(turn_points, dtype=torch.float32) if turn_points else None,
     )
     scored = column("rewards") if "rewards" in records[0] else [{}]
-    points = {name: torch.tensor(nan_for_none([row[name] for row in scored])) for name in scored[0]}
-    return rollout, {name: values.double().view(num_prompts, -1) for name, values in points.items()}
+    points = {name: np.array([row[name] for row in scored], float) for name in scored[0]}
+    return rollout, {name: torch.tensor(values).view(num_prompts, -1) for name, values in points.items()}
 
 
 if __name__ == "__main__":
