@@ -53,14 +53,12 @@ class RunConsole:
         """Print the settings, the model, the data and the rewards, and the length of each phase."""
         training, config = self.config.training, self.config
         if training.use_grpo:
-            values = config.as_dict()["grpo"] | config.as_dict()["training"]
-            settings = ", ".join(f"{name} {values[name]}" for name in MAIN_SETTINGS)
+            settings = ", ".join(f"{name} {config.flags[name]}" for name in MAIN_SETTINGS)
             self.print(f"profile {training.profile or 'none'}: {settings}")
-        size = sum(p.numel() for p in model.parameters()) / 1e6
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+        size, trained = model.num_parameters() / 1e6, model.num_parameters(only_trainable=True) / 1e6
         name, count = config.model.model_path or "built-in tiny Gemma 3", num_processes()
         where = f"on {device}" if count == 1 else f"over {count} processes on {device.type}"
-        numbers = f"{size:.1f}M parameters, {trainable:.2f}M of them trained"
+        numbers = f"{size:.1f}M parameters, {trained:.2f}M of them trained"
         self.print(f"model {name}: {numbers}, {config.model.precision}, {where}")
         self.print(f"data {config.data.dataset}: {num_train} examples to train on, {num_eval} held out")
         if training.use_grpo:
@@ -70,8 +68,7 @@ class RunConsole:
             self.print(f"instruction, before every prompt: {config.data.instruction!r}")
         self.print(f"passes of up to {training.max_tokens_per_forward} tokens: --max_tokens_per_forward")
         for phase in phases:
-            group_size = config.grpo.num_completions_per_prompt if phase.name == "grpo" else 1
-            rows = training.batch_size * group_size
+            rows = config.rollout_size if phase.name == "grpo" else training.batch_size
             amount = f"{training.batch_size} prompts, {rows} completions"
             self.print(f"phase {phase.name}: {phase.steps} steps of {amount}")
 
