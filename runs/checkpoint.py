@@ -116,11 +116,6 @@ def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
         scaler.load_state_dict(state["scaler"])
 
 
-def reference_state(reference) -> list | None:
-    """Return the gathered tensors of a reference that is an adapter, else None."""
-    return [full_tensor(kept) for kept in reference.kept] if isinstance(reference, AdapterReference) else None
-
-
 def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in a folder, and flush everything to the disk."""
     (folder / CHECKSUMS).write_text("".join(f"{line}\n" for line in checksums(folder)))

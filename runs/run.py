@@ -24,13 +24,13 @@ from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
-from engine.sharding import forward_pass, replicated_sums
+from engine.sharding import forward_pass, full_tensor, replicated_sums
 from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from rewards import name_of
 from runs.checkpoint import (
-    load_optimizer_state, optimizer_state, random_states, read_state, reference_state, set_random_states,
-    versions, write_checkpoint, write_policy,
+    load_optimizer_state, optimizer_state, random_states, read_state, set_random_states, versions,
+    write_checkpoint, write_policy,
 )
 from runs.console import OTHER_DRAWS, RunConsole, held_out_text, shows_accuracy
 from runs.errors import StopOnSignal, halved_when_out_of_memory
@@ -304,7 +304,7 @@ class Run:
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
             "engine": type(self.engine).__name__, "shared_prompt": self.engine.shares_prompts,
             "handed_in": self.handed_in, "random_states": all_gather_object(random_states()),
-            "reference_adapter": reference_state(self.reference),
+            "reference_adapter": full_tensor(getattr(self.reference, "kept", None)),     # AdapterReference
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         checkpoint = write_checkpoint(
             self.folder.path / "checkpoints", self.progress.step, self.model, self.tokenizer,
