@@ -153,8 +153,7 @@ def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
     paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
     checkpoints = sorted((path for path in paths if path.name.startswith("step-")), reverse=True)
     for checkpoint in checkpoints:
-        problem = find_damage(checkpoint)
-        if not problem:
+        if not (problem := find_damage(checkpoint)):
             return checkpoint
         notify(f"checkpoint {checkpoint} is damaged ({problem}); trying the one before it")
     if checkpoints:

@@ -51,13 +51,12 @@ class RunFolder:
         if not training.resume:
             self.refuse_other_run(ValueError)
         existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
-        read_only = training.check
-        if not read_only and not (existing.is_dir() and os.access(existing, os.W_OK)):
+        if not training.check and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
         if training.report_to in ("wandb", "trackio") and not importlib.util.find_spec(training.report_to):
             raise ValueError(f"--report_to={training.report_to}: is not installed; pip install it")
         self.writes, self.lock, self.begun = is_main(), None, training.resume
-        if training.resume and not read_only:             # before a checkpoint is chosen
+        if training.resume and not training.check:        # before a checkpoint is chosen
             ranks.gather(self.acquire_lock)
         self.console = RunConsole(config, quiet=not self.writes)
         self.send = self.close_tracker = None             # see open_tracker
@@ -105,9 +104,8 @@ class RunFolder:
             self.config.training.report_to, self.path, self.config.as_dict(), last_step)
 
     def write_config(self, config: Config) -> None:
-        """Write config.json, on the first rank."""
-        if self.writes:
-            replace_text(self.path / "config.json", json.dumps(config.as_dict(), indent=2) + "\n")
+        """Write config.json."""
+        replace_text(self.path / "config.json", json.dumps(config.as_dict(), indent=2) + "\n")
 
     def log(self, step: int, phase: str, metrics: dict) -> None:
         """Append a line to metrics.jsonl and pass it to the tracker. NaN becomes null: JSON has no NaN."""
