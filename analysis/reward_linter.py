@@ -24,17 +24,9 @@ from runs.folder import read_steps
 from sample import pad_rows
 from sources.batches import prompt_key
 
-KINDS = {
-    "gold": "the completion of the data set, or its answer between the expected tags",
-    "empty": "no text",
-    "wrong": "the column `wrong` if there is one; else gold with another answer, or another example's gold",
-    "confident": "wrong, with a claim to be certain",
-    "form": "the tags around dots",
-    "spam": "three answers, the correct one in the middle",
-    "repeated": "gold three times",
-    "truncated": "the first half of gold",
-    "echo": "the prompt",
-}
+KINDS = (                       # columns of the table, which docs/rewards.md explains
+    "gold", "empty", "wrong", "confident", "form", "spam", "repeated", "truncated", "echo",
+)
 SLOW = 0.1                      # seconds per completion
 
 
@@ -141,7 +133,7 @@ def flags_of(points: dict[str, float], is_total: bool) -> list[str]:
         return [f"gives {max(points.values()):g} to every completion, so nothing can be learned from it here"]
     flags = []
     orders = {"wrong": ["empty", "form", "spam", "echo"], "newline": ["gold"], "untagged": ["reversed"]}
-    for lower, kinds in {"gold": [*KINDS], **orders}.items():
+    for lower, kinds in {"gold": KINDS, **orders}.items():
         limit = points.get(lower, math.inf) + 1e-9
         above = [f"{kind} ({points[kind]:.2f})" for kind in kinds if points.get(kind, -math.inf) > limit]
         if above:
@@ -175,7 +167,7 @@ def lint(
         flags += [f"{name} {flag}" for flag in found]
         if seconds > SLOW:
             flags.append(f"{name} takes {seconds:.2f} s a completion")
-        for kind in KINDS.keys() & points.keys():
+        for kind in points.keys() & KINDS:
             total[kind] = total.get(kind, 0.0) + weight * points[kind]
     if len(functions) > 1:
         table.append(table_row("total", total))
