@@ -149,7 +149,7 @@ def held_out_text(result: dict, config: Config) -> str:
     scored = []
     for name in [name.removeprefix("eval_reward/") for name in result if name.startswith("eval_reward/")]:
         mean, low, high = (result.get(f"eval_reward{end}/{name}") for end in ("", "_low", "_high"))
-        if name != "correctness" and mean is not None and not math.isnan(mean):
+        if name != "correctness" and mean is not None:
             interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
             scored.append(f"{name} {mean:.3f}{interval} points")
     return ", ".join(scored) or "nothing could be scored"
