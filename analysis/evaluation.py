@@ -66,8 +66,7 @@ def answer_and_score(
             repeats=repeats,
         )
         wrapped, reports = wrap_reward_functions(functions, rollout, config, trainer_state)
-        weights = [1.0] * len(functions)
-        total, points = compute_rewards_for_completions(wrapped, weights, rollout, examples)
+        total, points = compute_rewards_for_completions(wrapped, [1.0] * len(functions), rollout, examples)
         return Groups(examples, rollout, total, points, total, reports=reports)
 
     examples = [{"answer": None} | example for example in examples]
