@@ -157,7 +157,6 @@ def describe_conversations(rollout) -> dict:
     if rollout.turn_points is None:
         return {}
     mask = rollout.completion_mask                        # (B, T), False on the tokens of the environment
-    starts = mask.clone()
-    starts[:, 1:] &= ~mask[:, :-1]
+    num_turns = mask[:, 0].sum() + (mask[:, 1:] & ~mask[:, :-1]).sum()           # each where it begins
     num_forced = completion_lengths(mask).sum() - mask.sum()
-    return {"turns": float(starts.sum()) / len(mask), "environment_tokens": float(num_forced) / len(mask)}
+    return {"turns": float(num_turns) / len(mask), "environment_tokens": float(num_forced) / len(mask)}
