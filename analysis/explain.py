@@ -23,7 +23,6 @@ from torch import Tensor
 import train
 from config import GRPOConfig
 from data import as_text
-from engine.devices import num_processes
 from experience import Experience, Groups, log_probs_of_rollout
 from grpo import LOSSES, kl_penalty, token_loss
 from runs.console import RunConsole, points_text
@@ -42,9 +41,10 @@ def main(argv: list[str]) -> None:
     config = parse_config([*argv, "--check"])             # which writes nothing
     if not config.training.use_grpo:
         raise ValueError("a step of GRPO is explained; add --use_grpo")
-    if num_processes() > 1:
+    run = set_up(config)
+    if run.ranks.size > 1:
         raise ValueError("a step is explained in one process; start it without torchrun")
-    explain(set_up(config))
+    explain(run)
 
 
 def explain(run: Run) -> None:

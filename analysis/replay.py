@@ -68,11 +68,11 @@ def main(argv: list[str]) -> None:
 
 def load_run(config: Config, weights: Path) -> Run:
     """Return a run with saved weights; those of a checkpoint with its progress, reference, value head."""
+    device, grpo = best_device(config.model.device), config.grpo
     if num_processes() > 1:
         raise ValueError("rollouts are replayed in one process; start it without torchrun")
     policy, tokenizer = load_any_policy(replace(config.model, model_path=str(weights)))
     state = read_state(weights) if (weights / "state.pt").exists() else {}
-    device, grpo = best_device(config.model.device), config.grpo
     name = "shared" if state.get("shared_prompt", True) else "plain"
     max_tokens = config.training.max_tokens_per_forward
     engine = make_engine(name, move(policy, device), tokenizer, max_tokens=max_tokens)
