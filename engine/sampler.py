@@ -54,34 +54,30 @@ def sample_from_queue(
     model, prompts: list[list[int]], state: "SamplingState", group_size: int, groups_at_once: int
 ) -> None:
     """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, repeat."""
-    queue, cache, active = deque(range(len(prompts))), None, []
+    queue, cache, active = deque(enumerate(prompts)), None, []
     while queue or active:
         room = groups_at_once - -(-len(active) // group_size)
         if queue and (not active or room > 0):
             cache = cache if active else PrefixCache(model)
-            new_prompts = [queue.popleft() for _ in range(min(len(queue), room))]
-            new_rows = prefill(model, prompts, new_prompts, state, cache, group_size)
+            new_prompts = dict(queue.popleft() for _ in range(min(len(queue), room)))
+            new_rows = prefill(new_prompts, state, cache, group_size)
             active = state.active_rows(active + new_rows)                 # a completion may be a single token
         else:
-            active = decode(model, active, state, cache, group_size, waiting=bool(queue))
+            active = decode(active, state, cache, group_size, waiting=bool(queue))
 
 
-def prefill(
-    model, prompts: list[list[int]], new_prompts: list[int], state: "SamplingState", cache, group_size: int
-) -> list[int]:
-    """Forward the new prompts and sample the first token of their completions. Return the rows of these."""
-    hidden = cache.add_prompts(new_prompts, [prompts[p] for p in new_prompts])   # (new prompts or more, H)
-    row_ids = [p * group_size + g for p in new_prompts for g in range(group_size)]
+def prefill(prompts: dict[int, list[int]], state: "SamplingState", cache, group_size: int) -> list[int]:
+    """Forward new prompts, by number, and sample a first token of their completions. Return their rows."""
+    hidden = cache.add_prompts(list(prompts), list(prompts.values()))            # (prompts or more, H)
+    row_ids = [p * group_size + g for p in prompts for g in range(group_size)]
     padding = [state.dummy_row] * (len(hidden) * group_size - len(row_ids))
-    logits = compute_logits(model, hidden).repeat_interleave(group_size, dim=0)
+    logits = compute_logits(cache.model, hidden).repeat_interleave(group_size, dim=0)
     state.step(torch.tensor(row_ids + padding).to(logits.device), logits)
     cut_graph(logits.device)
     return row_ids
 
 
-def decode(
-    model, active: list[int], state: "SamplingState", cache, group_size: int, waiting: bool
-) -> list[int]:
+def decode(active: list[int], state: "SamplingState", cache, group_size: int, waiting: bool) -> list[int]:
     """Sample tokens until enough rows have ended or the cache is full. Return the rows still active.
 
     waiting  there are prompts for which others have to end first
@@ -95,7 +91,7 @@ def decode(
     def sample_token() -> None:
         count = state.count[row_ids]
         hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
-        state.step(row_ids, compute_logits(model, hidden))
+        state.step(row_ids, compute_logits(cache.model, hidden))
 
     enough, tokens_at_once = int(len(active) * COMPACT_BELOW[device.type]), TOKENS_BETWEEN_CHECKS[device.type]
     if not waiting and len(active) * capacity <= KEPT_TOKENS[device.type]:
