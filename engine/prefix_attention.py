@@ -56,9 +56,7 @@ class TokenLayout:
 
     own: list[Block]            # on the CPU
     prefix: list[Block]
-    own_slots: Tensor           # (L,) index of each token in the flattened, concatenated queries of `own`
-    prefix_query_slots: Tensor  # (L,) the same for `prefix`; the number of slots for a token in no block
-    prefix_key_slots: Tensor    # (L,) index of each token among the keys of `prefix`
+    size: int                   # L
     store: Callable | None = None               # called with each layer's keys and values
     layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
     known: dict = field(default_factory=dict)   # number of key heads -> parts
@@ -73,10 +71,8 @@ class TokenLayout:
     def parts(self, heads: int, device) -> list["Part"]:
         """Return the parts of the attention for a number of key heads: own, and prefix if there is one."""
         if heads not in self.known:
-            self.known[heads] = [make_part(self.own, self.own_slots, self.own_slots, heads, device)]
-            if self.prefix:
-                slots = self.prefix_query_slots, self.prefix_key_slots
-                self.known[heads].append(make_part(self.prefix, *slots, heads, device))
+            both = filter(None, (self.own, self.prefix))
+            self.known[heads] = [make_part(blocks, self.size, heads, device) for blocks in both]
         return self.known[heads]
 
 
@@ -91,23 +87,23 @@ class Part(NamedTuple):
     key_rows: Tensor            # (L * K,) the same among the keys; the number of these for one in no block
 
 
-def make_part(blocks: list[Block], query_slots: Tensor, key_slots: Tensor, heads: int, device) -> Part:
-    """Return a part on a device: the rows of all heads from those of tokens."""
-    head = torch.arange(heads)
+def make_part(blocks: list[Block], size: int, heads: int, device) -> Part:
+    """Return a part of a pass of `size` tokens, on a device."""
+    def of_heads(index: Tensor) -> Tensor:                # (b, n) -> (K * b, n)
+        return (index * heads + torch.arange(heads)[:, None, None]).flatten(0, 1)
 
-    def of_block(index: Tensor) -> Tensor:                # (b, n) -> (K * b, n)
-        return (index * heads + head[:, None, None]).flatten(0, 1)
+    def find_rows(*pairs: tuple[Tensor, Tensor]) -> Tensor:                      # -> (L * K,)
+        held = torch.cat([index.flatten() for index, _ in pairs])
+        positions = torch.cat([positions.repeat(heads, 1).flatten() for _, positions in pairs])
+        slots = ((positions != PADDED_QUERY) & (positions != PADDED_KEY)).nonzero()[:, 0]
+        rows = torch.full((size * heads,), len(held))
+        rows[held[slots]] = slots
+        return rows
 
-    def of_slots(slots: Tensor, indices: list[Tensor]) -> Tensor:                # (L,) -> (L * K,)
-        sizes = torch.tensor([index.numel() for index in indices] + [0])
-        starts = sizes.cumsum(dim=0) - sizes
-        block = torch.bucketize(slots, starts[1:], right=True)
-        first = starts[block] * heads + slots - starts[block]
-        return (first[:, None] + sizes[block, None] * head).flatten()
-
-    tensors = [x for b in blocks for x in (of_block(b.queries), of_block(b.keys), *b[2:4])]
-    tensors.append(of_slots(query_slots, [b.queries for b in blocks]))
-    tensors.append(of_slots(key_slots, [b.keys for b in blocks]))
+    blocks = [b._replace(queries=of_heads(b.queries), keys=of_heads(b.keys)) for b in blocks]
+    tensors = [x for b in blocks for x in b[:4]]
+    tensors.append(find_rows(*((b.queries, b.query_positions) for b in blocks)))
+    tensors.append(find_rows(*((b.keys, b.key_positions) for b in blocks)))
     *tensors, query_rows, key_rows = copy_together(tensors, device)
     on_device = [Block(*tensors[4 * i : 4 * i + 4], *b[4:]) for i, b in enumerate(blocks)]
     return Part(on_device, query_rows, key_rows)
