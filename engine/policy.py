@@ -129,8 +129,7 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
 def blend_reference(reference, model: PreTrainedModel, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
     reshard(model)
-    if isinstance(reference, torch.nn.Module):
-        reshard(reference)
+    reshard(reference)
     trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
     core.update_reference(reference, trained, alpha)
 
