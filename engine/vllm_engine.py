@@ -69,7 +69,8 @@ class VLLM(Engine):
         """
         super().__init__(trainer.model, trainer.tokenizer, max_tokens=trainer.max_tokens)
         model, self.trainer, self.ranks = trainer.model, trainer, Ranks(trainer.device)
-        self.shares_prompts, self.log_probs = trainer.shares_prompts, trainer.log_probs
+        self.shares_prompts = trainer.shares_prompts
+        self.log_probs, self.micro_batches = trainer.log_probs, trainer.micro_batches
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         # A worker sets this for the whole process.
         matmul = {"VLLM_FLOAT32_MATMUL_PRECISION": torch.get_float32_matmul_precision()}
@@ -83,11 +84,6 @@ class VLLM(Engine):
         with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
             config.save_pretrained(folder)
             self.llm = start(folder, precision_of(model), max_length, memory, self.sleeps)
-
-    def micro_batches(self, rollout: Rollout, rows: Tensor, min_batches: int = 1) -> list[Tensor]:
-        """As Engine.micro_batches, by the trainer's engine."""
-        self.trainer.max_tokens = self.max_tokens
-        return self.trainer.micro_batches(rollout, rows, min_batches)
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
