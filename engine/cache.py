@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from engine.attention_kernels import Options, additive_mask
 from engine.devices import bucket
-from engine.packing import make_layout
+from engine.packing import make_layout, padded_indices
 from engine.prefix_attention import Siblings, attend_to_prompt_and_own, forward_packed
 
 COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many columns, elsewhere to all of them
@@ -66,21 +66,18 @@ class PrefixCache:
         The next call has to be compact. n is rounded up where every shape is compiled.
         """
         lengths, device = [len(prompt) for prompt in prompts], self.device
-        starts, size = [sum(lengths[:i]) for i in range(len(lengths))], sum(lengths)
+        ranges, size = [(sum(lengths[:i]), length) for i, length in enumerate(lengths)], sum(lengths)
         padding, padding_prompts = bucket(size, device) - size, bucket(len(prompts), device) - len(prompts)
-        width = bucket(max(lengths), device)
         tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding)
         positions = torch.cat([*map(torch.arange, lengths), torch.zeros(padding, dtype=torch.long)])
-        ranges = list(zip(starts, lengths, strict=True))
         layout = make_layout(positions.numpy(), ranges, [], {}, device)
-        starts, lengths = torch.tensor([starts + [0] * padding_prompts, lengths + [1] * padding_prompts])
-        column = torch.arange(width) - width + lengths[:, None]
-        index = (starts[:, None] + column.clamp(min=0)).to(device)               # (n, Tp), right-aligned
+        index, _ = padded_indices(ranges, device, left=True)
+        index = torch.from_numpy(index).to(device)                               # (n, Tp), right-aligned
         self.layer_of = {}
 
         def store(source, keys, values, window):          # (1, K, L, D)
             if source not in self.layer_of:               # layers may share keys
-                columns = index[:, max(0, width - max(1, window - 1)) :] if window else index
+                columns = index[:, max(0, index.shape[1] - max(1, window - 1)) :] if window else index
                 pair = [x[0][:, columns].transpose(0, 1).contiguous() for x in (keys, values)]
                 empty = [torch.zeros_like(x[:1, :, :1]) for x in pair]           # a row for compact to copy
                 self.layer_of[source] = StaticCacheLayer(pair, empty)
@@ -92,7 +89,7 @@ class PrefixCache:
             new = [layer.extend(other) for layer, other in zip(self.layers, new, strict=True)]
         self.layers = new
         self.prompts += numbers + [-1] * padding_prompts
-        self.lengths += lengths.tolist()
+        self.lengths += lengths + [1] * padding_prompts
         return hidden[index[:, -1]]
 
     def compact(self, row_ids: list[int], prompt_of: list[int], dummy_row: int, capacity: int) -> Tensor:
