@@ -131,8 +131,7 @@ class VLLM(Engine):
         from vllm import SamplingParams
 
         prompt, parameters = ids.tolist(), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        inputs = [{"prompt_token_ids": prompt}]
-        output, = self.llm.generate(inputs, parameters, use_tqdm=False)
+        output, = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         return torch.tensor(logp_of(prompt[1:], output.prompt_logprobs[1:]))
 
     def sample(
