@@ -42,7 +42,6 @@ def load_any_policy(config, *, trainable: bool = True):
     config     a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder
                holds an adapter, the weights are frozen and the adapter is trained
     trainable  False freezes everything, for inference
-    returns    model, tokenizer
     raises     ValueError in one line if there is no such model
     """
     with loading_errors(config.model_path, "cannot be loaded"):

@@ -198,8 +198,7 @@ def find_interval(lengths: Tensor, ends: Tensor, goal: Tensor) -> tuple[Tensor, 
 
     lengths, ends (n, m) of intervals, goal (n, 1).
     The interval is never empty. Rounding may put the goal at or beyond the last end; then it is the last
-    interval that is not empty. searchsorted is not used: XLA does not have it, and it requires ascending
-    ends, which rounding breaks.
+    interval that is not empty. searchsorted is not used: it requires ascending ends, which rounding breaks.
     """
     indices = torch.arange(lengths.shape[-1], device=lengths.device).expand_as(lengths)
     last = torch.where(lengths > 0, indices, 0).amax(dim=-1, keepdim=True)
