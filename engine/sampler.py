@@ -36,7 +36,10 @@ def sample_sharing_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
     repeats: list[int] | None = None, reply: Callable | None = None,
 ) -> Rollout:
-    """Sample as sample_completions_for_prompts, within use_prefix_attention(model)."""
+    """Sample as sample_completions_for_prompts, within use_prefix_attention(model).
+
+    The prompts that fit are prefilled, and decoded until there is room for more.
+    """
     group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     repeats = count_repeats(prompts) if repeats is None else repeats
@@ -45,25 +48,18 @@ def sample_sharing_prompts(
     state = SamplingState(uniforms, stop_ids, pad_id, distribution_of(config), device, reply)
     cut_graph(device)
     groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    queue, cache, active = deque(enumerate(encoded)), None, []
     with sampling_mode(model):
-        sample_from_queue(model, encoded, state, group_size, groups_at_once)
+        while queue or active:
+            room = groups_at_once - -(-len(active) // group_size)
+            if queue and (not active or room > 0):
+                cache = cache if active else PrefixCache(model)
+                new_prompts = dict(queue.popleft() for _ in range(min(len(queue), room)))
+                new_rows = prefill(new_prompts, state, cache, group_size)
+                active = state.active_rows(active + new_rows)             # a completion may be a single token
+            else:
+                active = decode(active, state, cache, group_size, waiting=bool(queue))
     return make_rollout(tokenizer, encoded, *state.results())
-
-
-def sample_from_queue(
-    model, prompts: list[list[int]], state: "SamplingState", group_size: int, groups_at_once: int
-) -> None:
-    """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, repeat."""
-    queue, cache, active = deque(enumerate(prompts)), None, []
-    while queue or active:
-        room = groups_at_once - -(-len(active) // group_size)
-        if queue and (not active or room > 0):
-            cache = cache if active else PrefixCache(model)
-            new_prompts = dict(queue.popleft() for _ in range(min(len(queue), room)))
-            new_rows = prefill(new_prompts, state, cache, group_size)
-            active = state.active_rows(active + new_rows)                 # a completion may be a single token
-        else:
-            active = decode(active, state, cache, group_size, waiting=bool(queue))
 
 
 def prefill(prompts: dict[int, list[int]], state: "SamplingState", cache, group_size: int) -> list[int]:
