@@ -76,14 +76,21 @@ class VLLM(Engine):
         matmul = {"VLLM_FLOAT32_MATMUL_PRECISION": torch.get_float32_matmul_precision()}
         for name, value in (ENVIRONMENT | matmul).items():
             os.environ.setdefault(name, value)
-        self.sleeps = self.device.type == "cuda"
+        self.sleeps = self.device.type == "cuda"          # it shares the GPU
         vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
         self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
+        from vllm import LLM  # here: it reads the environment
+
         with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
             config.save_pretrained(folder)
-            self.llm = start(folder, precision_of(model), max_length, memory, self.sleeps)
+            self.llm = LLM(
+                folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision_of(model),
+                max_model_len=max_length, gpu_memory_utilization=memory, logprobs_mode="processed_logprobs",
+                enable_sleep_mode=self.sleeps, enforce_eager=not self.sleeps, language_model_only=True,
+                distributed_executor_backend="external_launcher" if num_processes() > 1 else None,
+            )
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
@@ -196,18 +203,6 @@ class VLLM(Engine):
             ]
             for output in outputs
         ]
-
-
-def start(folder: str, precision: str, max_length: int, memory: float, sleeps: bool):
-    """Return a vLLM engine with random weights. folder: of config.json;  sleeps: it shares a GPU."""
-    from vllm import LLM
-
-    return LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision, max_model_len=max_length,
-        gpu_memory_utilization=memory, logprobs_mode="processed_logprobs", enable_sleep_mode=sleeps,
-        enforce_eager=not sleeps, language_model_only=True,
-        distributed_executor_backend="external_launcher" if num_processes() > 1 else None,
-    )
 
 
 def logp_of(ids: list[int], found: list[dict]) -> list[float]:
