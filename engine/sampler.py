@@ -19,9 +19,7 @@ from data import encode_prompt
 from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph, recorded
 from logprobs import compute_logits, distribution_of, restrict_logits
-from sample import (
-    Rollout, make_rollout, count_repeats, sampling_mode, stop_token_ids, uniform_streams,
-)
+from sample import Rollout, make_rollout, count_repeats, sampling_mode, stop_token_ids, uniform_streams
 
 # Tokens of a completion that the cache has room for at first, and the share of active rows below which others
 # are dropped. Both change shapes, after which XLA compiles another program and CUDA records another graph.
