@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from engine.attention_kernels import Options, additive_mask
 from engine.devices import bucket
-from engine.packing import make_layout
+from engine.packing import make_layout, padded_indices
 from engine.prefix_attention import Siblings, attend_to_prompt_and_own, forward_packed
 
 COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many columns, elsewhere to all of them
@@ -25,36 +25,25 @@ COLUMNS_AT_ONCE = 32  # on a CPU a step attends to a multiple of this many colum
 
 @dataclass
 class StaticCacheLayer:
-    """Hold keys and values of one layer; layers that share keys have one between them."""
+    """Hold keys and values, two tensors, of one layer; layers that share keys have one between them."""
 
-    prompt_keys: Tensor         # (P, K, Tp, D), right-aligned; only the columns of a window
-    prompt_values: Tensor
-    keys: Tensor | None = None                  # (R, K, C, D)
-    values: Tensor | None = None
+    prompts: list[Tensor]       # (P, K, Tp, D), right-aligned; only the columns of a window
+    own: list[Tensor]           # (R, K, C, D)
 
     def extend(self, other: "StaticCacheLayer") -> "StaticCacheLayer":
         """Return a layer with the prompts of another one after its own."""
-        width = max(self.prompt_keys.shape[2], other.prompt_keys.shape[2])
-        pairs = (self.prompt_keys, other.prompt_keys), (self.prompt_values, other.prompt_values)
-        aligned = ([pad(x, (0, 0, width - x.shape[2], 0)) for x in pair] for pair in pairs)
-        return StaticCacheLayer(*map(torch.cat, aligned), self.keys, self.values)
+        width = max(layer.prompts[0].shape[2] for layer in (self, other))
+        aligned = ([pad(x, (0, 0, width - x.shape[2], 0)) for x in layer.prompts] for layer in (self, other))
+        return StaticCacheLayer(list(map(torch.cat, zip(*aligned, strict=True))), self.own)
 
     def select_prompts(self, prompts: Tensor, width: int) -> None:
         """Keep some prompts and at most their last `width` columns."""
-        surplus = max(0, self.prompt_keys.shape[2] - width)
-        self.prompt_keys, self.prompt_values = (
-            x[:, :, surplus:][prompts].contiguous() for x in (self.prompt_keys, self.prompt_values)
-        )
+        self.prompts = [x[:, :, max(0, x.shape[2] - width) :][prompts].contiguous() for x in self.prompts]
 
     def select_rows(self, rows: Tensor, capacity: int) -> None:
         """Keep some rows, with room for `capacity` tokens each."""
-        old, shape = (self.keys, self.values), (len(rows), self.prompt_keys.shape[1], capacity)
-        prompts = self.prompt_keys, self.prompt_values
-        self.keys, self.values = (x.new_zeros(*shape, x.shape[-1]) for x in prompts)
-        for x, new in zip(old, (self.keys, self.values), strict=True):
-            if x is not None:
-                columns = min(x.shape[2], capacity)
-                new[:, :, :columns] = x[:, :, :columns].index_select(0, rows)
+        kept = (x[:, :, :capacity].index_select(0, rows) for x in self.own)
+        self.own = [pad(x, (0, 0, 0, capacity - x.shape[2])) for x in kept]
 
 
 class PrefixCache:
@@ -77,24 +66,21 @@ class PrefixCache:
         The next call has to be compact. n is rounded up where every shape is compiled.
         """
         lengths, device = [len(prompt) for prompt in prompts], self.device
-        starts, size = [sum(lengths[:i]) for i in range(len(lengths))], sum(lengths)
+        ranges, size = [(sum(lengths[:i]), length) for i, length in enumerate(lengths)], sum(lengths)
         padding, padding_prompts = bucket(size, device) - size, bucket(len(prompts), device) - len(prompts)
-        width = bucket(max(lengths), device)
         tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding)
         positions = torch.cat([*map(torch.arange, lengths), torch.zeros(padding, dtype=torch.long)])
-        ranges = list(zip(starts, lengths, strict=True))
         layout = make_layout(positions.numpy(), ranges, [], {}, device)
-        starts, lengths = torch.tensor([starts + [0] * padding_prompts, lengths + [1] * padding_prompts])
-        column = torch.arange(width) - width + lengths[:, None]
-        index = (starts[:, None] + column.clamp(min=0)).to(device)               # (n, Tp), right-aligned
+        index, _ = padded_indices(ranges, device, left=True)
+        index = torch.from_numpy(index).to(device)                               # (n, Tp), right-aligned
         self.layer_of = {}
 
         def store(source, keys, values, window):          # (1, K, L, D)
             if source not in self.layer_of:               # layers may share keys
-                columns = index[:, max(0, width - max(1, window - 1)) :] if window else index
-                self.layer_of[source] = StaticCacheLayer(
-                    *(x[0][:, columns].transpose(0, 1).contiguous() for x in (keys, values))
-                )
+                columns = index[:, max(0, index.shape[1] - max(1, window - 1)) :] if window else index
+                pair = [x[0][:, columns].transpose(0, 1).contiguous() for x in (keys, values)]
+                empty = [torch.zeros_like(x[:1, :, :1]) for x in pair]           # a row for compact to copy
+                self.layer_of[source] = StaticCacheLayer(pair, empty)
 
         layout.store = store
         hidden = forward_packed(self.model, tokens[None].to(device), positions[None].to(device), layout)[0]
@@ -103,7 +89,7 @@ class PrefixCache:
             new = [layer.extend(other) for layer, other in zip(self.layers, new, strict=True)]
         self.layers = new
         self.prompts += numbers + [-1] * padding_prompts
-        self.lengths += lengths.tolist()
+        self.lengths += lengths + [1] * padding_prompts
         return hidden[index[:, -1]]
 
     def compact(self, row_ids: list[int], prompt_of: list[int], dummy_row: int, capacity: int) -> Tensor:
@@ -194,15 +180,15 @@ class PrefixCache:
         if source not in self.layer_of:                   # layers may share keys
             layer = self.layer_of[source] = self.layers[len(self.layer_of)]
             positions = self.once_a_step(self.write_positions, heads)
-            for cached, new in (layer.keys, key), (layer.values, value):
+            for cached, new in zip(layer.own, (key, value), strict=True):
                 size = new.shape[-1]
                 cached.view(-1, size).index_copy_(0, positions, new.reshape(-1, size))
         layer = self.layer_of[source]
-        own = (x[:, :, : self.columns].flatten(0, 1) for x in (layer.keys, layer.values))
-        prompts = (x.flatten(0, 1) for x in (layer.prompt_keys, layer.prompt_values))
+        own = (x[:, :, : self.columns].flatten(0, 1) for x in layer.own)
+        prompts = (x.flatten(0, 1) for x in layer.prompts)
         query = query.unflatten(1, (heads, -1))[:, :, :, 0].flatten(0, 1)        # (R * K, H / K, D)
         window = window if window is not None and window < self.longest + self.capacity else None
-        width, dtype = layer.prompt_keys.shape[2], query.dtype
+        width, dtype = layer.prompts[0].shape[2], query.dtype
         masks = (
             self.once_a_step(self.prompt_mask, heads, query.shape[1], width, window, dtype),
             self.once_a_step(self.own_mask, heads, window, dtype),

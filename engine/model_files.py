@@ -19,7 +19,7 @@ from engine.errors import in_one_line
 TOKENIZER = "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"
 
 
-def check_model_path(path: str, **shim) -> None:
+def check_model_path(path: str) -> None:
     """Raise ValueError, one line, if a path is not the folder or the hub id of a model, or of its adapter.
 
     The hub is asked once, where transformers would try again for half a minute if there is no network.

@@ -102,9 +102,7 @@ def make_layout(
         prefix_rows = list(by_shape.values())
     own = [make_block(queries, None, positions, device) for queries in own_rows]
     prefix = [make_block(*zip(*pairs, strict=True), positions, device, width) for pairs in prefix_rows]
-    size = len(positions)
-    slots = token_slots(own, size), token_slots(prefix, size), token_slots(prefix, size, keys=True)
-    return TokenLayout(own, prefix, *slots)
+    return TokenLayout(own, prefix, len(positions))
 
 
 def make_block(
@@ -135,17 +133,6 @@ def padded_indices(ranges: list[Range], device: torch.device, min_width: int = 0
     offset = np.arange(width) - (width - lengths if left else 0)
     valid = (offset >= 0) & (offset < lengths)
     return starts + np.clip(offset, 0, np.maximum(lengths - 1, 0)), valid
-
-
-def token_slots(blocks: list[Block], size: int, keys: bool = False) -> Tensor:
-    """Return (L,) the slot of each token among the queries or keys of blocks; their number if in none."""
-    indices = [(b.keys, b.key_positions) if keys else (b.queries, b.query_positions) for b in blocks]
-    columns = zip([torch.empty(0, dtype=torch.long)] * 2, *indices, strict=True)
-    tokens, positions = (torch.cat([x.flatten() for x in column]) for column in columns)
-    slots = ((positions != PADDED_QUERY) & (positions != PADDED_KEY)).nonzero()[:, 0]
-    result = torch.full((size,), len(tokens))
-    result[tokens[slots]] = slots
-    return result
 
 
 def micro_batches_of_groups(rollout, rows: Tensor, max_tokens: int, min_batches: int = 1) -> list[Tensor]:

@@ -42,7 +42,6 @@ def load_any_policy(config, *, trainable: bool = True):
     config     a ModelConfig: model_path is a folder, a hub id or empty. With lora_rank, or if the folder
                holds an adapter, the weights are frozen and the adapter is trained
     trainable  False freezes everything, for inference
-    returns    model, tokenizer
     raises     ValueError in one line if there is no such model
     """
     with loading_errors(config.model_path, "cannot be loaded"):
@@ -129,8 +128,7 @@ def make_reference(model: PreTrainedModel, *, exact: bool = False):
 def blend_reference(reference, model: PreTrainedModel, alpha: float) -> None:
     """Set reference = alpha * reference + (1 - alpha) * policy; alpha=0 copies the policy exactly."""
     reshard(model)
-    if isinstance(reference, torch.nn.Module):
-        reshard(reference)
+    reshard(reference)
     trained = torch.nn.ParameterList(trainable_parameters(model)) if has_adapter(model) else model
     core.update_reference(reference, trained, alpha)
 

@@ -16,7 +16,7 @@ and m keys.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -56,9 +56,7 @@ class TokenLayout:
 
     own: list[Block]            # on the CPU
     prefix: list[Block]
-    own_slots: Tensor           # (L,) index of each token in the flattened, concatenated queries of `own`
-    prefix_query_slots: Tensor  # (L,) the same for `prefix`; the number of slots for a token in no block
-    prefix_key_slots: Tensor    # (L,) index of each token among the keys of `prefix`
+    size: int                   # L
     store: Callable | None = None               # called with each layer's keys and values
     layers: dict = field(default_factory=dict)  # modules that have called attend -> their windows
     known: dict = field(default_factory=dict)   # number of key heads -> parts
@@ -73,10 +71,8 @@ class TokenLayout:
     def parts(self, heads: int, device) -> list["Part"]:
         """Return the parts of the attention for a number of key heads: own, and prefix if there is one."""
         if heads not in self.known:
-            self.known[heads] = [make_part(self.own, self.own_slots, self.own_slots, heads, device)]
-            if self.prefix:
-                slots = self.prefix_query_slots, self.prefix_key_slots
-                self.known[heads].append(make_part(self.prefix, *slots, heads, device))
+            both = filter(None, (self.own, self.prefix))
+            self.known[heads] = [make_part(blocks, self.size, heads, device) for blocks in both]
         return self.known[heads]
 
 
@@ -91,23 +87,23 @@ class Part(NamedTuple):
     key_rows: Tensor            # (L * K,) the same among the keys; the number of these for one in no block
 
 
-def make_part(blocks: list[Block], query_slots: Tensor, key_slots: Tensor, heads: int, device) -> Part:
-    """Return a part on a device: the rows of all heads from those of tokens."""
-    head = torch.arange(heads)
+def make_part(blocks: list[Block], size: int, heads: int, device) -> Part:
+    """Return a part of a pass of `size` tokens, on a device."""
+    def of_heads(index: Tensor) -> Tensor:                # (b, n) -> (K * b, n)
+        return (index * heads + torch.arange(heads)[:, None, None]).flatten(0, 1)
 
-    def of_block(index: Tensor) -> Tensor:                # (b, n) -> (K * b, n)
-        return (index * heads + head[:, None, None]).flatten(0, 1)
+    def find_rows(*pairs: tuple[Tensor, Tensor]) -> Tensor:                      # -> (L * K,)
+        held = torch.cat([index.flatten() for index, _ in pairs])
+        positions = torch.cat([positions.repeat(heads, 1).flatten() for _, positions in pairs])
+        slots = ((positions != PADDED_QUERY) & (positions != PADDED_KEY)).nonzero()[:, 0]
+        rows = torch.full((size * heads,), len(held))
+        rows[held[slots]] = slots
+        return rows
 
-    def of_slots(slots: Tensor, indices: list[Tensor]) -> Tensor:                # (L,) -> (L * K,)
-        sizes = torch.tensor([index.numel() for index in indices] + [0])
-        starts = sizes.cumsum(dim=0) - sizes
-        block = torch.bucketize(slots, starts[1:], right=True)
-        first = starts[block] * heads + slots - starts[block]
-        return (first[:, None] + sizes[block, None] * head).flatten()
-
-    tensors = [x for b in blocks for x in (of_block(b.queries), of_block(b.keys), *b[2:4])]
-    tensors.append(of_slots(query_slots, [b.queries for b in blocks]))
-    tensors.append(of_slots(key_slots, [b.keys for b in blocks]))
+    blocks = [b._replace(queries=of_heads(b.queries), keys=of_heads(b.keys)) for b in blocks]
+    tensors = [x for b in blocks for x in b[:4]]
+    tensors.append(find_rows(*((b.queries, b.query_positions) for b in blocks)))
+    tensors.append(find_rows(*((b.keys, b.key_positions) for b in blocks)))
     *tensors, query_rows, key_rows = copy_together(tensors, device)
     on_device = [Block(*tensors[4 * i : 4 * i + 4], *b[4:]) for i, b in enumerate(blocks)]
     return Part(on_device, query_rows, key_rows)
@@ -200,14 +196,15 @@ def head_rows(x: Tensor, heads: int) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Gather the tokens of a block: (L * K, ...), rows (K * b, n) -> (K * b, n, ...)."""
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    """Gather the tokens of a block: (L * K, R, ...), rows (K * b, n) -> (K * b, R, n, ...)."""
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
-def scatter_back(blocks: list[Tensor], rows: Tensor, fill: float = 0.0) -> Tensor:
-    """Undo gather_rows: blocks (K * b, n, ...), rows (L * K,) -> (L * K, ...), `fill` where in no block."""
-    end = blocks[0].new_full((1, *blocks[0].shape[2:]), fill)
-    return torch.cat([*(x.flatten(0, 1) for x in blocks), end]).index_select(0, rows)
+def scatter_back(blocks: Iterable[Tensor], rows: Tensor, fill: float = 0.0) -> Tensor:
+    """Undo gather_rows: blocks (K * b, R, n, ...), rows (L * K,) -> (L * K, R, ...), `fill` for no block."""
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in blocks]
+    end = tokens[0].new_full((1, *tokens[0].shape[1:]), fill)
+    return torch.cat([*tokens, end]).index_select(0, rows)
 
 
 def forward_part(part: Part, q, k, v, options: Options, no_block_lse: float) -> tuple[Tensor, Tensor]:
@@ -216,33 +213,31 @@ def forward_part(part: Part, q, k, v, options: Options, no_block_lse: float) -> 
     A token in no block has output 0 and log-sum-exp no_block_lse. Padding is in no block of either part: 0 in
     one of them keeps the merged result finite.
     """
-    outputs, lses = [], []
+    results = []
     for block in part.blocks:
-        block_q = gather_rows(q, block.queries).transpose(1, 2)                  # (K * b, R, n, D)
-        block_k, block_v = (gather_rows(x, block.keys).transpose(1, 2) for x in (k, v))   # (K * b, 1, m, D)
-        results = [
+        block_q = gather_rows(q, block.queries)                                  # (K * b, R, n, D)
+        block_k, block_v = (gather_rows(x, block.keys) for x in (k, v))          # (K * b, 1, m, D)
+        chunks = [
             kernel.forward(
                 block_q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], mask, causal, options
             )
             for kernel, queries, keys, mask, causal in kernel_calls(block, block_q, block_v, options)
         ]
-        output, lse = (torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*results, strict=True))
-        outputs.append(output.transpose(1, 2))
-        lses.append(lse.transpose(1, 2))
+        results.append([torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*chunks, strict=True)])
+    outputs, lses = zip(*results, strict=True)
     return scatter_back(outputs, part.query_rows), scatter_back(lses, part.query_rows, no_block_lse)
 
 
 def backward_part(part: Part, grad, q, k, v, output, lse, options: Options) -> list[Tensor]:
     """Compute the gradients of q (L * K, R, D), k and v (L * K, 1, D) through one part of the attention."""
-    grads: list[list[Tensor]] = [[], [], []]
+    grads = []
     for block in part.blocks:
-        of_queries = (gather_rows(x, block.queries).transpose(1, 2) for x in (grad, q, output))
-        block_grad, block_q, block_output = of_queries                           # (K * b, R, n, D)
-        block_k, block_v = (gather_rows(x, block.keys).transpose(1, 2) for x in (k, v))
+        block_grad, block_q, block_output = (gather_rows(x, block.queries) for x in (grad, q, output))
+        block_k, block_v = (gather_rows(x, block.keys) for x in (k, v))
         heads = len(block.queries) // len(block.query_positions)
         padding = (block.query_positions == PADDED_QUERY).repeat(heads, 1)       # (K * b, n)
         # Padding repeats a token, which must not count twice: exp(score - inf) = 0.
-        block_lse = gather_rows(lse, block.queries).transpose(1, 2).masked_fill(padding[:, None], torch.inf)
+        block_lse = gather_rows(lse, block.queries).masked_fill(padding[:, None], torch.inf)
         grad_q, grad_k, grad_v = [], torch.zeros_like(block_k), torch.zeros_like(block_v)
         for kernel, queries, keys, mask, causal in kernel_calls(block, block_q, block_v, options):
             chunk_grad_q, chunk_grad_k, chunk_grad_v = kernel.backward(
@@ -253,10 +248,9 @@ def backward_part(part: Part, grad, q, k, v, output, lse, options: Options) -> l
             grad_k[:, :, keys] += chunk_grad_k
             grad_v[:, :, keys] += chunk_grad_v
         grad_q = torch.cat(grad_q, dim=2) if len(grad_q) > 1 else grad_q[0]
-        for result, x in zip(grads, (grad_q, grad_k, grad_v), strict=True):
-            result.append(x.transpose(1, 2))
-    rows = part.query_rows, part.key_rows, part.key_rows
-    return [scatter_back(x, index) for x, index in zip(grads, rows, strict=True)]
+        grads.append((grad_q, grad_k, grad_v))
+    of_q, of_k, of_v = zip(*grads, strict=True)
+    return [scatter_back(of_q, part.query_rows), *(scatter_back(x, part.key_rows) for x in (of_k, of_v))]
 
 
 # ---- the attention of a new token --------------------------------------------------------------------------

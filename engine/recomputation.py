@@ -13,10 +13,7 @@ from engine.text_model import layers_of
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Store only the inputs of each layer, and forward the layer again in the backward pass.
-
-    The switch in transformers works in training mode only, where dropout is active.
-    """
+    """Checkpoint every layer. The switch in transformers works in training mode only, with dropout."""
     layers = layers_of(model)
     if not layers:
         raise ValueError(

@@ -19,9 +19,7 @@ from data import encode_prompt
 from engine.cache import PrefixCache
 from engine.devices import bucket, cut_graph, recorded
 from logprobs import compute_logits, distribution_of, restrict_logits
-from sample import (
-    Rollout, make_rollout, count_repeats, sampling_mode, stop_token_ids, uniform_streams,
-)
+from sample import Rollout, make_rollout, count_repeats, sampling_mode, stop_token_ids, uniform_streams
 
 # Tokens of a completion that the cache has room for at first, and the share of active rows below which others
 # are dropped. Both change shapes, after which XLA compiles another program and CUDA records another graph.
@@ -36,7 +34,10 @@ def sample_sharing_prompts(
     model, tokenizer, prompts: list, config, *, seed: int, num_completions: int | None = None,
     repeats: list[int] | None = None, reply: Callable | None = None,
 ) -> Rollout:
-    """Sample as sample_completions_for_prompts, within use_prefix_attention(model)."""
+    """Sample as sample_completions_for_prompts, within use_prefix_attention(model).
+
+    The prompts that fit are prefilled, and decoded until there is room for more.
+    """
     group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     repeats = count_repeats(prompts) if repeats is None else repeats
@@ -45,43 +46,32 @@ def sample_sharing_prompts(
     state = SamplingState(uniforms, stop_ids, pad_id, distribution_of(config), device, reply)
     cut_graph(device)
     groups_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
+    queue, cache, active = deque(enumerate(encoded)), None, []
     with sampling_mode(model):
-        sample_from_queue(model, encoded, state, group_size, groups_at_once)
+        while queue or active:
+            room = groups_at_once - -(-len(active) // group_size)
+            if queue and (not active or room > 0):
+                cache = cache if active else PrefixCache(model)
+                new_prompts = dict(queue.popleft() for _ in range(min(len(queue), room)))
+                new_rows = prefill(new_prompts, state, cache, group_size)
+                active = state.active_rows(active + new_rows)             # a completion may be a single token
+            else:
+                active = decode(active, state, cache, group_size, waiting=bool(queue))
     return make_rollout(tokenizer, encoded, *state.results())
 
 
-def sample_from_queue(
-    model, prompts: list[list[int]], state: "SamplingState", group_size: int, groups_at_once: int
-) -> None:
-    """Fill a SamplingState: prefill the prompts that fit, decode until there is room for more, repeat."""
-    queue, cache, active = deque(range(len(prompts))), None, []
-    while queue or active:
-        room = groups_at_once - -(-len(active) // group_size)
-        if queue and (not active or room > 0):
-            cache = cache if active else PrefixCache(model)
-            new_prompts = [queue.popleft() for _ in range(min(len(queue), room))]
-            new_rows = prefill(model, prompts, new_prompts, state, cache, group_size)
-            active = state.active_rows(active + new_rows)                 # a completion may be a single token
-        else:
-            active = decode(model, active, state, cache, group_size, waiting=bool(queue))
-
-
-def prefill(
-    model, prompts: list[list[int]], new_prompts: list[int], state: "SamplingState", cache, group_size: int
-) -> list[int]:
-    """Forward the new prompts and sample the first token of their completions. Return the rows of these."""
-    hidden = cache.add_prompts(new_prompts, [prompts[p] for p in new_prompts])   # (new prompts or more, H)
-    row_ids = [p * group_size + g for p in new_prompts for g in range(group_size)]
+def prefill(prompts: dict[int, list[int]], state: "SamplingState", cache, group_size: int) -> list[int]:
+    """Forward new prompts, by number, and sample a first token of their completions. Return their rows."""
+    hidden = cache.add_prompts(list(prompts), list(prompts.values()))            # (prompts or more, H)
+    row_ids = [p * group_size + g for p in prompts for g in range(group_size)]
     padding = [state.dummy_row] * (len(hidden) * group_size - len(row_ids))
-    logits = compute_logits(model, hidden).repeat_interleave(group_size, dim=0)
+    logits = compute_logits(cache.model, hidden).repeat_interleave(group_size, dim=0)
     state.step(torch.tensor(row_ids + padding).to(logits.device), logits)
     cut_graph(logits.device)
     return row_ids
 
 
-def decode(
-    model, active: list[int], state: "SamplingState", cache, group_size: int, waiting: bool
-) -> list[int]:
+def decode(active: list[int], state: "SamplingState", cache, group_size: int, waiting: bool) -> list[int]:
     """Sample tokens until enough rows have ended or the cache is full. Return the rows still active.
 
     waiting  there are prompts for which others have to end first
@@ -95,7 +85,7 @@ def decode(
     def sample_token() -> None:
         count = state.count[row_ids]
         hidden = cache.forward(state.ids[row_ids, count - 1], count, longest)                    # (R, H)
-        state.step(row_ids, compute_logits(model, hidden))
+        state.step(row_ids, compute_logits(cache.model, hidden))
 
     enough, tokens_at_once = int(len(active) * COMPACT_BELOW[device.type]), TOKENS_BETWEEN_CHECKS[device.type]
     if not waiting and len(active) * capacity <= KEPT_TOKENS[device.type]:
@@ -202,8 +192,7 @@ def find_interval(lengths: Tensor, ends: Tensor, goal: Tensor) -> tuple[Tensor, 
 
     lengths, ends (n, m) of intervals, goal (n, 1).
     The interval is never empty. Rounding may put the goal at or beyond the last end; then it is the last
-    interval that is not empty. searchsorted is not used: XLA does not have it, and it requires ascending
-    ends, which rounding breaks.
+    interval that is not empty. searchsorted is not used: it requires ascending ends, which rounding breaks.
     """
     indices = torch.arange(lengths.shape[-1], device=lengths.device).expand_as(lengths)
     last = torch.where(lengths > 0, indices, 0).amax(dim=-1, keepdim=True)

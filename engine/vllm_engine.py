@@ -69,25 +69,28 @@ class VLLM(Engine):
         """
         super().__init__(trainer.model, trainer.tokenizer, max_tokens=trainer.max_tokens)
         model, self.trainer, self.ranks = trainer.model, trainer, Ranks(trainer.device)
-        self.shares_prompts, self.log_probs = trainer.shares_prompts, trainer.log_probs
+        self.shares_prompts = trainer.shares_prompts
+        self.log_probs, self.micro_batches = trainer.log_probs, trainer.micro_batches
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"                       # in this process
         # A worker sets this for the whole process.
         matmul = {"VLLM_FLOAT32_MATMUL_PRECISION": torch.get_float32_matmul_precision()}
         for name, value in (ENVIRONMENT | matmul).items():
             os.environ.setdefault(name, value)
-        self.sleeps = self.device.type == "cuda"
+        self.sleeps = self.device.type == "cuda"          # it shares the GPU
         vocabulary, length = model.get_input_embeddings().num_embeddings, min(SEQUENCE_TOKENS, max_length - 1)
         self.sequence = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]      # which FSDP2 adds
+        from vllm import LLM  # here: it reads the environment
+
         with tempfile.TemporaryDirectory() as folder:     # the architecture alone, no weights
             config.save_pretrained(folder)
-            self.llm = start(folder, precision_of(model), max_length, memory, self.sleeps)
-
-    def micro_batches(self, rollout: Rollout, rows: Tensor, min_batches: int = 1) -> list[Tensor]:
-        """As Engine.micro_batches, by the trainer's engine."""
-        self.trainer.max_tokens = self.max_tokens
-        return self.trainer.micro_batches(rollout, rows, min_batches)
+            self.llm = LLM(
+                folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision_of(model),
+                max_model_len=max_length, gpu_memory_utilization=memory, logprobs_mode="processed_logprobs",
+                enable_sleep_mode=self.sleeps, enforce_eager=not self.sleeps, language_model_only=True,
+                distributed_executor_backend="external_launcher" if num_processes() > 1 else None,
+            )
 
     def on_all_ranks(self, function: Callable, *args, **kwargs):
         """Call a function of the engine of each rank; the first rank's error is raised on all."""
@@ -135,8 +138,7 @@ class VLLM(Engine):
         from vllm import SamplingParams
 
         prompt, parameters = ids.tolist(), SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        inputs = [{"prompt_token_ids": prompt}]
-        output, = self.llm.generate(inputs, parameters, use_tqdm=False)
+        output, = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         return torch.tensor(logp_of(prompt[1:], output.prompt_logprobs[1:]))
 
     def sample(
@@ -201,18 +203,6 @@ class VLLM(Engine):
             ]
             for output in outputs
         ]
-
-
-def start(folder: str, precision: str, max_length: int, memory: float, sleeps: bool):
-    """Return a vLLM engine with random weights. folder: of config.json;  sleeps: it shares a GPU."""
-    from vllm import LLM
-
-    return LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, dtype=precision, max_model_len=max_length,
-        gpu_memory_utilization=memory, logprobs_mode="processed_logprobs", enable_sleep_mode=sleeps,
-        enforce_eager=not sleeps, language_model_only=True,
-        distributed_executor_backend="external_launcher" if num_processes() > 1 else None,
-    )
 
 
 def logp_of(ids: list[int], found: list[dict]) -> list[float]:

@@ -145,9 +145,8 @@ def serve(methods: list[str], modules: list[str], path: list[str], call_filter: 
     for method in methods:
         refused[method] = find_obstacle(method, call_filter)
         if not refused[method]:
+            RESTRICTIONS[method]()
             break
-    if not refused[method]:
-        RESTRICTIONS[method]()
     refusal = refused[method] and "; ".join(map(": ".join, refused.items()))
     gc.freeze()                 # otherwise garbage collection in forks would copy the page of every object
     while True:

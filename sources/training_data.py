@@ -23,30 +23,28 @@ def load_data(
 
     Held-out prompts are removed from the training examples, also if they differ in white space or case.
     """
-    data_config = config.data
+    data_config, limit = config.data, config.data.eval_limit
     options = dict(seed=config.training.seed, columns=data_config.columns)
-    train_split, eval_split = data_config.train_split, data_config.eval_split
     source = data_config.dataset if dataset is None else dataset
     held_out_source = (data_config.eval_dataset or None) if eval_dataset is None else eval_dataset
-    has_splits = isinstance(source, str) and Path(source).suffix not in READERS
-    examples = load_examples(source, train_split, **options)
+    if held_out_source is None and isinstance(source, str) and Path(source).suffix not in READERS:
+        held_out_source = source                          # another split of it
+    examples = load_examples(source, data_config.train_split, **options)
     chosen, held_out = range(len(examples)), []
-    if data_config.eval_limit and (held_out_source is not None or has_splits):
-        held_out_source = source if held_out_source is None else held_out_source
-        held_out = load_examples(held_out_source, eval_split, limit=data_config.eval_limit, **options)
-    elif data_config.eval_limit:                          # hold out some of the training examples
+    if limit and held_out_source is not None:
+        held_out = load_examples(held_out_source, data_config.eval_split, limit=limit, **options)
+    elif limit:                                           # hold out some of the training examples
         order = random.Random(config.training.seed).sample(chosen, len(examples))
-        count = min(data_config.eval_limit, len(examples) // 5)
+        count = min(limit, len(examples) // 5)
         chosen = order[count:] if data_config.shuffle else sorted(order[count:])
         held_out = [examples[i] for i in order[:count]]
     held_out_keys = {prompt_key(example["prompt"]) for example in held_out}
     overlap = {i for i, example in enumerate(examples) if prompt_key(example["prompt"]) in held_out_keys}
     chosen = array("q", (i for i in chosen if i not in overlap))
     if not chosen:
-        flag = f"--dataset={data_config.dataset}"
         raise ValueError(
-            f"{flag}: all its prompts are held out; choose another --eval_dataset, or, if they are all the "
-            "same, --eval_limit 0")
+            f"--dataset={data_config.dataset}: all its prompts are held out; choose another --eval_dataset, "
+            "or, if they are all the same, --eval_limit 0")
     instruct = partial(instructed, instruction=data_config.instruction)
     return View(examples, chosen, instruct), [instruct(example) for example in held_out]
 

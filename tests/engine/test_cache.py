@@ -62,7 +62,7 @@ def test_a_prompt_is_held_once_in_the_layers_precision_and_no_more_than_its_wind
 
     def noted(self, *args):
         result = real(self, *args)
-        held[:] = [(layer.prompt_keys, layer.keys) for layer in self.layers]
+        held[:] = [(layer.prompts[0], layer.own[0]) for layer in self.layers]
         return result
 
     monkeypatch.setattr(cache.PrefixCache, "compact", noted)

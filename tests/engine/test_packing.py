@@ -40,11 +40,12 @@ def test_a_pass_of_siblings_and_a_lone_completion_written_out():
     # The first token is predicted by the end of the prompt, at 1 or 11, every other one by the token before it.
     assert [row[mask].tolist() for row, mask in zip(batch.predictor, rollout.completion_mask[[1, 3, 0]])] == [
         [1, 2, 3], [11, 12, 13, 14], [1, 5, 6, 7]]
-    layout, siblings = batch.layout, range(2, 9)
+    (own, prefix), siblings = batch.layout.parts(1, torch.device("cpu")), range(2, 9)
     for blocks, names, slots, tokens in (
-        (layout.own, ("queries", "query_positions"), layout.own_slots, range(16)),
-        (layout.prefix, ("queries", "query_positions"), layout.prefix_query_slots, siblings),
-        (layout.prefix, ("keys", "key_positions"), layout.prefix_key_slots, range(2)),
+        (own.blocks, ("queries", "query_positions"), own.query_rows, range(16)),
+        (own.blocks, ("keys", "key_positions"), own.key_rows, range(16)),
+        (prefix.blocks, ("queries", "query_positions"), prefix.query_rows, siblings),
+        (prefix.blocks, ("keys", "key_positions"), prefix.key_rows, range(2)),
     ):
         held, positions = (torch.cat([getattr(block, name).flatten() for block in blocks]) for name in names)
         for token in range(16):
