@@ -284,10 +284,14 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
 
 
 def cell(row: dict, column: str):
-    """Return the value in a column, or in a field of an object: "a.b" of {"a": {"b": 1}}; else None."""
+    """Return the value in a column, or in a field of an object: "a.b" of {"a": {"b": 1}}; else None.
+
+    Arrays and tensors become lists and numbers.
+    """
     head, _, field = column.partition(".")
     inside = row.get(head) if field and column not in row else None
-    return cell(inside, field) if isinstance(inside, Mapping) else row.get(column)
+    value = cell(inside, field) if isinstance(inside, Mapping) else row.get(column)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, str]:

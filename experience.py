@@ -40,14 +40,24 @@ class Groups:
         """Return (P,) bool: all rewards of the group are equal, so that their advantages are 0."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
 
-    @property
-    def without_signal(self) -> Tensor:
-        """Return (P,) bool: the group is tied, or would be without the penalty for length: equal scores."""
-        return self.tied | (compute_group_advantages(self.scores) == 0).all(dim=1)
+    def without_signal(self, config) -> Tensor:
+        """Return (P,) bool: the group is tied, or would be without the penalty for length."""
+        rewards = combine_and_clip(config, self.scores, self.per_function)
+        return self.tied | (compute_group_advantages(rewards) == 0).all(dim=1)
 
 
 def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[str, Tensor]) -> Tensor:
-    """Compute the rewards (P, G) that are learned from: scores combined, clipped and penalised by length.
+    """Compute the rewards (P, G) that are learned from: scores combined, clipped and penalised by length."""
+    rewards = combine_and_clip(config, scores, per_function)
+    if config.overlong != "penalise":
+        return rewards
+    limit = config.generation_max_length
+    lengths = completion_lengths(rollout.completion_mask).view_as(rewards)
+    return rewards + overlong_penalty(lengths, max_tokens=limit, buffer=max(1, limit // 5))
+
+
+def combine_and_clip(config, scores: Tensor, per_function: dict[str, Tensor]) -> Tensor:
+    """Compute the rewards (P, G) without the penalty for length.
 
     With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced by
         sum of weight * (r - mean(group)) / std(group)
@@ -61,11 +71,7 @@ def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[s
         scores = weighted_sum(advantages, config.weights).masked_fill(scores.isnan(), torch.nan)
     if config.reward_clip:
         scores = scores.clamp(-config.reward_clip, config.reward_clip)           # NaN stays NaN
-    if config.overlong != "penalise":
-        return scores
-    limit = config.generation_max_length
-    lengths = completion_lengths(rollout.completion_mask).view_as(scores)
-    return scores + overlong_penalty(lengths, max_tokens=limit, buffer=max(1, limit // 5))
+    return scores
 
 
 @dataclass

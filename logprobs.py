@@ -117,15 +117,15 @@ def head_log_probs(
     """
     logits = restrict_logits(compute_logits(model, hidden), **distribution, chosen=target_ids)       # (n, V)
     log_p = logits.log_softmax(dim=-1)
-    lowest = torch.finfo(log_p.dtype).min                 # in place of -inf: that times 0 would be NaN
-    p, finite_log_p = log_p.exp(), log_p.clamp(min=lowest)
+    p = log_p.exp()
+    finite_log_p = log_p.masked_fill(p == 0, 0.0)         # 0 * -inf would be NaN, in the gradient as well
     logp, entropy = log_p.gather(-1, target_ids[:, None])[:, 0], -(p * finite_log_p).sum(dim=-1)
     if reference_hidden is None:
         return [logp, entropy]
     with torch.no_grad():
         log_q = compute_logits(reference, reference_hidden).to(logits.dtype) / distribution["temperature"]
-        log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1).clamp(min=lowest)
-    return [logp, entropy, (p * (finite_log_p - log_q)).sum(dim=-1)]
+        log_q = log_q.masked_fill(logits == -torch.inf, -torch.inf).log_softmax(dim=-1)
+    return [logp, entropy, (p * (finite_log_p - log_q.masked_fill(p == 0, 0.0))).sum(dim=-1)]
 
 
 def compute_logits(model, hidden: Tensor) -> Tensor:

@@ -106,9 +106,10 @@ def compute_rewards_for_completions(
         raise ValueError(f"several reward functions have the name {', '.join(repeated)}; rename by __name__")
     started = {name: function(**arguments) for name, function in zip(names, reward_functions, strict=True)}
     per_function, failed = {}, torch.zeros(count, dtype=torch.bool)
-    for name, result in started.items():
+    for (name, result), weight in zip(started.items(), weights, strict=True):
         points = read_points(result() if callable(result) else result, count, f"reward function {name}")
-        failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
+        if weight:                                        # else it is watched alone
+            failed |= torch.tensor([p is not None and math.isnan(p) for p in points])
         points = torch.tensor([math.nan if p is None else p for p in points], dtype=torch.float64)
         per_function[name] = points.view(shape)
     return weighted_sum(per_function, weights).masked_fill(failed.view(shape), torch.nan), per_function
@@ -119,7 +120,8 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tenso
     assert len(weights) == len(per_function), f"{len(weights)=} {list(per_function)=}"
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
-    weighted = torch.where(skipped, 0.0, points) * torch.tensor(weights, dtype=points.dtype)[:, None, None]
+    weight = torch.tensor(weights, dtype=points.dtype)[:, None, None]
+    weighted = torch.where(skipped | (weight == 0), 0.0, points * weight)
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
 
 
@@ -223,7 +225,7 @@ def read_points(returned, count: int, subject: str) -> list[float | None]:
         if not isinstance(returned, list | tuple) and not getattr(returned, "ndim", 0):
             raise TypeError
         points = [None if point is None else float(point) for point in returned]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{subject} returned {returned!r:.60}; {expected}") from None
     if len(points) != count:
         raise ValueError(f"{subject} returned {len(points)} values for {count} completions; {expected}")

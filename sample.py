@@ -72,7 +72,7 @@ def sample_completions_for_prompts(
     """
     group_size = num_completions or config.num_completions_per_prompt
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    repeats = count_repeats(prompts) if repeats is None else repeats
+    repeats = count_repeats(prompt_ids) if repeats is None else repeats
     uniforms = uniform_streams(prompt_ids, repeats, group_size, config.generation_max_length, seed)
     prompts_at_once = max(1, (config.generation_batch_size or len(uniforms)) // group_size)
     distribution = distribution_of(config)

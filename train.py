@@ -43,7 +43,7 @@ from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_policy
 from runs.errors import exit_on_errors, halved_when_out_of_memory
-from runs.groups import replace_tied, sample_on_all_ranks, summarize_groups, summarize_updates, timed
+from runs.groups import replace_groups, sample_on_all_ranks, summarize_groups, summarize_updates, timed
 from runs.phases import Phase, is_due
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup
@@ -93,16 +93,18 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
 @timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
-    work = partial(sample_and_score, run, seed=run.sampling_seed(attempt=0))     # of a slice, on each rank
-    groups = sample_on_all_ranks(run.engine, run.ranks, work, examples)
-    run.progress.add_rewards(groups.rewards)              # for --baseline global_mean
-    for attempt in range(1, run.config.grpo.dynamic_sampling + 1):   # DAPO: arXiv:2503.14476 sec. 3.2
-        if num_replaced := int(groups.without_signal.sum()):         # after the last attempt they stay
-            work = partial(sample_and_score, run, seed=run.sampling_seed(attempt))
-            new = sample_on_all_ranks(run.engine, run.ranks, work, run.batches.take(num_replaced))
-            run.progress.add_rewards(new.rewards)
-            groups = replace_tied(groups, new)
-    P, G = len(examples), run.config.grpo.num_completions_per_prompt
+    def sample(examples: list[dict], attempt: int) -> Groups:
+        work = partial(sample_and_score, run, seed=run.sampling_seed(attempt))   # of a slice, on each rank
+        groups = sample_on_all_ranks(run.engine, run.ranks, work, examples)
+        run.progress.add_rewards(groups.rewards)          # for --baseline global_mean
+        return groups
+
+    config, groups = run.config.grpo, sample(examples, attempt=0)
+    for attempt in range(1, config.dynamic_sampling + 1):  # DAPO: arXiv:2503.14476 sec. 3.2
+        tied = groups.without_signal(config)              # after the last attempt they stay
+        if tied.any():
+            groups = replace_groups(groups, tied, sample(run.batches.take(int(tied.sum())), attempt))
+    P, G = len(examples), config.num_completions_per_prompt
     require(groups.rewards.shape == (P, G), f"{groups.rewards.shape=} {P=} {G=}")
     return groups
 

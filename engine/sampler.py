@@ -40,7 +40,7 @@ def sample_sharing_prompts(
     """
     group_size, device = num_completions or config.num_completions_per_prompt, next(model.parameters()).device
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    repeats = count_repeats(prompts) if repeats is None else repeats
+    repeats = count_repeats(encoded) if repeats is None else repeats
     uniforms = uniform_streams(encoded, repeats, group_size, config.generation_max_length, seed)
     stop_ids, pad_id = stop_token_ids(model, tokenizer), tokenizer.pad_token_id
     state = SamplingState(uniforms, stop_ids, pad_id, distribution_of(config), device, reply)
@@ -150,8 +150,9 @@ class SamplingState:
             # Whole tensors are copied: their shapes stay the same, for XLA.
             ids, forced, device = self.ids.cpu(), self.forced_tokens.cpu().clone(), self.ids.device
             for row in ended:
-                reply = self.reply(row, ids[row, : count[row]].tolist())
-                end, stopped[row] = count[row], not reply
+                end = count[row]
+                reply = self.reply(row, ids[row, :end].tolist())[: ids.shape[1] - end]
+                stopped[row] = not reply
                 forced[row, end : end + len(reply)] = torch.tensor(reply, dtype=torch.long)
             self.forced_tokens.copy_(forced)              # in place: recorded steps read these tensors
             self.stopped.copy_(torch.tensor(stopped))

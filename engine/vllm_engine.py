@@ -148,7 +148,7 @@ class VLLM(Engine):
         """Sample as Engine.sample: one turn of all completions, then the next."""
         size, limit = num_completions or config.num_completions_per_prompt, config.generation_max_length
         prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-        repeats = count_repeats(prompts) if repeats is None else repeats
+        repeats = count_repeats(prompt_ids) if repeats is None else repeats
         seeds = [int(g.integers(2**62)) for g in random_generators(prompt_ids, repeats, size, seed)]
         stop_ids, distribution = stop_token_ids(self.model, self.tokenizer), distribution_of(config)
         state = SamplingState(

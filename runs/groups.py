@@ -18,6 +18,7 @@ from experience import Experience, Groups
 from reward_functions.calling import Reports
 from logprobs import completion_lengths
 from sample import Rollout, count_repeats, pad_rows
+from sources.batches import prompt_key
 
 SUCCESS = "correctness", "math_equality", "passes_tests", "countdown", "multiple_choice"     # right: 1 point
 
@@ -44,14 +45,14 @@ def sample_on_all_ranks(engine, ranks, sample_slice: Callable, examples: list[di
         return replace(groups, examples=[], rollout=replace(groups.rollout, environments=None))
 
     with engine.sampling():
-        repeats = count_repeats([example["prompt"] for example in examples])
+        repeats = count_repeats([prompt_key(example["prompt"]) for example in examples])
         parts = ranks.gather(of_this_rank, examples, repeats)
     return replace(join(parts), examples=examples)
 
 
-def replace_tied(groups: Groups, new: Groups) -> Groups:
-    """Return the groups with a signal, and behind them the new ones, whether they have one or not."""
-    return join([select(groups, ~groups.without_signal), replace(new, replaced=len(new.rewards))])
+def replace_groups(groups: Groups, which: Tensor, new: Groups) -> Groups:
+    """Return the groups without those in which (P,), and behind them the new ones."""
+    return join([select(groups, ~which), replace(new, replaced=len(new.rewards))])
 
 
 def select(groups: Groups, keep: Tensor) -> Groups:

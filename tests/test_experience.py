@@ -100,17 +100,25 @@ def test_groups_that_differ_in_length_alone_are_replaced(base, monkeypatch):
         points = torch.tensor(next(rounds)).double()
         return points, {"points": points}
 
-    def no_penalty_for_the_third(config, rollout, scores, per_function):
-        penalty = torch.arange(4).double() / -100         # as of lengths that differ
-        return scores.clamp(-2, 2) + torch.where(scores[:, :1] == 5, 0.0, penalty)
+    def penalised(config, rollout, scores, per_function):
+        return scores.clamp(-2, 2) - torch.arange(4).double() / 100              # as of lengths that differ
 
     monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
-    monkeypatch.setattr(train, "shape_rewards", no_penalty_for_the_third)
+    monkeypatch.setattr(train, "shape_rewards", penalised)
     groups = sample_groups(run, next(run.batches))
     assert groups.replaced == 3 and groups.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert groups.without_signal.tolist() == [False, True, True, True] and not groups.tied.any(), "their advantages are not 0"
+    lacking = groups.without_signal(run.config.grpo)
+    assert lacking.tolist() == [False, True, True, True] and not groups.tied.any(), "their advantages are not 0"
     scaled, plain = (compute_group_advantages(groups.rewards[1:], scale=scale).abs().max() for scale in ("group", "none"))
     assert scaled > 1 and plain < 0.02
+
+
+def test_with_gdpo_a_group_of_equal_scores_may_have_a_signal(base):
+    config = with_settings(base, reward_combination="gdpo", reward_functions=["a", "b"], reward_weights=[1.0, 0.5]).config.grpo
+    per_function = {"a": torch.tensor([[1.0, 0.0, 1.0, 0.0]]).double(), "b": torch.tensor([[0.0, 2.0, 0.0, 2.0]]).double()}
+    scores = torch.ones(1, 4).double()
+    groups = Groups([], None, scores, per_function, shape_rewards(config, None, scores, per_function))
+    assert not groups.without_signal(config).any() and groups.without_signal(replace(config, reward_combination="sum")).all()
 
 
 def test_a_prompt_that_comes_up_again_in_a_round_is_answered_anew(base, monkeypatch):

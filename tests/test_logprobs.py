@@ -123,6 +123,21 @@ def test_the_head_sees_few_tokens_at_once_and_again_backward():
         assert in_chunks(head, 4, hidden, chosen, None)[2] is None and seen[6:] == parts
 
 
+@pytest.mark.parametrize("name", ["entropy", "kl"])
+def test_tokens_that_are_not_kept_have_no_gradient_however_large_that_of_the_result_is(model, name):
+    """As with the scale of float16. Their log-probabilities are -inf."""
+    reference, gradients = make_reference(model), []
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.1)
+    for factor in 1.0, 1024.0:
+        model.zero_grad()
+        results = completion_log_probs(model, made_up_rollout([4, 6], [3, 5, 2, 4]), top_k=5, reference=reference)
+        (factor * getattr(results, name).sum()).backward()
+        gradients.append(model.get_output_embeddings().weight.grad / factor)
+    assert gradients[0].isfinite().all() and gradients[0].any()
+    torch.testing.assert_close(*gradients)
+
+
 def dense_log_probs(model, rollout, row, temperature):
     logits, ids = logits_alone(model, rollout, row)
     log_probs = (logits / temperature).log_softmax(-1)

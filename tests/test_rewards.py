@@ -142,6 +142,15 @@ def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
+def test_a_function_of_weight_0_is_watched_alone():
+    """What it cannot score is scored by the others, and so is what it fails at."""
+    def watched(completions, **columns):
+        return [None, 3.0, math.nan, 5.0]
+
+    scores, per_function = call_and_score([length, watched], [1.0, 0.0], rollout_of("a", "bb", "", "d"), EXAMPLES)
+    assert scores.tolist() == [[1.0, 2.0], [0.0, 1.0]] and per_function["watched"].isnan().tolist() == [[True, False], [True, False]]
+
+
 def test_two_functions_of_one_name_are_rejected():
     two = [lambda completions, **columns: [1.0] * 4, lambda completions, **columns: [2.0] * 4]
     with pytest.raises(ValueError, match="have the name <lambda>"):

@@ -11,9 +11,10 @@ from config import GRPOConfig
 from data import encode_prompt
 from engine import cache, make_engine, sampler
 from engine.plain import Engine
+from engine.ranks import Ranks
 from engine.vllm_engine import VLLM
 from environments.conversations import sample_with_environment
-from runs.groups import join_rollouts, select_groups
+from runs.groups import join_rollouts, sample_on_all_ranks, select_groups
 from logprobs import restrict_logits
 from model import byte_tokenizer
 from sample import (
@@ -267,6 +268,30 @@ def test_an_engine_fills_the_same_rollout(model, tokenizer):
     assert rollout.completions[:3] == [tokenizer.decode([50 + g] * g) for g in range(3)]
     again.sample(PROMPTS, config, seed=0)
     assert again.requests == engine.requests
+
+
+def test_prompts_of_the_same_ids_have_other_random_numbers_however_they_are_written(engine, settings, monkeypatch):
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content | trim }}{% endfor %}")
+    prompts = ["1+1=?", "1+1=? ", [{"role": "user", "content": "1+1=?"}]]
+    assert len({tuple(encode_prompt(engine.tokenizer, prompt)) for prompt in prompts}) == 1
+    completions = engine.sample(prompts, settings, seed=0).completions
+    assert completions[:4] != completions[4:8] != completions[8:]
+    seen = []
+
+    def look(examples, repeats):
+        seen.extend(repeats)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample_on_all_ranks(engine, Ranks(engine.device), look, [{"prompt": prompt} for prompt in prompts])
+    assert seen == [0, 1, 2]
+
+
+def test_a_reply_ends_at_the_limit(engine, settings, monkeypatch):
+    monkeypatch.setattr(engine.model.generation_config, "eos_token_id", list(range(200)))
+    rollout = engine.sample(PROMPTS[:2], settings, seed=0, reply=lambda row, ids: [70] * 100)
+    limit = settings.generation_max_length
+    assert rollout.completion_ids.shape[1] == limit and not rollout.finished.all() and (rollout.completion_ids[:, -1] == 70).any()
 
 
 def test_an_engine_continues_conversations_after_each_reply(model, tokenizer):

@@ -82,6 +82,7 @@ def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the
     (["good"] * 4, "['good', 'good', 'good', 'good']; return a list"),
     ([1.0, -math.inf, 1.0, 1.0], "infinite or over"),
     ([1e16] * 4, "infinite or over 1e+15 points"),
+    ([10**400] * 4, "[100000"),
 ])
 def test_what_is_no_list_of_points_is_shown(points, returned):
     def function(completions):

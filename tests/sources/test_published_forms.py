@@ -5,6 +5,7 @@ Seven are read as they are; Countdown has no prompt and needs one flag, as does 
 
 import numpy as np
 import pytest
+import torch
 import data
 from test_data import data_of, write_lines
 
@@ -180,10 +181,15 @@ def test_messages_and_many_choices_are_lettered():
     assert multiple_choice(["<answer>L</answer>"] * 2, answer=["L", "city 11"], choices=[cities] * 2) == [1, 1]
 
 
-@pytest.mark.parametrize("answer", [(7, "seven"), np.array(["7", "seven"]), {"7"}])
+@pytest.mark.parametrize("answer", [(7, "seven"), np.array(["7", "seven"]), {"7"}, torch.tensor([7, 8])])
 def test_several_answers_are_a_list(answer):
     (example,) = load_examples([{"prompt": "3+4?", "answer": answer}])
-    assert sorted(map(str, example["answer"])) == sorted(map(str, answer)) and correctness(["<answer>7</answer>"], answer=[example["answer"]]) == [1]
+    assert sorted(map(str, example["answer"])) == sorted(map(str, answer if type(answer) is not torch.Tensor else answer.tolist())) and correctness(["<answer>7</answer>"], answer=[example["answer"]]) == [1]
+
+
+@pytest.mark.parametrize("answer", [np.array(7), np.int64(7), torch.tensor(7)])
+def test_an_array_of_one_number_is_that_number(answer):
+    assert load_examples([{"prompt": "3+4?", "answer": answer}]) == [{"prompt": "3+4?", "answer": "7"}]
 
 
 @pytest.mark.parametrize("answer", [
