@@ -167,7 +167,7 @@ class GRPOConfig:
     importance_cap: float = flag(
         0.0, "truncated importance sampling: weigh a token's loss by trainer's / sampler's probability, up "
         "to this; 0: 2 with --engine vllm, which rounds differently, else none", ge=0)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus, in points per nat", ge=0)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus, in advantage per nat", ge=0)
 
     ppo_epochs: int = flag(1, "passes over a rollout", gt=0)
     minibatch_size: int = flag(
@@ -176,7 +176,7 @@ class GRPOConfig:
     use_kl_penalty: bool = flag(
         True, "penalise the KL to a reference, by default a frozen copy of the policy")
     kl_penalty_coef: float = flag(
-        0.01, "weight of the KL penalty, in points per nat; 0: no penalty, no reference", ge=0)
+        0.01, "weight of the KL penalty, in advantage per nat; 0: no penalty, no reference", ge=0)
     kl_in: Literal["loss", "reward"] = flag(
         "loss", "add the KL penalty to the loss, or subtract it from rewards, within a group from advantages")
     kl_estimator: Literal["", "ratio_k3", "k3", "k2", "k1", "exact"] = flag(

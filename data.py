@@ -159,14 +159,14 @@ def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
 
 
 def as_messages(prompt) -> list[dict]:
-    """Convert a prompt to chat messages: text is the user's message, and token ids are an empty one."""
+    """Convert a prompt to chat messages: text is the user's; of token ids, which are no text, it is empty."""
     text = "" if is_ids(prompt) else prompt
     return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
 
 
 def as_text(messages: str | list[dict]) -> str:
     """Return a prompt as text: a line for each message; token ids as a list."""
-    if isinstance(messages, str) or isinstance(messages[0], int):
+    if isinstance(messages, str) or is_ids(messages):
         return str(messages)
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 

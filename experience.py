@@ -37,7 +37,7 @@ class Groups:
 
     @property
     def tied(self) -> Tensor:
-        """Return (P,) bool: all rewards of the group are equal, so that their advantages are 0."""
+        """Return (P,) bool: the rewards of the group are equal, or fewer than two: advantages are 0."""
         return (compute_group_advantages(self.rewards) == 0).all(dim=1)
 
     def without_signal(self, config) -> Tensor:
@@ -59,7 +59,7 @@ def shape_rewards(config, rollout: Rollout, scores: Tensor, per_function: dict[s
 def combine_and_clip(config, scores: Tensor, per_function: dict[str, Tensor]) -> Tensor:
     """Compute the rewards (P, G) without the penalty for length.
 
-    With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced by
+    With --reward_combination gdpo (arXiv:2601.05242) the scores are replaced, before advantages are taken, by
         sum of weight * (r - mean(group)) / std(group)
     so that a function whose points differ little counts as much as one whose points differ widely.
     """

@@ -226,7 +226,7 @@ class Loss:
     per_token: Callable
     aggregation: str                                      # see aggregate
     bounds: dict = field(default_factory=dict)            # option -> its least and its largest value
-    corrects_sampler: bool = False                        # its own ratio corrects differences of the sampler
+    corrects_sampler: bool = False                        # its ratio is policy / sampler: no weights
 
 
 DUAL_CLIP, LIMITS = {"dual_clip": (1.0, torch.inf)}, {"alpha": (0.0, 1.0), "beta": (1.0, torch.inf)}
@@ -289,7 +289,7 @@ def aggregate(
     x: Tensor, mask: Tensor, aggregation: str, *, num_tokens, num_sequences=None, max_tokens=None,
     num_prompts=None, group_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Reduce per-token values x (B, T) to a scalar, divided by counts of the whole optimiser step.
+    """Reduce per-token values x (B, T) to a scalar, divided by counts of the whole update.
 
         token_mean      x / num_tokens                      tokens weigh the same
         sequence_mean   x / length / num_sequences          completions weigh the same
@@ -299,22 +299,23 @@ def aggregate(
     summed over tokens where mask (B, T) is True; length counts those of a row, group_tokens (B, 1) those of
     all completions of its prompt, num_sequences rows with any.
     """
-    x, lengths = torch.where(mask, x, 0.0), mask.sum(dim=1, keepdim=True).clamp(min=1)
-    aggregations = {
-        "token_mean": lambda: x.sum() / num_tokens,
-        "sequence_mean": lambda: (x / lengths).sum() / num_sequences,
-        "prompt_mean": lambda: (x / group_tokens).sum() / num_prompts,
-        "constant": lambda: x.sum() / (num_sequences * max_tokens),
+    divisors = {
+        "token_mean": dict(num_tokens=num_tokens), "sequence_mean": dict(num_sequences=num_sequences),
+        "prompt_mean": dict(num_prompts=num_prompts, group_tokens=group_tokens),
+        "constant": dict(num_sequences=num_sequences, max_tokens=max_tokens),
     }
-    if aggregation not in aggregations:
-        raise ValueError(f"{aggregation=} must be one of {', '.join(aggregations)}")
-    if aggregation in ("sequence_mean", "constant") and num_sequences is None:
-        raise ValueError(f"{aggregation=} averages over sequences: pass num_sequences of the whole step")
-    if aggregation == "prompt_mean" and (num_prompts is None or group_tokens is None):
-        raise ValueError("aggregation='prompt_mean' averages over prompts: pass num_prompts and group_tokens")
-    if aggregation == "constant" and max_tokens is None:
-        raise ValueError("aggregation='constant' divides by the generation limit: pass max_tokens")
-    return aggregations[aggregation]()
+    if aggregation not in divisors:
+        raise ValueError(f"{aggregation=} must be one of {', '.join(divisors)}")
+    if missing := [name for name, count in divisors[aggregation].items() if count is None]:
+        raise ValueError(f"{aggregation=} divides by {' and '.join(missing)}: pass those of the whole update")
+    x = torch.where(mask, x, 0.0)
+    if aggregation == "token_mean":
+        return x.sum() / num_tokens
+    if aggregation == "sequence_mean":
+        return (x / mask.sum(dim=1, keepdim=True).clamp(min=1)).sum() / num_sequences
+    if aggregation == "prompt_mean":
+        return (x / group_tokens).sum() / num_prompts
+    return x.sum() / (num_sequences * max_tokens)
 
 
 def policy_loss(
@@ -417,7 +418,7 @@ def value_loss(
     summed over the tokens where mask is True; c is the argument clip.
 
     values (with gradient), old_values, returns  (B, T) points;  mask  (B, T) bool;  returns scalar, points^2
-    num_tokens counts the whole optimiser step. PPO's value clipping: arXiv:2005.12729 sec. 3.
+    num_tokens counts the whole update. PPO's value clipping: arXiv:2005.12729 sec. 3.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
     error = torch.maximum((values - returns).square(), (near - returns).square())

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # n * V of a chunk of the head: 32 MB in float32, or 256 MB
-                                # where reading the head takes longer than to multiply a few tokens by it
-MIN_TOKENS_AT_ONCE = 64         # n, also if it takes more
+LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # n * V of a chunk of the head: 32 MB in float32; 256 MB
+                                # where reading the head takes longer than multiplying a few tokens by it
+MIN_TOKENS_AT_ONCE = 64         # the least n, even above that
 
 
 @dataclass
@@ -35,7 +35,7 @@ class LogProbs:
     logp: Tensor                        # (rows, T) nats, with gradient; 0 where completion_mask is False
     entropy: Tensor                     # (rows, T) nats, of the same distribution; 0 there too
     kl: Tensor | None = None            # (rows, T) nats, KL(policy || reference), with a reference
-    values: Tensor | None = None        # (rows, T) points expected from each token on, with a value head
+    values: Tensor | None = None        # (rows, T) points expected before each token, with a value head
 
 
 def completion_log_probs(
@@ -137,7 +137,7 @@ def compute_logits(model, hidden: Tensor) -> Tensor:
 def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply hidden states (n, H) by a head (V, H) and add its bias: (n, V).
 
-    On a CPU the result is a view of (V, n): for a few tokens that takes half the time.
+    On a CPU the result is a view of (V, n): for a few tokens this product takes half the time.
     """
     if hidden.device.type != "cpu":
         return torch.nn.functional.linear(hidden, weight, bias)

@@ -96,6 +96,8 @@ def compute_rewards_for_completions(
         None for some of them                  NaN for these: they cannot be compared with the others
         NaN                                    NaN: the function failed
 
+    A function of weight 0 is watched alone: nothing of it changes a score.
+
     A slow function may start its work and return a function without arguments, which waits for the points:
     so all are started before the first is awaited.
     """

@@ -6,8 +6,8 @@ values in transformers' cache are copied for each completion. Then a loop sample
 until it ends with a stop token or at the length limit. engine/sampler.py draws the same without copies: what
 train.py runs on a GPU, and where prompts are long (--engine).
 
-Each completion has random numbers of its own, from the seed, its prompt, how often that came before, and its
-number in the group. So it is the same alone and in a batch, up to the rounding of the model.
+Each completion has random numbers of its own, from the seed, its prompt's ids, how often these came before,
+and its number in the group. So it is the same alone and in a batch, up to the rounding of the model.
 With an environment the policy takes turns, each up to a stop token, and `reply` adds an environment's tokens
 behind them. They are forwarded one by one, like the others:
 
@@ -269,8 +269,8 @@ def make_rollout(
 
 
 def decode_completion(tokenizer, ids: list[int]) -> str:
-    """Return the text of sampled tokens without their stop token. Pad and BOS tokens have none; other special
-    tokens have, such as <think> or <tool_call>: reward functions see what the policy wrote.
+    """Return the text of sampled tokens, without pad and BOS tokens. Other special tokens, such as <think>,
+    stay: reward functions see what the policy wrote.
     """
     silent = tokenizer.pad_token_id, tokenizer.bos_token_id
     return tokenizer.decode([i for i in ids if i not in silent])

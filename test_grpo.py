@@ -439,8 +439,10 @@ def test_missing_denominators_are_named():
         policy_loss(logp, old_logp, advantages, mask, loss_type="grpo", num_tokens=3)
     with pytest.raises(ValueError, match="max_tokens"):
         policy_loss(logp, old_logp, advantages, mask, loss_type="dr_grpo", num_tokens=3, num_sequences=3)
-    for incomplete in dict(num_prompts=3), dict(group_tokens=torch.ones(4, 1)):
-        with pytest.raises(ValueError, match="num_prompts and group_tokens"):
+    with pytest.raises(ValueError, match="divides by num_prompts and group_tokens: pass"):
+        policy_loss(logp, old_logp, advantages, mask, loss_type="scale_rl", num_tokens=3)
+    for missing, incomplete in ("group_tokens", dict(num_prompts=3)), ("num_prompts", dict(group_tokens=torch.ones(4, 1))):
+        with pytest.raises(ValueError, match=f"divides by {missing}: pass"):
             policy_loss(logp, old_logp, advantages, mask, loss_type="scale_rl", num_tokens=3, **incomplete)
     with pytest.raises(ValueError, match="loss_type"):
         policy_loss(logp, old_logp, advantages, mask, loss_type="ppo", num_tokens=3)

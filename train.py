@@ -11,13 +11,13 @@ examples/minimal.py is the same as one short program, with the settings of the c
 Shapes: P prompts, G completions of each, B = P*G rows, b rows of a micro-batch, T completion tokens.
 Units: points for scores and rewards, nats for log-probabilities (logp) and KL.
     score          weighted sum of what the reward functions give to a completion
-    reward         what is learned from: the score after --reward_clip, --overlong, --reward_combination
-    tied           of a group: its rewards are equal, so that its advantages are 0
+    reward         what is learned from: the score after --reward_combination, --reward_clip, --overlong
+    tied           of a group: its rewards are equal, or fewer than two, so that its advantages are 0
     rollout        completions, and their logp when they were sampled
     experience     a rollout with advantages, old_logp (usually logp when sampled) and the reference's logp
     update         one optimiser step; a training step makes one or several. All counters and flags named
                    step(s) count updates
-    phase          cold_start, supervised, if there is one; then grpo
+    phase          grpo, after a supervised cold_start if there is one; or supervised alone
     run            policy, reference (another model that it stays close to), optimiser, data, progress
 """
 
@@ -132,7 +132,7 @@ def group_advantages(run: Run, groups: Groups) -> torch.Tensor:
 
 @halved_when_out_of_memory("max_tokens_per_forward")
 def experience_of(run: Run, groups: Groups, advantages: torch.Tensor) -> Experience:
-    """Return what all updates on a rollout share: B rows p*G + g. A value head has its own advantages."""
+    """Return what all updates on a rollout share. Row p*G + g is completion g of prompt p."""
     return compute_experience(
         groups, advantages, run.config.grpo, run.engine, run.ranks, reference=run.reference,
         value_head=run.value_head)
@@ -149,7 +149,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
     with_gradient = rows[experience.has_gradient(rows, config)]
     micro_batches = run.engine.micro_batches(experience.rollout, with_gradient, run.ranks.size)
     results = []
-    for micro_batch, is_real in run.ranks.in_lockstep(micro_batches):  # 0: a pass only to stay in step
+    for micro_batch, is_real in run.ranks.in_lockstep(micro_batches):  # 0: only to keep ranks together
         current = run.engine.log_probs(
             experience.rollout, micro_batch, config.distribution,
             value_head=run.value_head,                    # None without --use_value_head
@@ -159,7 +159,7 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         terms = compute_loss_terms(current, batch, config, denominators)
         run.scaler.scale(terms["total_loss"] * is_real).backward()               # scales with float16 alone
         results.append({name: term.detach() * is_real for name, term in terms.items()})
-    # Statistics were divided by all tokens of the update; by this share, they are means over those forwarded.
+    # Statistics are divided by all tokens of the update; over this share, they are means of those forwarded.
     share_forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     return run.sum_terms(results, config.loss_terms, share_forwarded)
 
@@ -170,8 +170,8 @@ def compute_loss_terms(
     """Compute the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
-        KL         = mean of exp(logp - trainer_logp) * (exp(x) - x - 1), x = reference logp - logp
-                     (by default: Experience.sampled_kl)
+        KL         = exp(logp - trainer_logp) * (exp(x) - x - 1), x = reference logp - logp, averaged
+                     as the policy loss is (by default: Experience.sampled_kl)
 
     current  (b, T) log-probabilities, entropy, values under the current policy, with gradient
     batch    the same rows of the experience
@@ -182,7 +182,7 @@ def compute_loss_terms(
     loss, terms = policy_loss(
         current.logp, batch.old_logp, batch.advantages, mask, weights=batch.importance_weights,
         **config.loss_arguments, **denominators)  # loss_type, clip_low, clip_high, ...; num_tokens, ...
-    # Entropy and KL have two averages: over tokens to be logged; in the loss that of the policy loss.
+    # Entropy and KL are logged as means over tokens; in the loss they are averaged as the policy loss is.
     terms |= {"policy_loss": loss, "entropy": aggregate(current.entropy, mask, "token_mean", **denominators)}
     if config.kl_in_loss:
         kl = current.kl if config.exact_kl else batch.sampled_kl(current.logp, config)

@@ -8,6 +8,7 @@ Shapes: B completions of up to T tokens, R active rows, H hidden size, V vocabul
 completion: tokens drawn for padding, and for completions that have ended, are written there.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -49,8 +50,8 @@ def sample_sharing_prompts(
     queue, cache, active = deque(enumerate(encoded)), None, []
     with sampling_mode(model):
         while queue or active:
-            room = groups_at_once - -(-len(active) // group_size)
-            if queue and (not active or room > 0):
+            room = groups_at_once - math.ceil(len(active) / group_size)
+            if queue and room > 0:
                 cache = cache if active else PrefixCache(model)
                 new_prompts = dict(queue.popleft() for _ in range(min(len(queue), room)))
                 new_rows = prefill(new_prompts, state, cache, group_size)
@@ -90,7 +91,9 @@ def decode(active: list[int], state: "SamplingState", cache, group_size: int, wa
     enough, tokens_at_once = int(len(active) * COMPACT_BELOW[device.type]), TOKENS_BETWEEN_CHECKS[device.type]
     if not waiting and len(active) * capacity <= KEPT_TOKENS[device.type]:
         enough = 0
-    step, num_tokens = sample_token, 1 if device.type == "cuda" else tokens_at_once      # then it is recorded
+    step, num_tokens = sample_token, tokens_at_once
+    if device.type == "cuda":
+        num_tokens = 1                                    # and then the step is recorded
     while longest <= capacity and len(active) > enough:
         for _ in range(min(capacity - longest + 1, num_tokens)):
             step()

@@ -53,7 +53,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, phase: Phase, training) -> 
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
-    """Return the share of the peak learning rate at a step, counted from 0. It is never 0."""
+    """Return the share of the peak learning rate at a step, counted from 0. No step of the phase has 0."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -123,8 +123,9 @@ class Run:
 
         losses, updates  of accumulate_gradients now; of the updates on this rollout so far
         """
-        moved = updates if self.device.type == "xla" else [u for u in updates if u["ratio_deviation"] >= 0]
-        if not moved:                                     # NaN: no gradient; but on XLA zeros move weights
+        # NaN: there was no gradient, so the weights stayed; on XLA, where it is zeros, AdamW moves them.
+        had_gradient = [u for u in updates if not math.isnan(u["ratio_deviation"])]
+        if not (updates if self.device.type == "xla" else had_gradient):
             deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
             self.engine.require_ratios_of_1(deviation)
 
@@ -167,9 +168,10 @@ class Run:
         return sums
 
     def count_skipped(self, loss: float) -> None:
-        """Count a skipped step; in a row, unless a scale above 1, which is halved, may be the cause."""
+        """Count a skipped step; not as one in a row if halving the loss scale may cure it."""
         self.progress.skipped += 1
-        self.progress.skipped_in_a_row += not math.isfinite(loss) or self.scaler.get_scale() <= 1
+        if not math.isfinite(loss) or self.scaler.get_scale() <= 1:
+            self.progress.skipped_in_a_row += 1
 
     def refuse_skipped_in_a_row(self) -> None:
         """Save a checkpoint and raise RunError once too many steps in a row were skipped."""

@@ -90,6 +90,8 @@ assert calls == ["started", "tokens", "awaited"], "all are started before the fi
 assert total[0, 0] == 3 and total[0, 1].isnan() and total[1].tolist() == [2, 1], "NaN: it failed; None: it does not apply"
 total, _ = compute_rewards_for_completions([lambda **_: [math.nan] * 4, tokens], [1.0, 1.0], rollout, examples)
 assert total.isnan().all(), "failed on all siblings is not None for all siblings"
+total, _ = compute_rewards_for_completions([lambda **_: [math.nan] * 4, tokens], [0.0, 1.0], rollout, examples)
+assert total.isfinite().all()                             # of weight 0, so watched alone
 total, _ = compute_rewards_for_completions([lambda **_: [None, 1, 2, None], tokens], [1.0, 1.0], rollout, examples)
 assert total.isnan().tolist() == [[True, False], [False, True]], "None for some siblings: not comparable"
 total, _ = compute_rewards_for_completions([lambda **_: [1, 2, None, None]], [1.0], rollout, examples)
