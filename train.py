@@ -101,7 +101,7 @@ def sample_groups(run: Run, examples: list[dict]) -> Groups:
 
     config, groups = run.config.grpo, sample(examples, attempt=0)
     for attempt in range(1, config.dynamic_sampling + 1):  # DAPO: arXiv:2503.14476 sec. 3.2
-        tied = groups.without_signal(config)              # after the last attempt they stay
+        tied = groups.without_signal(config)              # (P,); after the last attempt they stay
         if tied.any():
             groups = replace_groups(groups, tied, sample(run.batches.take(int(tied.sum())), attempt))
     P, G = len(examples), config.num_completions_per_prompt
