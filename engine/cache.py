@@ -79,8 +79,8 @@ class PrefixCache:
             if source not in self.layer_of:               # layers may share keys
                 columns = index[:, max(0, index.shape[1] - max(1, window - 1)) :] if window else index
                 pair = [x[0][:, columns].transpose(0, 1).contiguous() for x in (keys, values)]
-                empty = [torch.zeros_like(x[:1, :, :1]) for x in pair]           # a row for compact to copy
-                self.layer_of[source] = StaticCacheLayer(pair, empty)
+                # A row for compact to copy; its only column is the first to be overwritten.
+                self.layer_of[source] = StaticCacheLayer(pair, [x[:1, :, :1] for x in pair])
 
         layout.store = store
         hidden = forward_packed(self.model, tokens[None].to(device), positions[None].to(device), layout)[0]

@@ -199,7 +199,8 @@ def bytes_of_a_full_cache(run, monkeypatch):
     with run.engine.sampling():
         rollout = run.engine.sample([longest] * prompts, run.config.grpo, seed=0)
     assert rollout.completion_mask.all() and len(caches) == 1
-    return sum(x.nbytes for layer in caches[0].layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.ndim == 4)
+    tensors = [x for layer in caches[0].layers for value in vars(layer).values() for x in (value if isinstance(value, list) else [value])]
+    return sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor) and x.ndim == 4)
 
 
 @pytest.mark.parametrize("architecture,flags", [
