@@ -199,7 +199,7 @@ def refuse_lost_text(messages: list[dict], rendered: str) -> None:
 def visible_text(part: str | dict | None) -> str:
     """Return the text of a message or a part of it, without thoughts, which templates leave out (Qwen 3)."""
     text = part.get("text") if isinstance(part, dict) else part
-    return re.split(r"\W/think\W", str(text or ""))[-1].strip()
+    return re.split(r"\W/think\W", str(text or "").replace(MARK, ""))[-1].strip()
 
 
 def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
@@ -279,7 +279,8 @@ def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
     found = find_columns(row, where, columns)
     if "prompt" not in found:
         names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column"
-        raise ValueError(f"{where} has columns {', '.join(row) or 'none'}; it needs one of {names}")
+        existing = ", ".join(row) or "none"
+        raise ValueError(f"{where} has columns {existing}; it needs a value in one of {names}")
     return normalize_example(row | {name: cell(row, column) for name, column in found.items()}, where)
 
 
@@ -347,9 +348,11 @@ def split_prompt(prompt, where: str) -> tuple[str | list[dict], dict | None]:
 
 def read_completion(completion, where: str) -> str | list[dict] | None:
     """Return a completion: text, also of an assistant's message alone, or the messages of a conversation."""
-    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
-        return completion[0].get("content")
-    if isinstance(completion, str) or is_alternating(completion):
+    if isinstance(completion, list) and len(completion) == 1 and "content" in completion[0]:
+        completion = completion[0]["content"]
+    if isinstance(completion, list) and all(isinstance(part, dict) and "text" in part for part in completion):
+        completion = "".join(part["text"] for part in completion)
+    if completion is None or isinstance(completion, str) or is_alternating(completion):
         return completion
     expected = "text, an assistant's message, or such messages with others between them"
     raise ValueError(f"{where}: the completion must be {expected}, not {completion!r}")

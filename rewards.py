@@ -123,7 +123,9 @@ def weighted_sum(per_function: dict[str, Tensor], weights: list[float]) -> Tenso
     points = torch.stack(list(per_function.values()))                                   # (functions, P, G)
     skipped = points.isnan().all(dim=2, keepdim=True)             # the function does not apply to this group
     weight = torch.tensor(weights, dtype=points.dtype)[:, None, None]
-    weighted = torch.where(skipped | (weight == 0), 0.0, points * weight)
+    if any(weights):
+        skipped = skipped | (weight == 0)                         # watched alone
+    weighted = torch.where(skipped, 0.0, points * weight)
     return torch.where(skipped.all(dim=0), torch.nan, weighted.sum(dim=0))
 
 
@@ -181,7 +183,7 @@ def same_answer(given: str | None, truth) -> bool:
 
 def as_number(text: str) -> Decimal | None:
     """Parse '1,234', '-$72', '72.0', '5 %' exactly; None for anything else, such as '1,2345' and 'NaN'."""
-    cleaned = re.sub(r"^([+-]?)[$€£]+", r"\1", text.strip()).rstrip("%. ")
+    cleaned = re.sub(r"^([+-]?)[$€£]+", r"\1", text.strip().replace("\u2212", "-")).rstrip("%. ")
     if not re.fullmatch(r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]+)?", cleaned):
         return None
     try:

@@ -138,9 +138,10 @@ def train_run(folder: Path, parent: Path, flags: list[str]) -> bool:
     resume = ["--resume"] * (folder / "config.json").exists()
     words = [str(parent / "settings.json"), *flags, "--output_dir", str(folder), *resume]
     code = run_training(words, folder.with_suffix(".txt"))
-    end = f"ended with code {code}, see {folder}.txt" if code else "done"
+    done = (folder / "final").exists()                    # code 0 also after SIGTERM
+    end = "done" if done else f"ended with code {code}, see {folder}.txt"
     print(f"{folder.parent.name}/{folder.name}: {end}", flush=True)
-    return code == 0
+    return done
 
 
 def run_training(words: list[str], log: Path) -> int:

@@ -81,6 +81,9 @@ def reject_incompatible(args: argparse.Namespace, parser: OneLineParser) -> None
         given = getattr(args, name) != parser.get_default(name)
         if given and not any(getattr(args, flag) for flag in needed):
             raise ValueError(f"--{name}: needs {' or '.join(f'--{flag}' for flag in needed)}")
+    for name in "question", "questions", "evaluate", "merge_into", "report":
+        if getattr(args, name) == "":
+            raise ValueError(f"--{name}: is empty")
     if args.merge_into and Path(args.merge_into).is_file():
         raise ValueError(f"--merge_into={args.merge_into}: name a folder, not a file")
     for name, path in ("json", args.json), ("answers", args.answers):
@@ -88,3 +91,5 @@ def reject_incompatible(args: argparse.Namespace, parser: OneLineParser) -> None
             raise ValueError(f"--{name}={path}: name a file, in a folder that exists")
         if path and Path(path).resolve() == Path(args.questions or args.evaluate).resolve():
             raise ValueError(f"--{name}={path}: is the file of the problems; name another one")
+        if path:
+            open(path, "a").close()                       # raises OSError now, not after all samples

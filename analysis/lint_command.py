@@ -50,13 +50,12 @@ def main(argv: list[str]) -> int:
     examples = load_data(config)[0]
     if "rollouts" in given:
         examples = examples_of_run(path, examples)
-    examples = list(examples[: max(1, given["limit"])])
     weights = dict(zip(config.grpo.reward_functions, config.grpo.weights, strict=True))
     if weights.pop("environment", None) is not None:
         print("environment is left out: its points are those of whole conversations")
     functions = [load_reward_function(name) for name in weights]
     require_columns(functions, examples, config.data.dataset)
-    table, found = lint(functions, list(weights.values()), examples)
+    table, found = lint(functions, list(weights.values()), list(examples[: max(1, given["limit"])]))
     print("\n".join(table))
     print("".join(f"\n- {flag}" for flag in found))
     print("\nColumns and flags: docs/rewards.md, Points of right, wrong and cheating completions")

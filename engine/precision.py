@@ -59,13 +59,16 @@ def round_frozen_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Store the frozen matrices of the layers in the precision of the layers. Returns the model.
 
     They would be converted in every pass, so results stay the same bit for bit. Embeddings and head stay
-    in float32.
+    in float32, and what autocast leaves: matrices that are no factors, and in float16 a mixture's experts.
     """
     head, dtype = model.get_output_embeddings().weight, getattr(torch, precision_of(model))
     for module in text_model(model).modules():
+        if dtype == torch.float16 and "Experts" in type(module).__name__:
+            continue
         for name, weight in list(module.named_parameters(recurse=False)):
             is_matrix = weight.ndim > 1 and not isinstance(module, torch.nn.Embedding) and weight is not head
-            if is_matrix and not weight.requires_grad:
+            is_factor = is_matrix and name != "A_log" and not name.endswith("bias")
+            if is_factor and not weight.requires_grad:
                 setattr(module, name, torch.nn.Parameter(weight.to(dtype), requires_grad=False))
     return model
 

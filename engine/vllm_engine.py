@@ -172,7 +172,7 @@ class VLLM(Engine):
                 forced = state.forced_tokens[row, state.count[row] :]
                 added = forced[forced >= 0].tolist()
                 state.append(row, added, [0.0] * len(added), False)
-            requests = [[row] for row in active]
+            requests = [[row] for row in active if state.count[row] < limit]     # a reply may fill it
         return make_rollout(self.tokenizer, prompt_ids, *state.results())
 
     def generate(

@@ -15,13 +15,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, compress
+from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from engine.errors import RunError, exits_as_errors, in_one_line
-from reward_functions.loading import accepted
+from reward_functions.loading import accepted, missing_columns
 from rewards import name_of, read_points, select_tokens, text_of
 
 
@@ -152,7 +153,9 @@ def start_call(function: Callable, arguments: dict, reports: Reports) -> Callabl
     Each call has lists of its own: what one changes in them, the others do not see. So have siblings.
     """
     logs = {"log_extra": reports.log_extra, "log_metric": reports.log_metric}
-    own = accepted(function, arguments | logs)
+    # Other examples have these columns.
+    absent = dict.fromkeys(missing_columns(function, {*arguments}), [None] * len(arguments["completions"]))
+    own = absent | accepted(function, arguments | logs)
     lists = [name for name, value in own.items() if isinstance(value, list) and name != "environments"]
     own |= {name: list(map(copy.deepcopy, own[name])) for name in lists}
 
@@ -221,7 +224,7 @@ def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
     """
     outputs: dict[str, list] = {}
     if isinstance(returned, list) and any(isinstance(row, dict) for row in returned):
-        rows = [row or {} for row in returned]
+        rows = [row if isinstance(row, dict) else {"score": row} for row in returned]
         outputs = {key: [row.get(key) for row in rows] for key in chain(*rows)}
         returned = outputs.get("score")
     try:
@@ -230,7 +233,7 @@ def parse_points(returned, name: str, reports: Reports) -> list[float | None]:
         raise NoResult(error) from None
     for key, values in outputs.items():
         reports.log_extra(f"{name}/{key}", values)
-        reports.metrics[f"reward/{name}/{key}"] += [float(v) for v in values if isinstance(v, int | float)]
+        reports.metrics[f"reward/{name}/{key}"] += [float(v) for v in values if isinstance(v, Real)]
     return [None if p is None or math.isnan(p) else p for p in points]
 
 

@@ -75,15 +75,18 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
     write   writes the files into partial, on the first rank
     raises  RunError, on all ranks, if it cannot be written
     """
-    problem = None
+    problem, old = None, partial.with_name(f"{partial.name}-old")
     if is_main():
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            for folder in partial, old:
+                shutil.rmtree(folder, ignore_errors=True)
             write(partial)
             write_checksums(partial)
-            shutil.rmtree(target, ignore_errors=True)
+            if target.exists():
+                target.rename(old)                        # at once; to delete it takes time
             partial.rename(target)
             flush(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             problem = f"could not save {target}: {first_line(error)}"

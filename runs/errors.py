@@ -5,6 +5,7 @@ What a run does when memory runs out, when it is interrupted, and when it cannot
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -73,6 +74,8 @@ class StopOnSignal:
 
     def __enter__(self):
         signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        if threading.current_thread() is not threading.main_thread():
+            signals = ()                                  # Python handles them in the main thread alone
         handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
         self.previous = {number: signal.signal(number, self.receive) for number in handled}
         return self

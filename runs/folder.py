@@ -123,9 +123,9 @@ class RunFolder:
         """Append records to a file of the folder."""
         if not self.writes:
             return
-        with (self.path / name).open("a") as file:
-            lines = ({"step": step, "phase": phase} | record for record in records)
-            file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+        lines = [json.dumps({"step": step, "phase": phase} | record, default=str) for record in records]
+        with (self.path / name).open("a") as file:        # all of them, or none if one is no JSON
+            file.writelines(line + "\n" for line in lines)
 
     def __enter__(self):
         return self

@@ -9,6 +9,7 @@ scorers. The package is optional.
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable
 
 from config import DEFAULT_REWARDS
@@ -32,7 +33,7 @@ def package():
 def tasks_of(source: str) -> dict[str, dict]:
     """Return the options of each task in a source. Raises ValueError for an unknown task or option."""
     known, tasks = package().factory.DATASETS, {}
-    for text in source.removeprefix(GYM).split(","):
+    for text in split_tasks(source):
         name, _, options = text.partition("?")
         if name not in known:
             raise ValueError(f"{GYM}{name}: there is no such task; there are {', '.join(sorted(known))}")
@@ -44,6 +45,11 @@ def tasks_of(source: str) -> dict[str, dict]:
         if unknown := sorted(tasks[name].keys() - names):
             raise ValueError(f"{GYM}{name}: no option {unknown[0]}; there are {', '.join(sorted(names))}")
     return tasks
+
+
+def split_tasks(source: str) -> list[str]:
+    """Return the tasks of a source with their options; a list in JSON may have commas."""
+    return re.split(r",(?![^\[]*\])", source.removeprefix(GYM))
 
 
 def read(value: str):
@@ -78,7 +84,7 @@ def implied_rewards(source: str) -> dict:
     """Return the flags of rewards that a source of tasks implies: each task's scorer in place of correctness,
     so that an evaluation has a line for each task.
     """
-    tasks = dict.fromkeys(text.partition("?")[0] for text in source.removeprefix(GYM).split(","))
+    tasks = dict.fromkeys(text.partition("?")[0] for text in split_tasks(source))
     scorers, (_, *others) = [GYM + task for task in tasks], DEFAULT_REWARDS
     weights = [1.0] * len(scorers) + [DEFAULT_REWARDS[name] for name in others]
     return {"reward_functions": scorers + others, "reward_weights": weights}

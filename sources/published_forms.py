@@ -34,8 +34,9 @@ def as_published_example(row: dict, where: str, columns: dict[str, str]) -> dict
         plain["prompt"] = complete_prompt(found["prompt"], row)
     else:
         names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as"
-        existing, braces = ", ".join(row) or "none", "} ... {".join(row)
-        raise ValueError(f"{where} has columns {existing}; it needs one of {names} '... {{{braces}}}'")
+        braces = f"'... {{{'} ... {'.join(row)}}}'"
+        existing = ", ".join(row) or "none"
+        raise ValueError(f"{where} has columns {existing}; it needs a value in one of {names} {braces}")
     example = normalize_example(plain, where)
     for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
         if column in row:
@@ -84,9 +85,10 @@ def text_choices(row: dict) -> dict[str, str]:
     ["no", "yes"] (MMLU), {"text": ["no", "yes"], "label": ["1", "2"]} (ARC), {"A": "no", "B": "yes"} (MedQA),
     or one of these as text.
     """
-    choices = row.get("options") if row.get("choices") is None else row["choices"]
+    choices = cell(row, "options" if row.get("choices") is None else "choices")
     with suppress(ValueError, SyntaxError, TypeError):
-        choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
+        if isinstance(choices, str):                      # pandas writes no commas: ['no' 'yes']
+            choices = ast.literal_eval(re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", choices))
         if isinstance(choices, list):
             choices = dict(zip(LETTERS[: len(choices)], choices, strict=True))
         elif "label" in choices:

@@ -224,7 +224,7 @@ print(json.dumps([[answer(load_examples, source) for source in (*files, *others)
     assert good == [rows[0] | {"prompt": "2+2?", "answer": "4"}, rows[1] | {"prompt": rows[1]["messages"][:1], "completion": "b"}]
     for text, expected in zip(refused, [
         r"no_json.jsonl: line 3 is not JSON: .*; correct it", r"no_object.jsonl: line 3 is not an object such as .*",
-        r"no_prompt.jsonl: line 3 has columns text; it needs one of prompt, question, .*", r"half.jsonl: line 3 is not JSON: .*surrogates.*",
+        r"no_prompt.jsonl: line 3 has columns text; it needs a value in one of prompt, question, .*", r"half.jsonl: line 3 is not JSON: .*surrogates.*",
         r"none.jsonl: no such file", *[rf"{name}: neither .* from sources import load_examples" for name in (
             "openai/gsm8k:main", "data.csv", "countdown")],
         r"dataset: example 2: the prompt must be text or chat messages, not int: 5", r"dataset: no examples in it",

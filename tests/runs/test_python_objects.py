@@ -125,7 +125,7 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
     (dict(environment=lambda: None, reward_functions=[correctness, "environment"]), "must take the conversation"),
     (dict(environment=echo), "with --max_turns=1 its messages are never used"),
     (dict(dataset=[]), "dataset: no examples in it"),
-    (dict(dataset=[{"text": "p"}]), "it needs one of prompt"),
+    (dict(dataset=[{"text": "p"}]), "it needs a value in one of prompt"),
     (dict(reward_functions=[]), "name at least one"),
 ])
 def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, tmp_path):
