@@ -31,6 +31,7 @@ from environments.instances import tools_of
 from environments.loading import load_environment, refuse_missing_columns
 from engine.policy import check_context_length, load_any_policy, move, save_any_policy
 from environments.messages import encode_turns, with_known_role
+from rewards import correctness, is_missing
 from reward_functions.loading import load_reward_function, refuse_equal_names, require_columns
 from runs.command_line import section_of
 from runs.groups import sample_completions
@@ -191,10 +192,11 @@ def examples_to_evaluate(args, functions: list) -> list[dict]:
     require_columns(functions, examples, args.evaluate)
     if functions:
         return examples
-    examples = [example for example in examples if example.get("answer") is not None]
+    examples = [example for example in examples if not is_missing(example.get("answer"))]
     if not examples:
         fix = "name --reward_functions that need none, or the column with --answer_column"
         raise ValueError(f"--evaluate={args.evaluate}: no example has an answer; {fix}")
+    require_columns([correctness], examples, args.evaluate)                      # no objects
     return examples
 
 

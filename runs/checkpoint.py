@@ -88,6 +88,8 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
             flush(target.parent)
             shutil.rmtree(old, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
+            if old.exists() and not target.exists():
+                old.rename(target)
             shutil.rmtree(partial, ignore_errors=True)
             problem = f"could not save {target}: {first_line(error)}"
     if problem := all_gather_object(problem)[0]:

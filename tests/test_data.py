@@ -186,6 +186,18 @@ def test_a_message_that_the_rendered_prompt_leaves_out_is_one_line(chat_tokenize
             encode_prompt(chat_tokenizer, messages)
 
 
+def test_an_assistants_message_may_have_parts():
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]
+    rows = {"prompt": [USER, message("assistant", parts)]}, {"prompt": [USER], "completion": [message("assistant", parts)]}
+    assert load_examples(list(rows)) == [{"prompt": [USER], "completion": "It is 2"}] * 2
+    with pytest.raises(ValueError, match="dataset: example 1: the completion must be text"):
+        load_examples([{"prompt": "p", "completion": [message("assistant", 5)]}])
+
+
+def test_a_prompt_may_have_the_character_that_marks_special_tokens(chat_tokenizer):
+    assert encode_prompt(chat_tokenizer, "a\ufdd0b") == encode_prompt(chat_tokenizer, "ab")
+
+
 def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
     prompt = [USER, message("assistant", "It is")]
     assert load_examples([{"prompt": prompt}, {"prompt": prompt, "completion": "It is"}]) == [

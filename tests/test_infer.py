@@ -13,10 +13,12 @@ import infer
     (["--questions", "arithmetic", "--answers", "no/such/folder.jsonl"], "name a file, in a folder that exists"),
     (["--question", "q", "--generation_max_length", "9999"], "exceeds the model's 4096 positions; at most 4094, or"),
     (["--chat", "--instuction", "q"], "--instuction: unknown flag; did you mean --instruction?"),
+    (["--report", ""], "--report: is empty"), (["--question", ""], "--question: is empty"),
+    (["--questions", "arithmetic", "--answers", "/proc/answers.jsonl"], "No such file|Permission denied"),
     (["--evaluate", "arithmetic", "--split", "foo"], "arithmetic: there is no split foo; it has train and test"),
 ])
 def test_a_mistake_is_one_line(argv, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, OSError), match=message):
         infer.main(argv)
 
 

@@ -233,11 +233,15 @@ def test_the_batch_size_bounds_what_is_sampled_at_once_and_changes_no_answer(fol
     ("--evaluate arithmetic --samples 4 --generation_temperature 0", "--samples=4: all equal with --generation_temperature=0"),
     ("--evaluate {tmp}/bare.jsonl", "no example has an answer; name --reward_functions that need none, or the column with --answer"),
     ("--evaluate {tmp}/bare.jsonl --reward_functions correctness", "correctness: needs the column answer"),
+    ("--evaluate {tmp}/blank.jsonl", "no example has an answer"),
+    ("--evaluate {tmp}/object.jsonl", "the answers in .*object.jsonl are objects; name a field: --answer_column answer.truth"),
     ("--evaluate arithmetic --reward_functions {tmp}/mine.py:f {tmp}/other.py:f", "two have the name"),
     ("--evaluate arithmetic --reward_functions countdown --reward_weights 1 2", "2 weights for 1 reward functions, countdown"),
 ])
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, message):
     (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "blank.jsonl").write_text('{"prompt": "a", "answer": " "}\n')
+    (tmp_path / "object.jsonl").write_text('{"prompt": "a", "answer": {"truth": "1"}}\n')
     for name in "mine.py", "other.py":
         (tmp_path / name).write_text("def f(completions, **columns): ...\n")
     monkeypatch.setattr(chat, "load_any_policy", lambda *_: pytest.fail("a model was loaded"))

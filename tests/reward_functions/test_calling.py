@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_rewards import EXAMPLES, call_and_score, length, rollout_of
@@ -70,6 +71,27 @@ def test_a_reward_function_gets_every_column_repeated_for_siblings_and_never_the
         "prompt_ids": [[7], [7], [8, 9], [8, 9]], "completion_ids": [[0, 1], [3, 4], [6, 7], [9, 10]],
         "answer": ["1", "1", "2", "2"], "level": [None, None, 3, 3],
     }
+
+
+def test_a_column_that_only_other_examples_have_is_none():
+    seen = []
+
+    def needs(completions, tests, hint="-"):
+        seen.append((tests, hint))
+        return [0.0] * 4
+
+    call_and_score([needs], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
+    assert seen == [([None] * 4, "-")]
+
+
+def test_a_function_may_return_a_dict_for_some_and_a_number_for_others():
+    def mixed(completions):
+        return [{"score": 1.0, "size": np.float32(3)}, 0.0, None, 2.0]
+
+    reports = Reports()
+    scores, _ = call_and_score([mixed], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES, reports=reports)
+    assert scores[0].tolist() == [1.0, 0.0] and scores[1].isnan().tolist() == [True, False]
+    assert reports.means()["reward/mixed/size"] == 3.0
 
 
 @pytest.mark.parametrize("points,returned", [

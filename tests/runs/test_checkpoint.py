@@ -153,6 +153,21 @@ def test_a_final_model_that_does_not_fit_leaves_the_one_before_it(tmp_path, full
     assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
 
 
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    def rename(folder, to, real=Path.rename):
+        if folder.name == "final.new":
+            raise OSError(errno.EACCES, "no")
+        return real(folder, to)
+
+    final = tmp_path / "final"
+    final.mkdir()
+    (final / "before").touch()
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(RunError, match=r"^could not save"):
+        checkpoint.write_folder(tmp_path / "final.new", final, Path.mkdir)
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/before"]
+
+
 def test_a_run_that_lacks_only_its_final_model_writes_it_when_it_is_resumed(tmp_path, finished, capsys):
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     shutil.rmtree(folder / "final")

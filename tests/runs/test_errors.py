@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -276,6 +277,15 @@ def test_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_in_another_thread_signals_are_left_alone():
+    def stop_requested() -> bool:
+        with StopOnSignal(ranks.Ranks()) as stop:
+            return stop.requested()
+
+    with ThreadPoolExecutor() as pool:
+        assert not pool.submit(stop_requested).result()
 
 
 @pytest.mark.slow

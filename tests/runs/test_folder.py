@@ -301,3 +301,12 @@ def test_tensorboard_events_after_the_checkpoint_are_replaced_when_a_run_resumes
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("grpo/loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def test_records_are_written_together_or_not_at_all(tmp_path):
+    folder = SimpleNamespace(writes=True, path=tmp_path)
+    RunFolder.append(folder, "rollouts.jsonl", 1, "grpo", [{"a": 1}, {"a": 2}])
+    before = (tmp_path / "rollouts.jsonl").read_text()
+    with pytest.raises(TypeError, match="keys must be str"):
+        RunFolder.append(folder, "rollouts.jsonl", 2, "grpo", [{"a": 1}, {"a": {(1, 2): 3}}])
+    assert (tmp_path / "rollouts.jsonl").read_text() == before and before.count("\n") == 2

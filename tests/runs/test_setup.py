@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from config import Config, ModelConfig
 from engine import shared
 from engine.errors import CannotShare
 from engine.policy import load_any_policy, save_any_policy
-from runs.setup import config_on_device
+from runs.setup import compare_settings, config_on_device
 
 
 def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
@@ -22,6 +23,16 @@ def test_float16_is_refused_on_xla_where_its_loss_would_not_be_scaled():
     with pytest.raises(ValueError, match=r"^--precision=float16: on XLA the loss would not be scaled; use bfloat16$"):
         config_on_device(config, torch.device("xla"))
     assert config_on_device(config, torch.device("cpu")).model.precision == "float16"
+
+
+@pytest.mark.parametrize("flags", [dict(seed=1), dict(eval_limit=5)])
+@pytest.mark.parametrize("dataset,refused", [("mine.jsonl", True), ("arithmetic", False)])
+def test_what_chooses_the_held_out_examples_of_a_file_stays_when_a_run_is_resumed(tmp_path, monkeypatch, flags, dataset, refused):
+    begun, now = (Config.of(dataset=dataset, **{"eval_limit": 4} | more) for more in ({}, flags))
+    monkeypatch.setattr("runs.setup.read_state", lambda *_, **__: {"settings": begun.as_dict()})
+    compare_settings(begun, tmp_path / "checkpoints/step-1", print)
+    with pytest.raises(ValueError, match=f"^--{next(iter(flags))}=.: this run began with .;") if refused else nullcontext():
+        compare_settings(now, tmp_path / "checkpoints/step-1", print)
 
 
 @pytest.mark.slow

@@ -187,6 +187,12 @@ def test_several_answers_are_a_list(answer):
     assert sorted(map(str, example["answer"])) == sorted(map(str, answer if type(answer) is not torch.Tensor else answer.tolist())) and correctness(["<answer>7</answer>"], answer=[example["answer"]]) == [1]
 
 
+@pytest.mark.parametrize("choices", [np.array(["no", "yes"]), "['no' 'yes']", "['no'\n 'yes']", "['no', 'yes']"])
+def test_choices_of_pandas(choices):
+    (example,) = load_examples([{"prompt": "Which?", "choices": choices, "answer": 1}])
+    assert example["choices"] == ["no", "yes"] and example["answer"] == "B" and example["prompt"] == "Which?\nA. no\nB. yes"
+
+
 @pytest.mark.parametrize("answer", [np.array(7), np.int64(7), torch.tensor(7)])
 def test_an_array_of_one_number_is_that_number(answer):
     assert load_examples([{"prompt": "3+4?", "answer": answer}]) == [{"prompt": "3+4?", "answer": "7"}]
