@@ -20,7 +20,7 @@ from engine.ranks import Ranks
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
 from engine.policy import make_reference, load_any_policy, move, moved_to, save_any_policy, blend_reference
-from engine.precision import with_precision
+from engine.precision import round_frozen_weights, with_precision
 from rewards import correctness
 
 EXAMPLES = [
@@ -114,6 +114,22 @@ def test_layers_in_half_with_weights_and_numbers_in_float32(architecture, tokeni
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
         assert not torch.allclose(engine.log_probs(rollout, None, settings.distribution).logp, rounded), "no stale copies"
+
+
+@pytest.mark.parametrize("precision,kept", [("bfloat16", {"A_log", "down_bias"}), ("float16", {"A_log", "down_bias", "down"})])
+def test_frozen_weights_that_autocast_leaves_stay_as_they_are(precision, kept):
+    """The state of a Mamba layer and a mixture's biases; in float16 all of a mixture."""
+    class TinyExperts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.down_bias = torch.nn.Parameter(torch.ones(2, 3, 3)), torch.nn.Parameter(torch.ones(2, 3))
+
+    model = ARCHITECTURES["qwen3"]()
+    model.model.layers[0].A_log, model.model.layers[0].experts = torch.nn.Parameter(torch.ones(3, 3)), TinyExperts()
+    round_frozen_weights(with_precision(model.requires_grad_(False), precision))
+    added = {name.rpartition(".")[2]: p.dtype for name, p in model.named_parameters() if "experts" in name or "A_log" in name}
+    assert {name for name, dtype in added.items() if dtype == torch.float32} == kept
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
 
 
 def test_a_reference_in_half_has_the_log_probabilities_of_the_policy(architecture, tokenizer, settings):

@@ -319,6 +319,14 @@ def test_an_engine_continues_conversations_after_each_reply(model, tokenizer):
     assert rollout.finished.all() and rollout.turn_points.sum(dim=1).tolist() == [0.5] * 4
 
 
+def test_a_reply_that_fills_the_limit_asks_an_engine_for_no_more(model, tokenizer):
+    engine = Scripted(model, tokenizer)
+    config = GRPOConfig(engine="vllm", num_completions_per_prompt=2, generation_max_length=6)
+    rollout = engine.sample(PROMPTS[:1], config, seed=0, reply=lambda row, ids: [70] * 9)
+    assert all(limit > 0 for request in engine.requests for limit in request["max_tokens"])
+    assert rollout.completion_ids.shape == (2, 6) and not rollout.finished.any()
+
+
 def test_texts_lose_stop_pad_and_bos_tokens_and_no_other_special_token():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "<tool_call>"]})

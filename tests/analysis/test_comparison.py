@@ -101,6 +101,11 @@ def value_of(flag, command):
 TWO = "--variant", "a", "--loss_type gspo", "--variant", "b", "--learning_rate=1e-6", "--seeds", "3", "5"
 
 
+def test_a_run_that_was_stopped_is_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(comparison, "run_training", lambda words, log: 0)        # as after SIGTERM
+    assert not comparison.train_run(tmp_path / "a/seed-0", tmp_path, []) and "ended with code 0, see" in capsys.readouterr().out
+
+
 def test_every_run_begins_with_the_one_cold_start_and_has_its_seed(folder, programs, capsys):
     assert train_and_compare(folder, *TWO) == 0
     cold, *others = programs

@@ -8,7 +8,7 @@ from analysis import lint_command
 from reward_functions.loading import load_reward_function
 from runs.command_line import parse_config
 from sources import load_examples
-from sources.gym_tasks import gym_examples
+from sources.gym_tasks import gym_examples, split_tasks
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
@@ -16,6 +16,10 @@ def test_a_missing_package_is_one_line(monkeypatch):
     for read in load_examples, load_reward_function:
         with pytest.raises(ValueError, match=r"^reasoning_gym: its .* pip install reasoning-gym$"):
             read("reasoning_gym:chain_sum")
+
+
+def test_an_option_may_be_a_list():
+    assert split_tasks('reasoning_gym:chain_sum?operators=["+","-"]&size=4,gcd') == ['chain_sum?operators=["+","-"]&size=4', "gcd"]
 
 
 def test_splits_have_other_problems_and_seeds_another_order():
