@@ -14,7 +14,7 @@ import infer
     (["--question", "q", "--generation_max_length", "9999"], "exceeds the model's 4096 positions; at most 4094, or"),
     (["--chat", "--instuction", "q"], "--instuction: unknown flag; did you mean --instruction?"),
     (["--report", ""], "--report: is empty"), (["--question", ""], "--question: is empty"),
-    (["--questions", "arithmetic", "--answers", "/proc/answers.jsonl"], "No such file|Permission denied"),
+    (["--questions", "arithmetic", "--answers", "/proc/answers.jsonl", "--model_path", "no/such"], "/proc/answers.jsonl"),
     (["--evaluate", "arithmetic", "--split", "foo"], "arithmetic: there is no split foo; it has train and test"),
 ])
 def test_a_mistake_is_one_line(argv, message):
