@@ -170,8 +170,7 @@ def compute_loss_terms(
     """Compute the loss of some rows under the current policy, its terms and statistics, each a scalar.
 
         total_loss = policy_loss + kl_coef * KL - entropy_coef * entropy + VALUE_COEF * value_loss
-        KL         = exp(logp - trainer_logp) * (exp(x) - x - 1), x = reference logp - logp, averaged
-                     as the policy loss is (by default: Experience.sampled_kl)
+        KL         = exp(logp - trainer_logp) * (exp(x) - x - 1), x = reference logp - logp, by default
 
     current  (b, T) log-probabilities, entropy, values under the current policy, with gradient
     batch    the same rows of the experience
