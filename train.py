@@ -159,7 +159,6 @@ def accumulate_gradients(run: Run, experience: Experience, rows: torch.Tensor, c
         terms = compute_loss_terms(current, batch, config, denominators)
         run.scaler.scale(terms["total_loss"] * is_real).backward()               # scales with float16 alone
         results.append({name: term.detach() * is_real for name, term in terms.items()})
-    # Statistics are divided by all tokens of the update; over this share, they are means of those forwarded.
     share_forwarded = int(experience.mask[with_gradient].sum()) / denominators["num_tokens"]
     return run.sum_terms(results, config.loss_terms, share_forwarded)
 
