@@ -30,6 +30,8 @@ def main(argv: list[str]) -> None:
         print(write_report(Path(args.report)))
         return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
+    for path in filter(None, (args.answers, args.json)):
+        open(path, "a").close()                           # raises OSError now, not after all samples
     model_config = section_of(args, ModelConfig)
     if args.merge_into:
         merge_adapter(model_config, args.merge_into)

@@ -91,5 +91,3 @@ def reject_incompatible(args: argparse.Namespace, parser: OneLineParser) -> None
             raise ValueError(f"--{name}={path}: name a file, in a folder that exists")
         if path and Path(path).resolve() == Path(args.questions or args.evaluate).resolve():
             raise ValueError(f"--{name}={path}: is the file of the problems; name another one")
-        if path:
-            open(path, "a").close()                       # raises OSError now, not after all samples
