@@ -348,10 +348,12 @@ def split_prompt(prompt, where: str) -> tuple[str | list[dict], dict | None]:
 
 def read_completion(completion, where: str) -> str | list[dict] | None:
     """Return a completion: text, also of an assistant's message alone, or the messages of a conversation."""
-    if isinstance(completion, list) and len(completion) == 1 and "content" in completion[0]:
-        completion = completion[0]["content"]
-    if isinstance(completion, list) and all(isinstance(part, dict) and "text" in part for part in completion):
-        completion = "".join(part["text"] for part in completion)
+    match completion:
+        case [{"content": content}]:                      # a message
+            completion = content
+    match completion:
+        case [{"text": str()}, *_] if all(isinstance(part, dict) and "text" in part for part in completion):
+            completion = "".join(str(part["text"]) for part in completion)
     if completion is None or isinstance(completion, str) or is_alternating(completion):
         return completion
     expected = "text, an assistant's message, or such messages with others between them"

@@ -78,11 +78,11 @@ def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> 
     problem, old = None, partial.with_name(f"{partial.name}-old")
     if is_main():
         try:
-            for folder in partial, old:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             write(partial)
             write_checksums(partial)
             if target.exists():
+                shutil.rmtree(old, ignore_errors=True)    # a kill left it
                 target.rename(old)                        # at once; to delete it takes time
             partial.rename(target)
             flush(target.parent)

@@ -190,8 +190,9 @@ def test_an_assistants_message_may_have_parts():
     parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]
     rows = {"prompt": [USER, message("assistant", parts)]}, {"prompt": [USER], "completion": [message("assistant", parts)]}
     assert load_examples(list(rows)) == [{"prompt": [USER], "completion": "It is 2"}] * 2
-    with pytest.raises(ValueError, match="dataset: example 1: the completion must be text"):
-        load_examples([{"prompt": "p", "completion": [message("assistant", 5)]}])
+    for completion in [message("assistant", 5)], [], ["my content"], [5], [{"text": None}], [message("assistant", [])]:
+        with pytest.raises(ValueError, match="dataset: example 1: the completion must be text"):
+            load_examples([{"prompt": "p", "completion": completion}])
 
 
 def test_a_prompt_may_have_the_character_that_marks_special_tokens(chat_tokenizer):
