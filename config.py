@@ -306,12 +306,12 @@ class TrainingConfig:
     eval_steps: int = flag(50, "steps between evaluations; 0: only before and after each phase", ge=0)
     save_steps: int = flag(100, "steps between checkpoints; 0: at the end of a phase only", ge=0)
     keep_best: bool = flag(
-        False, "keep the policy with the highest held-out score in best/; it and the last one are evaluated "
-        "on other draws too, because the highest of several scores is partly luck")
+        False, "keep the policy with the highest held-out score in best/; of several scores the highest is "
+        "partly luck")
     keep_checkpoints: int = flag(2, "number of checkpoints to keep; older ones are deleted", gt=0)
     log_rollouts_every: int = flag(
         10, "steps of GRPO between entries in rollouts.jsonl, and between printed completions; 0: none", ge=0)
-    report_to: Literal["tensorboard", "wandb", "trackio", "none"] = flag(
+    report_to: Literal["tensorboard", "wandb", "none"] = flag(
         "tensorboard", "tracker that gets the metrics in addition to metrics.jsonl")
 
     def __post_init__(self):

@@ -23,6 +23,8 @@ Units: points for scores and rewards, nats for log-probabilities (logp) and KL.
 
 import math
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 
 from runs.command_line import parse_config  # first, see runs/__init__.py
@@ -43,8 +45,7 @@ from reward_functions.calling import wrap_reward_functions
 from rewards import compute_rewards_for_completions
 from runs.checkpoint import write_policy
 from runs.errors import exit_on_errors, halved_when_out_of_memory
-from runs.groups import replace_groups, sample_on_all_ranks, summarize_groups, summarize_updates, timed
-from runs.phases import Phase, is_due
+from runs.groups import replace_groups, sample_on_all_ranks, summarize_groups, summarize_updates
 from runs.run import Run
 from runs.setup import set_up, validate_grpo_setup
 from sample import demonstrations_as_rollout
@@ -57,7 +58,6 @@ __all__ = [
 VALUE_COEF = 0.1                # weight of value_loss, which is half of the squared error
 
 
-@timed("step_seconds")
 def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Sample a group for each prompt, score it, make those above the group's mean more likely, others less.
 
@@ -70,7 +70,9 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
     config = run.config.grpo
 
     # 1. Sample G completions of each prompt, and score them.
+    started = time.perf_counter()
     groups = sample_groups(run, examples)
+    sampling_seconds = time.perf_counter() - started
 
     # 2. Compare each completion with the others of its group.
     advantages = group_advantages(run, groups)                                   # (P, G)
@@ -87,10 +89,10 @@ def grpo_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience
         if run.progress.phase_step == run.phase.steps:    # optimizer_step has counted the update
             break
 
-    return summarize_groups(groups, experience) | summarize_updates(updates), experience
+    metrics = summarize_groups(groups, experience) | summarize_updates(updates)
+    return metrics | {"sampling_seconds": sampling_seconds}, experience
 
 
-@timed("sampling_seconds")
 def sample_groups(run: Run, examples: list[dict]) -> Groups:
     """Sample and score a group for each example. --dynamic_sampling replaces tied ones, by new prompts."""
     def sample(examples: list[dict], attempt: int) -> Groups:
@@ -217,7 +219,6 @@ def optimizer_step(run: Run, loss: float) -> dict:
     return {"grad_norm": norm, "skipped": int(skipped)}
 
 
-@timed("step_seconds")
 def supervised_training_step(run: Run, examples: list[dict]) -> tuple[dict, Experience]:
     """Make demonstrations more likely: one update with the loss -logp, that is with advantage 1."""
     rollout = demonstrations_as_rollout(run.model, run.tokenizer, examples, encode=encode_turns)
@@ -242,47 +243,40 @@ def learn(run: Run) -> None:
     evaluation    before the first step of a new run, every eval_steps of a phase, and at its end
     checkpoint    every --save_steps, at the end of a phase, at a stop, and in front of a step that raises
     stop          Ctrl-C, SIGTERM or SIGHUP: after the current step
+
+    What is due follows from run.progress, so a resumed run repeats an evaluation that raised.
     """
     if run.is_complete():
         return
     with run.started() as stop:
-        if run.progress.step == 0:
-            run.log_evaluation()
         for phase in run.phases[run.progress.phase :]:
             run.begin_phase(phase)
-            while run.progress.phase_step < phase.steps:
+            take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
+            while True:
+                accuracy = run.log_evaluation() if run.evaluation_is_due() else math.nan
+                if phase.is_over(run.progress.phase_step, accuracy):
+                    break
+                run.save_if_due()
                 if stop.requested():
                     run.save_checkpoint(notify=True)
                     return
-                if step_evaluate_save(run, phase):
-                    break
-            if run.progress.evaluated_at != run.progress.step:
-                run.log_evaluation()
+                take_and_log_step(run, take_step)
             run.end_phase()
             run.save_checkpoint()
         write_policy(run.model, run.tokenizer, run.folder.path / "final")
         run.print_summary()
 
 
-def step_evaluate_save(run: Run, phase: Phase) -> bool:
-    """Take a step of a phase and log it; evaluate and save if that is due. Return if the phase ends early."""
-    progress, before = run.progress, run.progress.phase_step
-    take_step = grpo_training_step if phase.name == "grpo" else supervised_training_step
-    if not progress.evaluation_due:                       # else it raised, and the run was resumed
-        with run.saved_on_error():
-            metrics, experience = take_step(run, next(run.batches))
-        with run.saved_on_error():                        # the step is complete: it will not be repeated
-            run.log_step(metrics, experience)
-        progress.evaluation_due = is_due(before, progress.phase_step, phase.eval_steps)
-    if progress.evaluation_due:
-        accuracy = run.log_evaluation()
-        if phase.name == "cold_start" and accuracy >= run.config.training.cold_start_accuracy:
-            return True
-    within = progress.phase_step < phase.steps            # learn saves at the end of a phase
-    if within and is_due(before, progress.phase_step, run.config.training.save_steps):
-        run.save_checkpoint()
+def take_and_log_step(run: Run, take_step: Callable) -> None:
+    """Take one training step, log it, and end the run if too many in a row were skipped."""
+    run.seed_generators()
+    with run.saved_on_error():
+        started = time.perf_counter()
+        metrics, experience = take_step(run, next(run.batches))
+        metrics["step_seconds"] = time.perf_counter() - started
+    with run.saved_on_error():                            # the step is complete: it will not be repeated
+        run.log_step(metrics, experience)
     run.refuse_skipped_in_a_row()
-    return False
 
 
 def main(argv: list[str]) -> None:

@@ -4,19 +4,17 @@ uninterrupted one with the same versions and number of processes, otherwise equa
 
 A checkpoint is a folder that infer.py can load as a model, with the rest of the run beside it: the reference
 as another such folder, and state.pt with settings, progress, optimiser, schedule, value head, data position
-and random states. It does not depend on the number of processes: sharded tensors are gathered first. It is
-written under another name, flushed to the disk with checksums of all files, and renamed when complete, so a
-run that is killed, or a disk that is full, leaves the previous checkpoint intact.
+and the sizes of the run's files. It does not depend on the number of processes: sharded tensors are gathered
+first. It is written under another name, flushed to the disk, and renamed when complete, so a run that is
+killed, or a disk that is full, leaves the previous checkpoint intact.
 """
 
-import hashlib
 import platform
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 
-import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -28,8 +26,6 @@ from engine.policy import full_state_dict, save_any_policy
 from engine.sharding import full_tensor, sharded_like
 from runs.folder import flush
 
-CHECKSUMS = "SHA256SUMS"        # in the format of `sha256sum --check`
-
 
 def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state: dict, *, keep: int) -> Path:
     """Write folder/step-<step>, delete all but the newest checkpoints, return the new one. Call on all ranks.
@@ -39,8 +35,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
     keep       number of checkpoints to keep
     raises     RunError, on all ranks, if it cannot be written
     """
-    saved = sorted(folder.glob(f"step-{step:08d}*"))      # a "+" sorts after them
-    target = Path(f"{saved[-1]}+") if saved else folder / f"step-{step:08d}"
+    target = folder / f"step-{step:08d}"
     weights = full_state_dict(model)
     has_weights = reference is not None and not isinstance(reference, AdapterReference)
     reference_weights = full_state_dict(reference) if has_weights else None
@@ -70,17 +65,20 @@ def write_policy(model, tokenizer, folder: Path) -> None:
 
 
 def write_folder(partial: Path, target: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder completely or not at all: as partial, with checksums, flushed, then renamed to target.
+    """Write a folder completely or not at all: as partial, flushed to the disk, then renamed to target.
+
+    A kill between the two renames leaves the earlier folder as target-old.
 
     write   writes the files into partial, on the first rank
     raises  RunError, on all ranks, if it cannot be written
     """
-    problem, old = None, partial.with_name(f"{partial.name}-old")
+    problem, old = None, target.with_name(f"{target.name}-old")
     if is_main():
         try:
             shutil.rmtree(partial, ignore_errors=True)
             write(partial)
-            write_checksums(partial)
+            for path in [*partial.rglob("*"), partial]:   # files and folders
+                flush(path)
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)    # a kill left it
                 target.rename(old)                        # at once; to delete it takes time
@@ -102,11 +100,18 @@ def optimizer_state(optimizer, scheduler, scaler, value_head, batches) -> dict:
     if optimizer is not None:
         state |= {"scheduler": scheduler.state_dict(), "position": batches.position}
         state["optimizer"] = full_tensor(optimizer.state_dict())
+        state["optimizer_class"] = type(optimizer).__name__
     return state
 
 
 def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
-    """Restore the result of optimizer_state, but keep the new peak learning rates."""
+    """Restore the result of optimizer_state, but keep the new peak learning rates.
+
+    Raises RunError for another kind of optimiser.
+    """
+    found, saved = type(optimizer).__name__, state["optimizer_class"]
+    if found != saved:
+        raise RunError(f"optimizer: this run began with {saved}, not {found}; pass it to train() again")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = state["optimizer"]["state"]
     for i, tensors in moments.items():
@@ -121,49 +126,21 @@ def load_optimizer_state(optimizer, scheduler, scaler, state: dict) -> None:
         scaler.load_state_dict(state["scaler"])
 
 
-def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files in a folder, and flush everything to the disk."""
-    (folder / CHECKSUMS).write_text("".join(f"{line}\n" for line in checksums(folder)))
-    for path in [*folder.rglob("*"), folder]:             # files, CHECKSUMS among them, and folders
-        flush(path)
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run folder, None if it has none. Raises ValueError if it is damaged.
 
-
-def checksums(folder: Path) -> list[str]:
-    """Return a line for each other file in a folder: its SHA-256 in hexadecimal, and its path there."""
-    lines = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        lines.append(f"{digest}  {path.relative_to(folder)}")
-    return lines
-
-
-def find_damage(folder: Path) -> str:
-    """Return a description of what is damaged in a checkpoint, "" if nothing is."""
-    try:
-        expected, found = (folder / CHECKSUMS).read_text().splitlines(), checksums(folder)
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{CHECKSUMS}: {first_line(error)}"
-    changed = [line.partition("  ")[2] for line in expected if line not in found]
-    changed += [] if expected else [CHECKSUMS]
-    return f"{changed[0]!a:.60} is not what was written" if changed else ""
-
-
-def latest_checkpoint(folder: Path, notify: Callable = print) -> Path | None:
-    """Return the newest intact checkpoint of a run folder, None if it has none; print which are damaged.
-
-    raises  ValueError if all are damaged, OSError if the folder of checkpoints cannot be read
+    OSError if the folder of checkpoints cannot be read.
     """
     parent = folder / "checkpoints"
     paths = parent.iterdir() if parent.exists() else []   # glob would find none where it may not read
-    checkpoints = sorted((path for path in paths if path.name.startswith("step-")), reverse=True)
-    for checkpoint in checkpoints:
-        if not (problem := find_damage(checkpoint)):
-            return checkpoint
-        notify(f"checkpoint {checkpoint} is damaged ({problem}); trying the one before it")
-    if checkpoints:
-        raise ValueError(f"--output_dir={folder}: all its checkpoints are damaged; start in another folder")
-    return None
+    *before, newest = [None, *sorted(path for path in paths if path.name.startswith("step-"))]
+    if newest:
+        try:
+            read_state(newest, mmap=True)
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            fix = f"remove it, to continue from {before[-1]}" if before[-1] else "start in another folder"
+            raise ValueError(f"{newest} cannot be read: {first_line(error)}; {fix}") from None
+    return newest
 
 
 def read_state(checkpoint: Path, *, mmap: bool = False) -> dict:
@@ -178,18 +155,3 @@ def versions() -> dict:
         "transformers": transformers.__version__, "processes": num_processes(),
         "threads": torch.get_num_threads(),
     }
-
-
-def random_states() -> dict:
-    """Return the states of the global random generators of the CPU, which reward functions may use."""
-    numbers = np.random.get_state(legacy=False)
-    numbers["state"]["key"] = numbers["state"]["key"].tolist()
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
-
-
-def set_random_states(states: dict) -> None:
-    """Restore the result of random_states."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    states["numpy"]["state"]["key"] = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
-    np.random.set_state(states["numpy"])

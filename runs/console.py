@@ -33,7 +33,6 @@ MAIN_SETTINGS = [               # of GRPO
     "num_completions_per_prompt", "generation_max_length", "generation_temperature", "generation_top_p",
     "generation_top_k", "use_kl_penalty", "kl_penalty_coef", "learning_rate",
 ]
-OTHER_DRAWS = "other_draws/"    # of --keep_best: begins the names of metrics of a second evaluation
 PHASES = {"cold_start": "after the cold start", "grpo": "after GRPO", "supervised": "after training"}
 
 
@@ -112,22 +111,11 @@ class RunConsole:
         self.print("\nwhat was learned, on held-out problems:" if last else "")
         for when, result in last.items():
             self.print(f"  {when:<22}{result}")
-        if best_step >= 0:
-            self.print(f"on other draws than those that chose {folder}/best:")
-            self.print_best(lines, best_step)
         for finding in findings:
             self.print(f"doctor: {finding}")
         for name, file in ("final model", "final"), ("curves", "curves.png"), ("report", "report.html"):
             self.print(f"{name + ':':<13}{folder}/{file}")
 
-    def print_best(self, lines: list[dict], best_step: int) -> None:
-        """Print the results of the best and the last policy on the draws of the second evaluation."""
-        by_step = {line["step"]: line for line in lines if line["phase"] == "eval"}
-        for name, step in ("best", best_step), ("last", max(by_step, default=0)):
-            metrics = by_step.get(step, {}).items()       # {}: lines were damaged, and cut off
-            again = {key.removeprefix(OTHER_DRAWS): value for key, value in metrics if OTHER_DRAWS in key}
-            result = held_out_text(again, self.config) if again else "not evaluated"
-            self.print(f"  {f'{name}: step {step}':<22}{result}")
 
 
 def points_text(reward: float | None) -> str:

@@ -35,6 +35,7 @@ from engine.errors import RunError
 from logprobs import completion_lengths
 from runs.console import RunConsole
 
+RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl"
 # How a line of a file begins. Steps are found by it, because parsing gigabytes takes minutes.
 HEAD = re.compile(rb'\s*{\s*"step":\s*(\d{1,15}),\s*"phase":\s*"(\w+)"')
 
@@ -53,8 +54,8 @@ class RunFolder:
         existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
         if not training.check and not (existing.is_dir() and os.access(existing, os.W_OK)):
             raise ValueError(f"--output_dir={self.path}: {existing} is not a writable folder; name a new one")
-        if training.report_to in ("wandb", "trackio") and not importlib.util.find_spec(training.report_to):
-            raise ValueError(f"--report_to={training.report_to}: is not installed; pip install it")
+        if training.report_to == "wandb" and not importlib.util.find_spec("wandb"):
+            raise ValueError("--report_to=wandb: is not installed; pip install it")
         self.writes, self.lock, self.begun = is_main(), None, training.resume
         if training.resume and not training.check:        # before a checkpoint is chosen
             ranks.gather(self.acquire_lock)
@@ -72,7 +73,7 @@ class RunFolder:
 
         raises  RunError if another process writes to the folder, or if another run has begun in it
         """
-        if not self.writes:
+        if not self.writes or self.lock:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         # Of one lock in this process: a notebook can start again after a run that failed.
@@ -87,21 +88,27 @@ class RunFolder:
             self.refuse_other_run(RunError)
         self.begun = True                                 # a notebook may go on after Ctrl-C
 
-    def open(self, last_step: int) -> None:
-        """Create the folder, or remove the lines of steps after last_step: a resumed run repeats these.
+    def open(self, last_step: int, sizes: dict[str, int]) -> None:
+        """Create the folder, or cut what was written after a checkpoint: a resumed run repeats these steps.
 
-        raises  RunError, on all ranks, if another run writes to it
+        last_step, sizes  of the checkpoint, file_sizes; 0 and {} without one
+        raises            RunError, on all ranks, if another run writes to it
         """
         self.ranks.gather(self.acquire_lock)
         if not self.writes:
             return
         self.write_config(self.config)
-        for name in "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl":
-            cut_after(self.path / name, last_step)
+        for name, size in self.file_sizes().items():
+            os.truncate(self.path / name, min(size, sizes.get(name, 0)))
         for name in "metrics.jsonl", "rollouts.jsonl":
             (self.path / name).touch()
         self.send, self.close_tracker = open_tracker(
             self.config.training.report_to, self.path, self.config.as_dict(), last_step)
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file of records."""
+        paths = [self.path / name for name in RECORDS]
+        return {path.name: path.stat().st_size for path in paths if path.exists()}
 
     def write_config(self, config: Config) -> None:
         """Write config.json."""
@@ -142,11 +149,10 @@ def open_tracker(
 ) -> tuple[Callable[[int, dict], None], Callable[[], None]]:
     """Return functions that send numbers of a step, named phase/metric, to a tracker, and that close it.
 
-    No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline;
-    trackio writes into a folder of its own.
+    No network is needed: TensorBoard writes into the run folder, and so does wandb with WANDB_MODE=offline.
 
-    report_to  tensorboard, wandb, trackio or none
-    last_step  that a run continues after, 0 for a new run: a service continues its entry, TensorBoard drops
+    report_to  tensorboard, wandb or none
+    last_step  that a run continues after, 0 for a new run: wandb continues its entry, TensorBoard drops
                later events
     """
     if report_to == "none":
@@ -161,15 +167,14 @@ def open_tracker(
                 board.add_scalar(name, value, step)
 
         return log, board.close
-    service, file = importlib.import_module(report_to), folder / "tracker_name"
+    import wandb
+
+    file = folder / "tracker_name"
     if last_step == 0 or not file.exists():
         file.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}")
-    options = {"project": "plain-grpo", "resume": "allow", "config": settings, "name": file.read_text()}
-    if report_to == "wandb":                              # trackio has the same interface otherwise
-        options |= {"id": file.read_text(), "dir": str(folder)}
-        options["project"] = os.environ.get("WANDB_PROJECT") or options["project"]
-    service.init(**options)
-    return lambda step, values: service.log(values, step=step), service.finish
+    project, name = os.environ.get("WANDB_PROJECT") or "plain-grpo", file.read_text()
+    wandb.init(project=project, id=name, name=name, dir=str(folder), resume="allow", config=settings)
+    return lambda step, values: wandb.log(values, step=step), wandb.finish
 
 
 # ---- records -----------------------------------------------------------------------------------------------
@@ -273,23 +278,6 @@ def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
 def warn_once(line: str) -> None:
     """Print a line on stderr, the first time in this process."""
     print(line, file=sys.stderr)
-
-
-def cut_after(path: Path, last_step: int) -> None:
-    """Keep the lines up to last_step, or to the first one that is damaged, in place; none for 0.
-
-    Reads a line at a time: rollouts.jsonl grows to gigabytes.
-    """
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = 0
-        for line in file:
-            head = HEAD.match(line)
-            if not head or not line.endswith(b"\n") or not int(head[1]) <= last_step > 0:
-                break
-            end += len(line)
-        file.truncate(end)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,13 +1,11 @@
 """
 Groups of a step: sampled on all ranks, joined, and tied ones replaced (--dynamic_sampling). Metrics of a
-step, which docs/metrics.md lists, and its durations.
+step, which docs/metrics.md lists.
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from itertools import compress
 
 import torch
@@ -99,21 +97,6 @@ def join_rollouts(rollouts: list[Rollout]) -> Rollout:
 
 
 # ---- metrics -----------------------------------------------------------------------------------------------
-
-
-def timed(name: str) -> Callable:
-    """Decorate a function of a run: write the duration of each call to run.seconds[name]."""
-    def decorate(function):
-        @wraps(function)
-        def call(run, *args, **kwargs):
-            started = time.perf_counter()
-            result = function(run, *args, **kwargs)
-            run.seconds[name] = time.perf_counter() - started
-            return result
-
-        return call
-
-    return decorate
 
 
 def mean_of(lines: list[dict], metric: str) -> float:

@@ -20,6 +20,11 @@ class Phase:
     steps: int                  # optimiser steps
     learning_rate: float        # peak
     eval_steps: int             # between evaluations; 0: only at its end
+    end_accuracy: float = math.inf                        # held-out accuracy that ends the phase
+
+    def is_over(self, step: int, accuracy: float) -> bool:
+        """Return True at the last step, or if the evaluation after a step was good enough (NaN: none)."""
+        return step >= self.steps or (step > 0 and accuracy >= self.end_accuracy)
 
 
 def plan_phases(config: Config, num_examples: int) -> list[Phase]:
@@ -31,7 +36,9 @@ def plan_phases(config: Config, num_examples: int) -> list[Phase]:
         return [Phase("supervised", int(min(limit, rollouts)), training.learning_rate, every)]
     cold_start_steps = int(min(limit, training.cold_start_steps))
     often = math.ceil(every / 3) if training.cold_start_accuracy < 1 else every
-    cold_start = Phase("cold_start", cold_start_steps, training.cold_start_learning_rate, often)
+    cold_start = Phase(
+        "cold_start", cold_start_steps, training.cold_start_learning_rate, often,
+        end_accuracy=training.cold_start_accuracy)
     steps = int(min(limit, rollouts * config.updates_per_rollout))
     grpo_phase = Phase("grpo", steps, training.learning_rate, every)
     return [cold_start, grpo_phase] if cold_start_steps else [grpo_phase]

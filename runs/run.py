@@ -4,35 +4,34 @@ restoring it, and the log of a step.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+import random
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from analysis.evaluation import evaluate
 from config import Config
 from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
-from engine.devices import all_gather_object, limit_threads, num_processes, peak_memory_gb, process_rank
+from engine.devices import limit_threads, num_processes, peak_memory_gb
 from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
-from engine.sharding import forward_pass, full_tensor, replicated_sums
+from engine.sharding import full_tensor, replicated_sums
 from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from rewards import name_of
 from runs.checkpoint import (
-    load_optimizer_state, optimizer_state, random_states, read_state, set_random_states, versions,
-    write_checkpoint, write_policy,
+    load_optimizer_state, optimizer_state, read_state, versions, write_checkpoint, write_policy,
 )
-from runs.console import OTHER_DRAWS, RunConsole, held_out_text, shows_accuracy
+from runs.console import RunConsole, held_out_text, shows_accuracy
 from runs.errors import StopOnSignal, halved_when_out_of_memory
 from runs.folder import RunFolder, completion_records, read_jsonl
 from runs.groups import sample_completions
@@ -52,7 +51,6 @@ class Progress:
     phase_step: int = 0                                   # optimiser steps taken in this phase
     step: int = 0                                         # optimiser steps taken in all
     evaluated_at: int = -1                                # step of the last evaluation
-    evaluation_due: bool = False                          # a step is taken whose evaluation is not
     best_step: int = -1                                   # of the policy in best/; -1: there is none
     best_score: float = -math.inf                         # its held-out score
     skipped: int = 0                                      # steps that were not finite and changed nothing
@@ -92,8 +90,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     make_optimizer: Callable | None = None                # the caller's, of named parameters; None: AdamW
     teacher: torch.nn.Module | None = None                # a reference that is no copy of the policy
-    longest_prompt: int = 0                               # tokens
     saved_state: dict = field(default_factory=dict)       # of a checkpoint, until its phase begins
+    saved_at: int = 0                                     # step of the last checkpoint
     # Objects of the current phase.
     batches: Batches | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -101,7 +99,6 @@ class Run:
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
     reference: torch.nn.Module | AdapterReference | None = None                  # None without a KL penalty
     value_head: ValueHead | None = None
-    seconds: dict[str, float] = field(default_factory=dict)               # durations, see runs/groups.py
 
     @property
     def console(self) -> RunConsole:
@@ -128,6 +125,16 @@ class Run:
         if not (updates if self.device.type == "xla" else had_gradient):
             deviation = experience.metrics.get("sampler_deviation", losses["ratio_deviation"])
             self.engine.require_ratios_of_1(deviation)
+
+    def seed_generators(self) -> None:
+        """Seed the global random generators, which reward functions may use, for this step and rank.
+
+        So no state of theirs is saved, and a resumed run draws the same numbers.
+        """
+        of_step = f"{self.config.training.seed} {self.progress.step} {self.ranks.rank}"
+        number = random.Random(of_step).getrandbits(32)
+        for seed in random.seed, np.random.seed, torch.manual_seed:
+            seed(number)
 
     def sampling_seed(self, attempt: int) -> int:
         """Return the seed of an attempt at sampling in this step (--dynamic_sampling makes several)."""
@@ -210,7 +217,7 @@ class Run:
     @contextmanager
     def started(self):
         """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
-        self.folder.open(self.progress.step)
+        self.folder.open(self.progress.step, self.saved_state.get("file_sizes", {}))
         self.require_equal_ranks()
         self.save_base_of_adapter()
         with StopOnSignal(self.ranks) as stop, self.folder:
@@ -269,15 +276,12 @@ class Run:
         self.scheduler = make_scheduler(self.optimizer, phase, training)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.model.precision == "float16")
         saved, self.saved_state = self.saved_state, {}
-        if states := saved.get("random_states"):          # of each rank
-            set_random_states(states[process_rank() % len(states)])
         if "optimizer" in saved:                          # saved within this phase
             load_optimizer_state(self.optimizer, self.scheduler, self.scaler, saved)
             self.batches.position = saved["position"]
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
         self.require_equal_ranks()
-        self.console.print(memory_of(self, phase))        # before the first step
 
     def require_equal_ranks(self) -> None:
         """Raise RunError, on all ranks, if their settings, choices or replicated parameters differ."""
@@ -304,8 +308,8 @@ class Run:
         """
         state = {
             "progress": asdict(self.progress), "settings": self.config.as_dict(), "versions": versions(),
-            "engine": type(self.engine).__name__, "shared_prompt": self.engine.shares_prompts,
-            "handed_in": self.handed_in, "random_states": all_gather_object(random_states()),
+            "shared_prompt": self.engine.shares_prompts,
+            "file_sizes": self.folder.file_sizes(),
             "reference_adapter": full_tensor(getattr(self.reference, "kept", None)),     # AdapterReference
         } | optimizer_state(self.optimizer, self.scheduler, self.scaler, self.value_head, self.batches)
         checkpoint = write_checkpoint(
@@ -313,16 +317,17 @@ class Run:
             self.reference if self.teacher is None else None, state,
             keep=self.config.training.keep_checkpoints,
         )
+        self.saved_at = self.progress.step
         if notify:
             self.console.print(f"saved to {checkpoint}; continue with: "
                                f"python train.py --output_dir {self.folder.path} --resume")
         return checkpoint
 
-    @property
-    def handed_in(self) -> dict[str, bool]:
-        """Return which objects of the caller replace those of the flags and have a part in checkpoints."""
-        passed = self.teacher is not None and not self.config.grpo.reference_path
-        return {"optimizer": self.make_optimizer is not None, "reference": passed}
+    def save_if_due(self) -> None:
+        """Save a checkpoint every --save_steps of the phase."""
+        after, since = self.progress.phase_step, self.progress.step - self.saved_at
+        if is_due(after - since, after, self.config.training.save_steps):
+            self.save_checkpoint()
 
     def save_base_of_adapter(self) -> None:
         """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
@@ -333,22 +338,16 @@ class Run:
                 save_any_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore progress from a checkpoint; begin_phase restores the rest, random states too."""
+        """Restore progress from a checkpoint; begin_phase restores the rest."""
         state = read_state(checkpoint, mmap=num_processes() > 1)                 # each copies its shards
         self.progress = Progress(**state.pop("progress"))
+        self.saved_at = self.progress.step
         threads = state["versions"].get("threads", 2**31)   # not recorded by earlier versions
         limit_threads(threads, "the number that the run began with", self.console.print)
         if state["versions"] != versions():
             self.console.print(
                 f"  note   resumed with {versions()}, begun with {state['versions']}: equal up to rounding, "
                 "not bit for bit"
-            )
-        differs = {name: given != state["handed_in"][name] for name, given in self.handed_in.items()}
-        differs["engine"] = state["engine"] not in ("Engine", "Shared", "VLLM", type(self.engine).__name__)
-        for name in filter(differs.get, differs):
-            raise ValueError(
-                f"{name}: a Python object of the program that began this run, or none; pass it again: "
-                f"train(config, {name}=...)"
             )
         self.saved_state = state
 
@@ -359,14 +358,13 @@ class Run:
         There is none after an update, when weights and optimiser may be between two states, and in several
         processes after errors that not all of them raise.
         """
-        position, before, states = self.batches.position, replace(self.progress), random_states()
+        position, before = self.batches.position, replace(self.progress)
         try:
             yield
         except Exception as error:
             on_all_ranks = num_processes() == 1 or isinstance(error, RunError)
             if on_all_ranks and self.progress.step == before.step:
                 self.batches.position, self.progress = position, before
-                set_random_states(states)
                 try:
                     self.save_checkpoint(notify=True)
                 except RunError as problem:               # a full disk: the first error is the one to report
@@ -384,26 +382,34 @@ class Run:
             self.folder.write_config(self.config)
 
     @halved_when_out_of_memory("generation_batch_size")
-    def evaluate(self, draws: int = 0) -> dict:
-        """Return the metrics of an evaluation on the held-out problems. draws: 1: other random numbers."""
+    def evaluate(self) -> dict:
+        """Return the metrics of an evaluation on the held-out problems."""
+        self.seed_generators()
         config = self.config.grpo
         at_once = config.generation_batch_size or self.config.rollout_size
         return evaluate(
             self.engine, self.ranks, self.eval_set, replace(config, generation_batch_size=at_once),
-            seed=(draws << 64) + (self.config.training.seed << 32), reward_functions=self.reward_functions,
+            seed=self.config.training.seed << 32, reward_functions=self.reward_functions,
             environment=self.environment, trainer_state=self.trainer_state,
         )
 
+    def evaluation_is_due(self) -> bool:
+        """Return True before the first step, every eval_steps of a phase, and at its end; once at a step."""
+        progress, phase = self.progress, self.phase
+        if not self.eval_set or progress.evaluated_at == progress.step:
+            return False
+        after, since = progress.phase_step, progress.step - progress.evaluated_at
+        at_an_end = progress.evaluated_at < 0 or after >= phase.steps
+        return at_an_end or is_due(after - since, after, phase.eval_steps)
+
     def log_evaluation(self) -> float:
         """Evaluate the policy on the held-out problems, always with one seed. Return the accuracy or NaN."""
-        if not self.eval_set:
-            return math.nan
-        with self.saved_on_error() if self.batches else nullcontext():           # None: before any phase
+        with self.saved_on_error():
             result = self.evaluate()
             if self.config.training.keep_best:
-                result |= self.update_best(self.held_out_score(result))
+                self.update_best(self.held_out_score(result))
         self.folder.log(self.progress.step, "eval", result)
-        self.progress.evaluated_at, self.progress.evaluation_due = self.progress.step, False
+        self.progress.evaluated_at = self.progress.step
         best = ", the best so far" if self.progress.best_step == self.progress.step else ""
         text = held_out_text(result, self.config)
         self.console.print(f"held out at step {self.progress.step}: {text}{best}")
@@ -418,29 +424,17 @@ class Run:
         known = [weight * mean for mean, weight in weighted if mean is not None]
         return sum(known) if known else math.nan
 
-    def update_best(self, score: float) -> dict:
-        """Write the policy to best/ if its score is the highest so far; of equal ones the first stays.
-
-        Returns metrics of the best policy, and of the last, on other draws: a score that is the highest of
-        several is too high on average.
-        """
-        progress = self.progress
-        # A run that is resumed at step 0 evaluates the best policy again.
-        is_best = score > progress.best_score or progress.step == progress.best_step
-        if not (is_best or self.has_taken_all_steps):
-            return {}
-        on_other_draws = self.evaluate(draws=1)
-        if is_best:
+    def update_best(self, score: float) -> None:
+        """Write the policy to best/ if its score is the highest so far; of equal ones the first stays."""
+        if score > self.progress.best_score:
             write_policy(self.model, self.tokenizer, self.folder.path / "best")
-            progress.best_step, progress.best_score = progress.step, score
-        return {OTHER_DRAWS + name: value for name, value in on_other_draws.items()}
+            self.progress.best_step, self.progress.best_score = self.progress.step, score
 
     def log_step(self, metrics: dict, experience: Experience) -> None:
         """Write and print the metrics of a step. Every --log_rollouts_every steps write its completions."""
         folder, step, phase = self.folder, self.progress.step, self.phase.name
-        sampling = self.seconds.get("sampling_seconds", 0.0)  # in phases before GRPO: none
-        metrics |= self.seconds | {
-            "training_seconds": self.seconds["step_seconds"] - sampling,
+        metrics |= {
+            "training_seconds": metrics["step_seconds"] - metrics.get("sampling_seconds", 0.0),
             "learning_rate": float(self.scheduler.get_last_lr()[0]),
             "peak_memory_gb": peak_memory_gb(self.device),
         }
@@ -460,49 +454,3 @@ class Run:
         self.console.print_step(phase, self.progress.phase_step, self.phase.steps, step, metrics)
         if records:
             self.console.print_completions(records)
-
-
-def memory_of(run: Run, phase: Phase) -> str:
-    """Return a line with the bytes of a phase on this rank that are known before its first step."""
-    sizes = {"weights": num_bytes(run.model.parameters()), "gradients": num_bytes(run.parameters)}
-    if run.make_optimizer is None:
-        sizes["AdamW"] = 2 * sizes["gradients"]
-    if isinstance(run.reference, torch.nn.Module) and not run.config.grpo.reference_offload:
-        sizes["reference"] = num_bytes(run.reference.parameters())
-    if phase.name == "grpo" and run.device.type != "xla" and run.config.grpo.engine != "vllm":
-        sizes["keys and values of a full rollout"] = cache_bytes(run)
-    known = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in sizes.items())
-    return f"memory in GB: {known}; activations come in addition"
-
-
-@torch.no_grad()
-def cache_bytes(run: Run) -> int:
-    """Return the bytes of all keys and values if every completion reaches the limit.
-
-    Computed from those that one token has in each layer, whatever the architecture.
-    """
-    config, longest = run.config.grpo, run.longest_prompt
-    group_size = config.num_completions_per_prompt
-    own = config.generation_max_length - 1                # tokens of a completion; the last is not forwarded
-    prompts = math.ceil(run.config.training.batch_size / run.ranks.size)
-    if config.generation_batch_size:
-        prompts = min(prompts, config.generation_batch_size // group_size)
-    token = torch.zeros(1, 1, dtype=torch.long, device=run.device)
-    output = forward_pass(run.model, lambda: run.model(input_ids=token, use_cache=True))
-    total = 0
-    cache = output.get("cache") or output.get("past_key_values")                 # since and before 5.24
-    for layer in getattr(cache, "layers", []):
-        if isinstance(getattr(layer, "keys", None), Tensor):                     # not a recurrent state
-            window = getattr(layer, "sliding_window", None)
-            kept = window - 1 if window else longest + own                       # a token sees itself too
-            tokens = prompts * group_size * min(longest + own, kept)
-            if run.engine.shares_prompts:
-                tokens = prompts * (min(longest, kept) + group_size * own)
-            total += tokens * num_bytes([layer.keys, layer.values])
-    return total
-
-
-def num_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of parameters, of sharded ones those on this rank."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    return sum(p.numel() * p.element_size() for p in local)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from config import Config, ModelConfig, TrainingConfig, validate_functions
-from engine.devices import best_device, is_main, keep_freed_memory, leave_busy_cores, num_processes
+from engine.devices import best_device, keep_freed_memory, leave_busy_cores, num_processes
 from engine.plain import Engine
 from engine.policy import check_context_length, load_any_policy, load_any_tokenizer, move
 from engine.precision import resolve_precision
@@ -25,7 +25,7 @@ from engine.ranks import Ranks
 from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
 from engine.sharding import replicated_sums, shard
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
-from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
+from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.phases import plan_phases
 from runs.run import Run
@@ -42,7 +42,7 @@ from sources.training_data import (
 def name_objects(config: Config, given: dict) -> Config:
     """Return the configuration with the names of the arguments of set_up in place of its own.
 
-    given   reward_functions, environment, dataset and eval_dataset: names, Python objects or None
+    given   reward_functions, environment, dataset, eval_dataset, reference_path: names, objects or None
     raises  ValueError if one is no function, or if an object of the run that is resumed is missing
     """
     for f in [*(given["reward_functions"] or []), given["environment"] or ""]:
@@ -51,18 +51,15 @@ def name_objects(config: Config, given: dict) -> Config:
     names = {name: as_name(value) for name, value in given.items() if value is not None}
     if given["reward_functions"] is not None:
         names["reward_functions"] = list(map(as_name, given["reward_functions"]))
-    grpo = replace(config.grpo, **{n: names[n] for n in ("reward_functions", "environment") if n in names})
-    data = replace(config.data, **{n: names[n] for n in ("dataset", "eval_dataset") if n in names})
-    for name in [name for name in given if name not in names]:
-        used = getattr(data if "dataset" in name else grpo, name)
-        used = [used] if isinstance(used, str) else used
-        if missing := [n for n in used if n.startswith("python:")]:
-            raise ValueError(
-                f"--{name} {missing[0]}: a Python object of the program that began this run; pass it again: "
-                f"train(config, {name}=...)"
-            )
+    of_data = {name: value for name, value in names.items() if "dataset" in name}
+    data = replace(config.data, **of_data)
+    grpo = replace(config.grpo, **{name: value for name, value in names.items() if name not in of_data})
+    config = replace(config, grpo=grpo, data=data)
+    for name, value in config.flags.items():
+        if name in given and name not in names and "python:" in str(value):
+            raise ValueError(f"--{name} {value}: a Python object; pass it to train() again")
     validate_functions(grpo)
-    return replace(config, grpo=grpo, data=data)
+    return config
 
 
 def config_on_device(config: Config, device: torch.device) -> Config:
@@ -135,9 +132,8 @@ def start_up_check(
     elif grpo.engine == "vllm":
         from engine.vllm_engine import VLLM
 
-        states, length = random_states(), longest_prompt + grpo.generation_max_length
-        engine = VLLM(inner, max_length=length, memory=grpo.engine_memory)       # it seeds the generators
-        set_random_states(states)
+        length = longest_prompt + grpo.generation_max_length
+        engine = VLLM(inner, max_length=length, memory=grpo.engine_memory)
     if engine is not inner:
         findings = [finding for finding in findings if finding.name != "sampler"]     # that does not sample
         findings.append(check_engine(engine, ranks, examples, grpo))
@@ -177,7 +173,7 @@ def set_up(
         reward_functions = [reward_functions] if alone else list(reward_functions)
     config = config_on_device(name_objects(config, dict(
         reward_functions=reward_functions, environment=environment, dataset=dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=eval_dataset, reference_path=reference,
     )), device)
     training = config.training
     for seed in random.seed, np.random.seed, torch.manual_seed:      # transformers.set_seed imports trainers
@@ -199,11 +195,10 @@ def set_up(
     checkpoint = find_checkpoint(config, folder, ranks) if training.resume else None
     model_config = replace(config.model, model_path=str(checkpoint)) if checkpoint else config.model
     tokenizer = load_any_tokenizer(model_config)
-    if training.use_grpo and config.grpo.reference_path:
-        if reference is not None:
-            raise ValueError("reference: --reference_path names another model; pass one of them")
+    has_teacher = training.use_grpo and config.grpo.reference_path
+    if has_teacher and reference is None:
         compare_tokenizers(tokenizer, config)
-    elif training.use_grpo and names == ["none"] and reference is None:
+    if training.use_grpo and names == ["none"] and not has_teacher:
         raise ValueError("--reward_functions=none: teaches nothing without a teacher; add --reference_path")
     tokenizer.tools = tools                               # for the chat template
     if training.use_grpo:
@@ -226,7 +221,7 @@ def set_up(
     console.describe(policy, device, len(train_set), len(eval_set), phases)
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
     refuse_long_demonstrations(config, train_set, tokenizer, stop_token_ids(policy, tokenizer), positions)
-    if training.use_grpo and config.grpo.reference_path:
+    if has_teacher and reference is None:
         reference = load_teacher(config, policy)
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
@@ -235,7 +230,7 @@ def set_up(
         policy, tokenizer, train_set, config, functions, ranks, engine, reference, longest, console.print)
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
-        make_optimizer=optimizer, teacher=reference, longest_prompt=longest_prompt,
+        make_optimizer=optimizer, teacher=reference,
     )
     if checkpoint:
         run.restore(checkpoint)
@@ -272,8 +267,7 @@ def load_trained_policy(
 
 def find_checkpoint(config: Config, folder: RunFolder, ranks: Ranks) -> Path | None:
     """Return the checkpoint to resume from, if there is one. Raises ValueError if it does not fit."""
-    find = partial(latest_checkpoint, folder.path, folder.console.print) if is_main() else lambda: None
-    checkpoint = ranks.gather(find)[0]                    # one process reads all files, for their checksums
+    checkpoint = ranks.gather(partial(latest_checkpoint, folder.path))[0]
     if not checkpoint and (folder.path / "final").exists():
         raise ValueError(
             f"--resume: {folder.path} is complete and its checkpoints are gone; pass final as --model_path"
