@@ -1,0 +1,97 @@
+"""What a run does next, and what of its files it keeps, follow from its progress and from its newest checkpoint."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import assert_same, run_folder
+from forked import Ranks as Processes
+
+import train
+from runs.checkpoint import latest_checkpoint
+from runs.folder import read_jsonl
+from runs.phases import Phase
+from runs.run import Progress, Run
+
+
+@pytest.mark.parametrize("mode", ["--use_grpo --cold_start_steps 2", "--use_grpo false --batch_size 4"])
+def test_a_run_without_evaluations_ends(tmp_path, mode):
+    """In a process of its own: a loop that takes no step would not end."""
+    flags = f"{mode} --eval_limit 0 --eval_steps 2 --max_steps 4 --report_to none --generation_max_length 8 --output_dir".split()
+    done = Processes(1, "train.py", *flags, str(tmp_path / "run")).wait(120)
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert done.programs[0].returncode == 0 and lines[-1]["step"] == len(lines) == (6 if "cold" in mode else 4)
+    assert not any(line["phase"] == "eval" for line in lines)
+
+
+@pytest.mark.parametrize("eval_steps,updates_per_step,resumed_at,expected", [
+    (2, 1, None, [0, 2, 3, 5, 7, 8]), (0, 1, None, [0, 3, 8]), (9, 1, None, [0, 3, 8]), (2, 2, None, [0, 2, 3, 5, 7, 8]),
+    (3, 4, None, [0, 3, 7, 8]),
+    (2, 1, 5, [0, 2, 3, 5, 7, 8]),                        # its evaluation raised, and the run was resumed
+])
+def test_evaluations_are_due_before_the_first_step_every_eval_steps_of_a_phase_and_at_its_end(
+    eval_steps, updates_per_step, resumed_at, expected
+):
+    """Phases of 3 and 5 steps, counted by hand."""
+    run = SimpleNamespace(progress=Progress(), eval_set=[1])
+    evaluated = []
+    for run.phase in Phase("cold_start", 3, 1.0, eval_steps), Phase("grpo", 5, 1.0, eval_steps):
+        run.progress.phase_step = 0
+        while True:
+            if Run.evaluation_is_due(run):
+                if run.progress.step == resumed_at:
+                    resumed_at = None
+                    continue
+                evaluated.append(run.progress.step)
+                run.progress.evaluated_at = run.progress.step
+            assert not Run.evaluation_is_due(run), "never twice at a step"
+            if run.phase.is_over(run.progress.phase_step, float("nan")):
+                break
+            taken = min(updates_per_step, run.phase.steps - run.progress.phase_step)
+            run.progress.step, run.progress.phase_step = run.progress.step + taken, run.progress.phase_step + taken
+    assert evaluated == expected
+
+
+@pytest.mark.parametrize("step,accuracy,over", [
+    (0, 0.9, False), (1, 0.4, False), (1, 0.5, True), (1, float("nan"), False), (3, float("nan"), True)])
+def test_a_phase_is_over_at_its_last_step_or_when_its_evaluation_was_good_enough(step, accuracy, over):
+    assert Phase("cold_start", 3, 1.0, 1, end_accuracy=0.5).is_over(step, accuracy) == over
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_bytes_of_its_files_that_the_checkpoint_knew(tmp_path):
+    """What came later is cut off, whole lines of the same step and half a line of a kill."""
+    flags = "--use_grpo --cold_start_steps 0 --max_steps 4 --save_steps 2 --keep_checkpoints 9".split()
+    whole = run_folder(tmp_path / "whole", *flags)
+    folder = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints/step-00000004")
+    shutil.rmtree(folder / "final")
+    sizes = torch.load(latest_checkpoint(folder) / "state.pt", weights_only=True)["file_sizes"]
+    lines = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(lines[: sizes["metrics.jsonl"]] + b'{"step": 2, "phase": "eval"}\n{"step": 3, "ph')
+    train.main(["--output_dir", str(folder), "--resume"])
+    assert_same(folder, whole)
+
+
+def fake_checkpoint(folder, step, content=None):
+    path = folder / f"checkpoints/step-{step:08d}"
+    path.mkdir(parents=True)
+    torch.save({"step": step}, path / "state.pt")
+    if content is not None:
+        (path / "state.pt").write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"PK\3\4 no archive", b"\x80\x04cos\nsystem\n."])
+def test_a_checkpoint_that_cannot_be_read_is_one_line_that_names_it_and_the_one_before(tmp_path, content):
+    assert latest_checkpoint(tmp_path) is None
+    good, bad = fake_checkpoint(tmp_path, 1), fake_checkpoint(tmp_path, 2, content)
+    with pytest.raises(ValueError) as error:
+        latest_checkpoint(tmp_path)
+    assert str(error.value).startswith(f"{bad} cannot be read: ") and str(error.value).endswith(f"remove it, to continue from {good}")
+    shutil.rmtree(good)
+    with pytest.raises(ValueError, match="cannot be read: .*start in another folder$"):
+        latest_checkpoint(tmp_path)
+    shutil.rmtree(bad)
+    assert latest_checkpoint(tmp_path) is None
