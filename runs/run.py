@@ -179,8 +179,7 @@ class Run:
             checkpoint = self.save_checkpoint()
             raise RunError(
                 f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights "
-                f"before them are in {checkpoint}, the batches in skipped.jsonl: inspect them with "
-                "python -m analysis.replay, or lower --learning_rate")
+                f"before them are in {checkpoint}, the batches in skipped.jsonl; lower --learning_rate")
 
     def zero_gradient(self) -> None:
         """Set the gradient to zero, and end the program of the update on XLA."""
@@ -380,7 +379,7 @@ class Run:
         self.config = replace(self.config, **{part: section})
         for engine in self.engine, getattr(self.engine, "trainer", self.engine):         # that of vllm
             engine.max_tokens = self.config.training.max_tokens_per_forward
-        if self.folder.lock:                              # none where nothing is written, as in a replay
+        if self.folder.lock:                              # none where nothing is written (--check)
             self.folder.write_config(self.config)
 
     @halved_when_out_of_memory("generation_batch_size")
