@@ -25,7 +25,7 @@ from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
 from engine.sharding import forward_pass, full_tensor, replicated_sums
-from experience import Experience, log_probs_of_rollout
+from experience import Experience
 from model import ValueHead
 from rewards import name_of
 from runs.checkpoint import (
@@ -449,9 +449,7 @@ class Run:
                 folder.append("reward_errors.jsonl", step, phase, failures)
             before, every = step - metrics["updates"], self.config.training.log_rollouts_every
             if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
-                after = log_probs_of_rollout(
-                    self.engine, self.ranks, experience.rollout, self.config.grpo.distribution)
-                records = completion_records(experience, after)
+                records = completion_records(experience)
                 folder.append("rollouts.jsonl", step, phase, records)
         if metrics["skipped"]:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))
