@@ -5,7 +5,7 @@ Sample from a model, evaluate it, or write the report of a run. The flags are in
     python infer.py --model_path outputs/demo/final --chat --environment calculator --max_turns 4
     python infer.py --model_path outputs/demo/final --questions problems.jsonl --answers out.jsonl --samples 4
     python infer.py --model_path outputs/demo/final --evaluate arithmetic --against_model outputs/sft/final
-    python infer.py --report outputs/demo
+    python infer.py --report outputs/demo [outputs/other ...]
 """
 
 import sys
@@ -16,7 +16,7 @@ from runs.command_line import exit_on_mistake, section_of  # first, see runs/__i
 
 from analysis.chat import ChatModel, answer_questions, chat, merge_adapter, run_evaluation
 from analysis.infer_flags import parse_arguments, sampling_config
-from analysis.report import write_report
+from analysis.report import compare_runs, write_report
 from config import ModelConfig
 from engine.devices import keep_freed_memory, leave_busy_cores
 from environments.loading import load_environment
@@ -27,7 +27,8 @@ def main(argv: list[str]) -> None:
     """Run the mode that the command line chooses."""
     args = parse_arguments(argv)
     if args.report:
-        print(write_report(Path(args.report)))
+        folders = [Path(folder) for folder in args.report]
+        print(compare_runs(folders) if len(folders) > 1 else write_report(folders[0]))
         return
     load_environment(args.environment)                    # reports mistakes in it before a model is loaded
     for path in filter(None, (args.answers, args.json)):

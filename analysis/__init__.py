@@ -1,1 +1,1 @@
-"""Evaluation, explanation, replay and reports of models, runs and reward functions."""
+"""Evaluation, explanation and reports of models, runs and reward functions."""

@@ -39,7 +39,8 @@ def build_infer_parser() -> OneLineParser:
           help="print accuracy and points on the problems of a file, hub id or built-in task")
     modes("--merge_into", metavar="FOLDER",
           help="add the LoRA adapter to the weights and write them to FOLDER")
-    modes("--report", metavar="RUN", help="write RUN/report.html: curves, advice, settings, completions")
+    modes("--report", metavar="RUN", nargs="+",
+          help="write RUN/report.html: curves, advice, settings, completions; of several runs print a table")
     add("--answers", metavar="FILE", help="write the answers to --questions there; without it, print them")
     add("--samples", type=int, default=1,
         help="completions per problem [%(default)s]; with several, --evaluate prints pass@k too")
@@ -82,7 +83,7 @@ def reject_incompatible(args: argparse.Namespace, parser: OneLineParser) -> None
         if given and not any(getattr(args, flag) for flag in needed):
             raise ValueError(f"--{name}: needs {' or '.join(f'--{flag}' for flag in needed)}")
     for name in "question", "questions", "evaluate", "merge_into", "report":
-        if getattr(args, name) == "":
+        if getattr(args, name) in ("", [""]):
             raise ValueError(f"--{name}: is empty")
     if args.merge_into and Path(args.merge_into).is_file():
         raise ValueError(f"--merge_into={args.merge_into}: name a folder, not a file")

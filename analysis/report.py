@@ -1,42 +1,36 @@
 """
-Draw the curves of a run, and write its report: one HTML page with them that needs no network.
+Read what runs have written: the report of one, a static HTML page, and the table that compares several.
 
     python infer.py --report RUN                                a run writes its own when it ends
+    python infer.py --report RUN RUN ...                        prints the table
 
-report.html beside this module is its Jinja template. Text of models and data sets is not trusted: Jinja
-escapes what it inserts, completions are JSON in which no tag can begin, the script shows them as text and
-never as HTML, and the page's Content-Security-Policy forbids all other scripts and all connections.
-
-Left out on purpose: probabilities of tokens that were not sampled (rollouts.jsonl does not hold them), and
-metrics that PANELS does not name, which are in metrics.jsonl.
+report.html beside this module is a Jinja template. Text of models and data sets is not trusted: Jinja escapes
+all that it inserts, and the page has no script.
 """
 
 import base64
 import fnmatch
-import hashlib
 import io
 import json
+import math
 import re
 from contextlib import suppress
-from functools import cache, partial
-from itertools import compress, groupby, pairwise
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 from jinja2 import Environment, StrictUndefined
-from jinja2.utils import htmlsafe_json_dumps
 
 from analysis.doctor import diagnose
 from config import DEFAULTS, ModelConfig
 from data import as_text
 from engine.policy import load_any_tokenizer
 from runs.console import points_text
-from runs.folder import or_none, read_jsonl, read_steps, replace_text
+from runs.folder import or_none, read_jsonl, read_records, replace_text
 from sources.settings import read_settings
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-# Of a longer rollouts.jsonl every second, third, ... step is shown. The page has about half the size.
-MAX_BYTES = 50_000_000
+STEPS_SHOWN, GROUPS_SHOWN = 3, 4                          # the last steps in rollouts.jsonl; groups of each
 PANELS = {                      # of the curves: title -> names of metrics (file patterns)
     "reward (points)": ["mean_reward", "reward/*"],
     "held out (share), 95 % interval": ["eval_accuracy", "eval_truncated"],
@@ -48,6 +42,11 @@ PANELS = {                      # of the curves: title -> names of metrics (file
     "gradient norm": ["grad_norm"],
     "time (s)": ["*_seconds"],
 }
+NUMBERS = {                     # of a token, in its title: name -> field of rollouts.jsonl
+    "log-probability": "sampling_logp", "advantage": "token_advantages", "reward of the turn": "turn_points",
+}
+# Settings in which runs of one variant differ: the last two change when memory runs out.
+OF_A_RUN = "seed", "output_dir", "max_tokens_per_forward", "generation_batch_size"
 
 
 def write_report(folder: Path) -> Path:
@@ -56,57 +55,41 @@ def write_report(folder: Path) -> Path:
     raises  ValueError in one line, if the folder is not a run or a file in it is damaged
     """
     config = DEFAULTS | read_settings(folder / "config.json")
-    run = read_run(folder, config)
-    curves = draw_curves(run)
+    try:
+        lines = read_jsonl(folder / "metrics.jsonl")
+        ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
+        curves, findings, steps = draw_curves(lines), diagnose(lines, config), read_groups(folder, config)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        message = f"--report: metrics.jsonl or rollouts.jsonl of {folder} is damaged"
+        raise ValueError(f"{message}: {type(error).__name__}: {error}") from None
     if curves:
         (folder / "curves.png").write_bytes(curves)
-    template = TEMPLATE.read_text(encoding="utf-8")
-    script = template.partition("<script>")[2].partition("</script>")[0]
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    rows = ((name, value, DEFAULTS.get(name)) for name, value in config.items())
-    changed = [(name, json.dumps(own), json.dumps(default)) for name, own, default in rows if own != default]
+    pairs = {name: (json.dumps(value), json.dumps(DEFAULTS.get(name))) for name, value in config.items()}
     target = folder / "report.html"
-    replace_text(target, page.from_string(template).render(
-        run, script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        curves=base64.b64encode(curves).decode(), settings=changed,
+    replace_text(target, page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=folder, phases=ends, curves=base64.b64encode(curves).decode(), findings=findings, steps=steps,
+        settings={name: (own, default) for name, (own, default) in pairs.items() if own != default},
     ))
     return target
-
-
-def read_run(folder: Path, config: dict) -> dict:
-    """Return what the page shows of a run: name, phases, series, findings of the doctor and completions."""
-    lines = read_jsonl(folder / "metrics.jsonl")
-    ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
-    phases = ", ".join(f"{phase} until step {step}" for phase, step in ends.items())
-    return {
-        "name": str(folder), "phases": phases or "no steps yet", "series": metric_series(lines),
-        "starts": [step + 1 for step in ends.values()][:-1],
-        "findings": diagnose(lines, config),
-    } | read_completions(folder, config)
 
 
 # ---- curves ------------------------------------------------------------------------------------------------
 
 
-def metric_series(lines: list[dict]) -> dict[str, dict[int, float]]:
-    """Return {metric: {step: value}} of all finite numbers."""
-    series: dict[str, dict] = {}
-    for line in lines:
-        for name, value in line.items():
-            if type(value) in (int, float) and or_none(value) is not None:             # no bool
-                series.setdefault(name, {})[line["step"]] = or_none(value)
-    return series
-
-
-def draw_curves(run: dict) -> bytes:
-    """Return the curves of a run as PNG, empty if there are no numbers yet.
+def draw_curves(lines: list[dict]) -> bytes:
+    """Return the curves of a run as PNG, from the lines of metrics.jsonl; empty if there are no numbers yet.
 
     Dotted lines are the starts of its phases, bands 95 % intervals.
     """
     from matplotlib import rc_context  # slow to import
     from matplotlib.figure import Figure
 
-    series = run["series"]
+    series: dict[str, dict] = {}                          # {metric: {step: value}} of all finite numbers
+    for line in lines:
+        for name, value in line.items():
+            if type(value) in (int, float) and or_none(value) is not None:             # no bool
+                series.setdefault(name, {})[line["step"]] = value
     shown = {
         title: sorted(name for pattern in patterns for name in fnmatch.filter(series, pattern))
         for title, patterns in PANELS.items()
@@ -114,6 +97,7 @@ def draw_curves(run: dict) -> bytes:
     panels = {title: metrics for title, metrics in shown.items() if metrics}
     if not panels:
         return b""
+    ends = {line["phase"]: line["step"] for line in lines if line["phase"] != "eval"}
     num_rows, png = -(-len(panels) // 2), io.BytesIO()
     with rc_context({"text.parse_math": False}):          # names of metrics are no formulas
         figure, axes = Figure(figsize=(12, 2.5 * num_rows), layout="constrained"), None
@@ -124,10 +108,10 @@ def draw_curves(run: dict) -> bytes:
                 marker = "." if metric.startswith("eval") else ""
                 axes.plot([*values], [*values.values()], marker=marker, color=f"C{i}", label=metric)
                 both = [step for step in low if step in high]
-                ends = [low[step] for step in both], [high[step] for step in both]
-                axes.fill_between(both, *ends, color=f"C{i}", alpha=0.2, linewidth=0)
-            for step in run["starts"]:
-                axes.axvline(step, color="grey", linestyle=":")
+                limits = [low[step] for step in both], [high[step] for step in both]
+                axes.fill_between(both, *limits, color=f"C{i}", alpha=0.2, linewidth=0)
+            for last_step in list(ends.values())[:-1]:    # of all phases but the last one
+                axes.axvline(last_step + 1, color="grey", linestyle=":")
             axes.legend(fontsize="small")
         figure.supxlabel("optimiser step")
         figure.savefig(png, dpi=100)
@@ -143,75 +127,58 @@ def with_limits(metric: str) -> tuple[str, ...]:
 # ---- completions -------------------------------------------------------------------------------------------
 
 
-def read_completions(folder: Path, config: dict) -> dict:
-    """Read rollouts.jsonl, a step at a time.
+def read_groups(folder: Path, config: dict) -> list[dict]:
+    """Return the last steps in rollouts.jsonl as {"step", "groups": each with title, prompt, completions}.
 
-    returns  {"steps": each {"step", "groups": JSON that the page parses to show them}, "every": n, if every
-             n-th saved step was read, "saved": names of the numbers of tokens}
+    Groups that are not tied come first. A completion is (its numbers as text, its tokens by tokens_of).
     """
-    path, steps, saved = folder / "rollouts.jsonl", [], set()
-    every = max(1, -(-path.stat().st_size // MAX_BYTES)) if path.is_file() else 1
-    tokenizer = find_tokenizer(folder, config)
-    dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
-    try:
-        for records in read_steps(path, every):
-            groups = []
-            for number, group in groupby(records, key=lambda record: record["group"]):
-                first, *others = group
-                groups.append({
-                    "title": f"step {first['step']}, group {number}", "tied": bool(first.get("tied")),
-                    "prompt": prompt_text(first["prompt"], tokenizer),
-                    "completions": [describe_completion(row, tokenizer) for row in (first, *others)],
-                })
-                saved.update(groups[-1]["completions"][0]["numbers"])
-            groups.sort(key=lambda group: group["tied"])
-            steps.append({"step": records[0]["step"], "groups": htmlsafe_json_dumps(groups, dumps=dumps)})
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"--report: {path} is damaged: {type(error).__name__}: {error}") from None
-    return {"steps": steps, "every": every, "saved": saved}
+    tokenizer, steps = find_tokenizer(folder, config), []
+    records = read_records(folder / "rollouts.jsonl", STEPS_SHOWN)
+    for step, of_step in groupby(records, key=lambda record: record["step"]):
+        groups = [list(group) for _, group in groupby(of_step, key=lambda record: record["group"])]
+        groups.sort(key=lambda group: bool(group[0]["tied"]))
+        steps.append({"step": step, "groups": [
+            {
+                "title": f"step {step}, group {group[0]['group']}" + ", tied" * bool(group[0]["tied"]),
+                "prompt": prompt_text(group[0]["prompt"], tokenizer),
+                "completions": [(numbers_of(record), tokens_of(record, tokenizer)) for record in group],
+            }
+            for group in groups[:GROUPS_SHOWN]
+        ]})
+    return steps
 
 
-def describe_completion(record: dict, tokenizer) -> dict:
-    """Return lines of text, and texts and numbers of the tokens; without a tokenizer, one text."""
-    end = "ended with a stop token" if record["finished"] else "truncated at the length limit"
-    points = {"advantage": record["advantage"]} | record["rewards"]
-    chosen = [logp is not None for logp in record["sampling_logp"]]              # by the policy
-    ends = [own and not following for own, following in pairwise([*chosen, False])]      # of its turns
-    of_turns = compress(record.get("turn_points", []), ends)
-    points |= {f"turn {turn}": value for turn, value in enumerate(of_turns, start=1)}
-    return {
-        "reward": f"reward {points_text(record['reward'])}",
-        "points": [f"{name} {points_text(value)}" for name, value in points.items()],
-        "end": f"{record['tokens']} tokens, {end}",
-        "numbers": token_numbers(record) if tokenizer else {},
-        "pieces": [token_text(tokenizer, token) for token in record["completion_ids"]] if tokenizer
-        else [as_text(record["completion"])],
-    }
+def numbers_of(record: dict) -> str:
+    """Return the reward of a completion, its advantage, its rewards by function, and its length."""
+    rewards = {"reward": record["reward"], "advantage": record["advantage"]} | record["rewards"]
+    parts = [f"{name} {points_text(value)}" for name, value in rewards.items()]
+    truncated = "" if record["finished"] else ", truncated at the length limit"
+    return ", ".join([*parts, f"{record['tokens']} tokens"]) + truncated
 
 
-def token_numbers(record: dict) -> dict[str, list[float | None]]:
-    """Return {name: a number for each token} of what the run saved, with four decimals.
+def tokens_of(record: dict, tokenizer) -> list[tuple[str, str, float | None]]:
+    """Return (text, title, shade) for each token of a completion; without a tokenizer, for its whole text.
 
-    In nats, except advantages, which only runs with a value head have for tokens. A change is the
-    log-probability after the update minus that at sampling, so it includes the rounding differences of
-    sampler and trainer (bfloat16). Tokens of an environment have None.
+    title  the numbers that the run saved: in nats; advantages differ by token with a value head alone
+    shade  1 - p, the probability of all other tokens; None for tokens of an environment
     """
-    saved = {
-        "log-probability": "sampling_logp", "change": "logp_after", "entropy": "entropies",
-        "advantage": "token_advantages",
-    }
-    # As floats, None is NaN.
-    numbers = {name: np.array(record[key], float) for name, key in saved.items() if key in record}
-    if "change" in numbers:
-        numbers["change"] -= numbers["log-probability"]
-    return {name: list(map(or_none, values.round(4).tolist())) for name, values in numbers.items()}
+    if tokenizer is None:
+        return [(as_text(record["completion"]), "", 0.0)]
+    numbers = {name: record[field] for name, field in NUMBERS.items() if field in record}
+    tokens = []
+    for token, *values in zip(record["completion_ids"], *numbers.values(), strict=True):
+        known = zip(numbers, values, strict=True)
+        title = ", ".join(f"{name} {value:.4g}" for name, value in known if value is not None)
+        shade = None if values[0] is None else 1 - math.exp(values[0])
+        tokens.append((token_text(tokenizer, token), title, shade))
+    return tokens
 
 
 def prompt_text(prompt, tokenizer) -> str:
     """Return a prompt as text. It may be text, chat messages, or the token ids of a truncated one."""
-    if isinstance(prompt, str) or isinstance(prompt[0], dict):
-        return as_text(prompt)
-    return f"... {tokenizer.decode(prompt)}" if tokenizer else f"... {len(prompt)} tokens"
+    if tokenizer and isinstance(prompt, list) and isinstance(prompt[0], int):
+        return f"... {tokenizer.decode(prompt)}"
+    return as_text(prompt)
 
 
 def find_tokenizer(folder: Path, config: dict):
@@ -229,3 +196,62 @@ def token_text(tokenizer, token: int) -> str:
     """Return the text of a token, decoded after itself because some tokenizers drop a leading space."""
     once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
     return twice[len(once) :]
+
+
+# ---- several runs ------------------------------------------------------------------------------------------
+
+
+def compare_runs(folders: list[Path]) -> str:
+    """Return a table of runs: the settings that differ, and held-out results before and after training.
+
+    Intervals are of 95 %. Runs that differ in the seed alone follow each other, and then their mean with the
+    range over the seeds. Raises ValueError in one line, if a folder is not a run with an evaluation.
+    """
+    runs = []
+    for folder in folders:
+        settings = DEFAULTS | read_settings(folder / "config.json")
+        evaluations = [line for line in read_jsonl(folder / "metrics.jsonl") if line["phase"] == "eval"]
+        if not evaluations:
+            raise ValueError(f"--report: {folder} has no evaluation on held-out problems; see --eval_limit")
+        ends = {"before": evaluations[0], "after": evaluations[-1]}
+        runs.append({"folder": str(folder), "settings": settings} | ends)
+    names = [name for name in DEFAULTS if name not in OF_A_RUN]
+    differ = [name for name in names if len({str(run["settings"][name]) for run in runs}) > 1]
+    variants: dict[tuple, list[dict]] = {}
+    for run in runs:
+        variants.setdefault(tuple(str(run["settings"][name]) for name in differ), []).append(run)
+    columns = [(metric, when) for metric in held_out_metrics(runs) for when in ("before", "after")]
+    rows = [[*differ, "run", "seed", "steps", *map(" ".join, columns)]]
+    for values, members in variants.items():
+        for run in members:
+            results = [mean_and_interval(run[when], metric) for metric, when in columns]
+            seed, steps = str(run["settings"]["seed"]), str(run["after"]["step"])
+            rows.append([*values, run["folder"], seed, steps, *results])
+        if len(members) > 1:
+            results = [mean_and_range([run[when].get(metric) for run in members]) for metric, when in columns]
+            rows.append([*values, f"mean (range) of {len(members)}", "", "", *results])
+    form = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*rows, strict=True))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
+
+
+def held_out_metrics(runs: list[dict]) -> list[str]:
+    """Return ["eval_accuracy"], or those of all reward functions where a run does not reward correctness."""
+    for run in runs:
+        functions = {*run["settings"]["reward_functions"]}
+        by_accuracy = functions & {"correctness", "none"} or not run["settings"]["use_grpo"]
+        if not by_accuracy or "eval_accuracy" not in run["after"]:
+            return sorted({name for run in runs for name in run["after"] if name.startswith("eval_reward/")})
+    return ["eval_accuracy"]
+
+
+def mean_and_interval(line: dict, metric: str) -> str:
+    """Return a result of an evaluation as "0.910 [0.870, 0.940]"."""
+    mean, low, high = (line.get(name) for name in with_limits(metric))
+    interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+    return "?" if mean is None else f"{mean:.3f}{interval}"
+
+
+def mean_and_range(values: list[float | None]) -> str:
+    """Return results of several seeds as "0.910 (0.870 to 0.940)"."""
+    known = [value for value in values if value is not None]
+    return f"{sum(known) / len(known):.3f} ({min(known):.3f} to {max(known):.3f})" if known else "?"

@@ -20,7 +20,7 @@ from data import as_text, demonstration
 from reward_functions.calling import wrap_reward_functions
 from reward_functions.loading import RESERVED
 from rewards import compute_rewards_for_completions, extract_answer, name_of, text_of
-from runs.folder import read_steps
+from runs.folder import read_records
 from sample import pad_rows
 from sources.batches import prompt_key
 
@@ -183,14 +183,14 @@ def examples_of_run(path: Path, data: Iterable[dict]) -> list[dict]:
     newest counts. Raises ValueError, one line, if no group is left.
     """
     best: dict[str, str | list[dict]] = {}
-    for records in read_steps(path):
-        rows = [row for row in records if row["phase"] == "grpo" and row["reward"] is not None]
-        for _, of_group in itertools.groupby(rows, key=lambda row: row["group"]):
-            group = sorted(of_group, key=lambda row: row["reward"])
-            if group[0]["reward"] < group[-1]["reward"]:
-                key = prompt_key(group[0]["prompt"])
-                best.pop(key, None)                       # so that it becomes the last one
-                best[key] = group[-1]["completion"]
+    sampled = (row for row in read_records(path) if row.get("phase") == "grpo")
+    scored = (row for row in sampled if row.get("reward") is not None)
+    for _, of_group in itertools.groupby(scored, key=lambda row: (row["step"], row["group"])):
+        group = sorted(of_group, key=lambda row: row["reward"])
+        if group[0]["reward"] < group[-1]["reward"]:
+            key = prompt_key(group[0]["prompt"])
+            best.pop(key, None)                           # so that it becomes the last one
+            best[key] = group[-1]["completion"]
     examples = {key: example for example in data if (key := prompt_key(example["prompt"])) in best}
     if not examples:
         raise ValueError(

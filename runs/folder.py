@@ -8,7 +8,7 @@ The run folder: the files that a run writes, under a lock.
     skipped.jsonl        the same of steps that were not finite, if any
     reward_errors.jsonl  calls of reward functions that raised or timed out, if any
     curves.png           the learning curves, which analysis/report.py draws
-    report.html          everything above, for a browser; analysis/report.py writes it
+    report.html          for a browser: curves, advice, settings, completions; analysis/report.py writes it
     tensorboard/         the same metrics; with --report_to wandb its local files
     checkpoints/, final/, with --keep_best best/
 """
@@ -17,14 +17,12 @@ import importlib.util
 import json
 import math
 import os
-import re
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import cache
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -36,8 +34,6 @@ from logprobs import completion_lengths
 from runs.console import RunConsole
 
 RECORDS = "metrics.jsonl", "rollouts.jsonl", "skipped.jsonl", "reward_errors.jsonl"
-# How a line of a file begins. Steps are found by it, because parsing gigabytes takes minutes.
-HEAD = re.compile(rb'\s*{\s*"step":\s*(\d{1,15}),\s*"phase":\s*"(\w+)"')
 
 
 class RunFolder:
@@ -180,11 +176,8 @@ def open_tracker(
 # ---- records -----------------------------------------------------------------------------------------------
 
 
-def completion_records(experience, after=None) -> list[dict]:
-    """Return the lines of rollouts.jsonl, one for each completion: texts, rewards, and tokens for a replay.
-
-    experience  an Experience;  after  LogProbs of its rollout after the updates
-    """
+def completion_records(experience) -> list[dict]:
+    """Return the lines of rollouts.jsonl for an Experience, one for each completion."""
     examples, rollout = experience.examples, experience.rollout
     groups, advantages = experience.groups, experience.advantages
     tied = [] if groups is None else groups.tied.tolist()
@@ -210,15 +203,10 @@ def completion_records(experience, after=None) -> list[dict]:
                 record["extra"] = extra[0]
             if by_token:
                 record["token_advantages"] = sampled_only(advantages[row])
-            if after is not None:
-                for name, numbers in ("logp_after", after.logp), ("entropies", after.entropy):
-                    finite = map(or_none, sampled_only(numbers[row]))
-                    record[name] = [None if number is None else round(number, 5) for number in finite]
         record |= {
             "finished": bool(rollout.finished[row]),
             "tokens": int(mask.sum()),
             "group": p,
-            "completions_of_step": len(rollout.completions),
             "prompt_ids": rollout.prompt_ids[p][rollout.prompt_mask[p]].tolist(),
             "completion_ids": rollout.completion_ids[row, :length].tolist(),
             "sampling_logp": sampled_only(rollout.sampling_logp[row]),
@@ -234,50 +222,30 @@ def or_none(value) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def parse_lines(lines: Iterable[bytes]) -> Iterator[dict]:
-    """Yield the records in lines up to the first that is cut, damaged or has no integer step and phase."""
-    with suppress(ValueError, AttributeError):            # AttributeError: no object
-        for record in map(json.loads, lines):
-            if type(record.get("step")) is not int or type(record.get("phase")) is not str:
+def read_records(path: Path, last_steps: int | None = None) -> Iterator[dict]:
+    """Yield the records of a file, none if there is no file. End at a damaged line, as a kill leaves it.
+
+    last_steps  yield the records of this many steps at the end; the lines before them are not parsed
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        lines: Iterable[bytes] = file
+        if last_steps is not None:
+            by_step = groupby(file, key=lambda line: line.partition(b",")[0])    # {"step": 12
+            lines = chain(*deque((list(of_step) for _, of_step in by_step), maxlen=last_steps))
+        for line in lines:
+            try:
+                record = dict(json.loads(line))
+            except (ValueError, TypeError):               # TypeError: JSON, but no object
+                print(f"{path}: a line is damaged, left out from there on: {line[:60]!r}", file=sys.stderr)
                 return
             yield record
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Read metrics.jsonl or a short file of records up to its first damaged line, [] if there is none."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    records = list(parse_lines(lines))
-    if len(records) < len(lines):
-        warn_once(f"{path}: line {len(records) + 1} is damaged, as a kill leaves it; left out from there on")
-    return records
-
-
-def read_steps(path: Path, every: int = 1) -> Iterator[list[dict]]:
-    """Yield the records of every n-th step of rollouts.jsonl, one step at a time; the others are not parsed.
-
-    Ends before a step of which lines are damaged or missing, as a kill leaves it.
-    """
-    def head(line: bytes) -> tuple | None:                # step and phase, None if it is damaged there
-        found = HEAD.match(line)
-        return found and found.groups()
-
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, (_, lines) in enumerate(groupby(file, key=head)):
-            if number % every:
-                continue
-            records = list(parse_lines(lines))
-            if not records or records[0].get("completions_of_step") != len(records):
-                warn_once(f"{path}: saved step {number + 1} is not whole; left out from there on")
-                return
-            yield records
-
-
-@cache
-def warn_once(line: str) -> None:
-    """Print a line on stderr, the first time in this process."""
-    print(line, file=sys.stderr)
+    """Return all records of a file that fits into memory, such as metrics.jsonl."""
+    return list(read_records(path))
 
 
 def replace_text(path: Path, text: str) -> None:

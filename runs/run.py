@@ -25,7 +25,7 @@ from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
 from engine.sharding import full_tensor, replicated_sums
-from experience import Experience, log_probs_of_rollout
+from experience import Experience
 from model import ValueHead
 from rewards import name_of
 from runs.checkpoint import (
@@ -186,8 +186,7 @@ class Run:
             checkpoint = self.save_checkpoint()
             raise RunError(
                 f"{MOST_SKIPPED} steps in a row had a loss or gradient that is not finite. The weights "
-                f"before them are in {checkpoint}, the batches in skipped.jsonl: inspect them with "
-                "python -m analysis.replay, or lower --learning_rate")
+                f"before them are in {checkpoint}, the batches in skipped.jsonl; lower --learning_rate")
 
     def zero_gradient(self) -> None:
         """Set the gradient to zero, and end the program of the update on XLA."""
@@ -378,7 +377,7 @@ class Run:
         self.config = replace(self.config, **{part: section})
         for engine in self.engine, getattr(self.engine, "trainer", self.engine):         # that of vllm
             engine.max_tokens = self.config.training.max_tokens_per_forward
-        if self.folder.lock:                              # none where nothing is written, as in a replay
+        if self.folder.lock:                              # none where nothing is written (--check)
             self.folder.write_config(self.config)
 
     @halved_when_out_of_memory("generation_batch_size")
@@ -444,9 +443,7 @@ class Run:
                 folder.append("reward_errors.jsonl", step, phase, failures)
             before, every = step - metrics["updates"], self.config.training.log_rollouts_every
             if is_due(before - 1, step - 1, every):       # the updates include step 1, 1 + n, ...
-                after = log_probs_of_rollout(
-                    self.engine, self.ranks, experience.rollout, self.config.grpo.distribution)
-                records = completion_records(experience, after)
+                records = completion_records(experience)
                 folder.append("rollouts.jsonl", step, phase, records)
         if metrics["skipped"]:
             folder.append("skipped.jsonl", step, phase, completion_records(experience))

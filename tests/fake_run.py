@@ -1,32 +1,21 @@
 """Run folders without a run, for the tests of reports."""
 
 import json
-import math
 
 from model import byte_tokenizer
 from runs.command_line import parse_config
 
 HOSTILE = [
     "</script><script>window.pwned = 1</script>", "<!--<script>", "<img src=x onerror='window.pwned = 2'>",
-    "{{data}} {{script}}",
+    "{{ config }} {% raw %}",
     "\u2028 ]]> \\u003c é 🙂 \x00", "javascript:alert(1)\" onload=\"window.pwned = 3",
 ]
-STOP = 1                        # of the built-in tokenizer
-
-
-def tokens_of_text(text):
-    return byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
-
-
-AFTER = {                                                     # of one completion: changes of 0, +2e-4, -0.123..., none, +0.5
-    "completion_ids": [*tokens_of_text("wxyz"), STOP], "sampling_logp": [-0.25, -1.0, -2.5, None, -1.0], "tokens": 4,
-    "logp_after": [-0.25, -0.9998, -2.6234567, None, -0.5], "entropies": [0.0, 0.00012345, math.log(2), None, math.log(10)],
-}
 
 
 def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt=None, every=4, flags=()):
     """A run folder without a run: reward rises, group 0 is tied, sibling 0 is right unless the group is odd."""
     folder.mkdir(parents=True)
+    tokenizer = byte_tokenizer()
     config = parse_config(["--use_grpo", "--batch_size", str(prompts), "--num_completions_per_prompt", str(siblings), *flags])
     (folder / "config.json").write_text(json.dumps(config.as_dict()))
     metrics = [{"step": 0, "phase": "eval", "eval_accuracy": 0.1, "eval_accuracy_low": 0.05, "eval_accuracy_high": 0.2}]
@@ -45,13 +34,13 @@ def fake_run(folder, *, steps=12, prompts=4, siblings=3, completion=None, prompt
                 for g in range(siblings):
                     text = completion or f"answer {p}{g} of step {step}"
                     right = float(p > 0 and g == 0 and p % 2 == 0)
-                    ids = [*tokens_of_text(text)[:20], STOP]
+                    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"][:20], tokenizer.eos_token_id]
                     file.write(json.dumps({
                         "step": step, "phase": "grpo", "prompt": prompt or f"prompt {p}", "completion": text,
                         "rewards": {"correctness": right, "length": None if g == 1 else 0.5},
                         "reward": right + 0.5 * (p > 0 and g == 0), "advantage": 0.0 if p == 0 else 1.0 if g == 0 else -0.5,
                         "tied": p == 0,
-                        "finished": g != 1, "tokens": len(ids), "group": p, "completions_of_step": prompts * siblings, "prompt_ids": [2, 5], "completion_ids": ids,
+                        "finished": g != 1, "tokens": len(ids), "group": p, "prompt_ids": [2, 5], "completion_ids": ids,
                         "sampling_logp": [-0.1 * t for t in range(len(ids))],
                     }) + "\n")
     return folder

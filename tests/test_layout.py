@@ -21,7 +21,7 @@ LAYERS = [                      # modules and packages, the lowest layer first
     ("sources", "reward_functions", "environments"),
     ("runs", "analysis"),
     ("train", "infer"),
-    ("analysis.explain", "analysis.replay"),              # commands that call the functions of train.py
+    ("analysis.explain",),                                # a command that calls the functions of train.py
 ]
 EXCEPTION = "rewards", "analysis.lint_command"            # `python rewards.py --lint` calls the linter
 FILES_OF_A_PROJECT = {

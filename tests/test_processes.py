@@ -128,12 +128,9 @@ def test_processes_that_divide_the_matrices_of_a_layer_or_have_copies_of_the_wei
     assert_same_run(tmp_path / "one", tmp_path / "many")
 
 
-def test_a_step_is_explained_and_replayed_in_one_process_alone(tmp_path):
-    launch(1, tmp_path / "run", *EVERYTHING.split(), "--max_steps", "1", "--cold_start_steps", "0")
-    explained = Ranks(2, "analysis/explain.py", "--use_grpo", "--device", "cpu").wait(240)
-    replayed = Ranks(2, "analysis/replay.py", str(tmp_path / "run/rollouts.jsonl"), "--device", "cpu").wait(240)
-    for done, what in (explained, "a step is explained"), (replayed, "rollouts are replayed"):
-        assert done.returncode == 2 and f"{what} in one process; start it without torchrun" in done.stderr, done.stderr[-3000:]
+def test_a_step_is_explained_in_one_process_alone():
+    done = Ranks(2, "analysis/explain.py", "--use_grpo", "--device", "cpu").wait(240)
+    assert done.returncode == 2 and "a step is explained in one process; start it without torchrun" in done.stderr, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", exhaustive("tp=2")])

@@ -51,41 +51,30 @@ def fall(t):                    # of ten rollouts, from 1 to 0
 GENERATED = {                   # lines, the findings, words in the first one
     "collapse in ten rollouts": (
         changed(lambda t, line: {"reward/correctness": 0.97 * fall(t), "mean_reward": 0.18 + 1.03 * fall(t), "tied_groups": 0.3},
-                start=0.97, end=0.97), ["collapse"], "--learning_rate (now 5e-06)"),
-    "entropy x 0.97 a rollout": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), ["entropy_falls"], "--entropy_coef 0.01"),
-    "KL + 0.005 a rollout": (changed(lambda t, line: {"kl": line["kl"] + 0.005 * t}), ["kl_drift"], "--kl_penalty_coef"),
+                start=0.97, end=0.97), ["collapse"], "fell from 1.27, its best, to 0.18: begin a run from a checkpoint"),
+    "a collapse of what was gained": (
+        [line | {"mean_reward": -1 + 0.02 * (t if t < 50 else max(0, 100 - t))} for t, line in enumerate(healthy(1))], ["collapse"], ""),
+    "entropy x 0.97 a rollout": (changed(lambda t, line: {"entropy": line["entropy"] * 0.97**t}), ["entropy"], "--entropy_coef 0.01"),
     "length hacking": (
         changed(lambda t, line: {"completion_tokens": min(250, 23 * 1.03**t), "truncated": min(0.9, t / 100),
-                                 "mean_reward": line["mean_reward"] + t / 100}),
-        ["length_hacking"], "no more are right: see in rollouts.jsonl why, or take --overlong penalise"),
+                                 "mean_reward": line["mean_reward"] + t / 100}), ["length"], "from 23 to 250 tokens, and no more are right"),
     "reward without right answers": (
         changed(lambda t, line: {"mean_reward": line["mean_reward"] + t / 60, "reward/correctness": max(0, line["reward/correctness"] - t / 800),
-                                 "reward/reasoning_coherence": 0.3 + t / 60}),
-        ["reward_hacking"], "reward/reasoning_coherence pays for something else"),
-    "one right answer, in the first rollout": (
-        [line | {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.004 * (t == 0),
-                 "mean_reward": 0.3 + t / 1000} for t, line in enumerate(healthy(1, 60))], ["ties"], "take easier problems"),
-    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["saturated"], "take harder problems"),
+                                 "reward/reasoning_coherence": 0.3 + t / 60}), ["reward_hacking"], "reward/correctness fell from 0.5"),
     "no group has a gradient": (
         changed(lambda t, line: {"tied_groups": 1.0, "tied_right_groups": 0.0, "entropy": None, "reward/correctness": 0.0, "mean_reward": 0.3},
                 start=0.02, end=0.0), ["ties"], "take easier problems"),
-    "problems of unequal difficulty": (
-        changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.3}), ["ties"], "30% are right, 50% wrong: --dynamic_sampling 3 replaces them"),
-    "problems that are nearly all right": (
-        changed(lambda t, line: {"tied_groups": 0.8, "tied_right_groups": 0.7}), ["ties"], "nearly all of them are right: take harder problems"),
+    "nearly all are right": (healthy(2, 300, 0.3, 1.0), ["ties"], "take harder problems"),
     "NaN from the start": ([{"skipped": 1, "mean_reward": 0.5}] * 12, ["not_finite"], "--learning_rate (now 5e-06)"),
     "a reward that scores nothing": ([{"unscored": 1.0, "mean_reward": None}] * 20, ["unscored"], "reward_errors.jsonl"),
     "a short limit": (
         [line | {"truncated": 0.6, "completion_tokens": 200.0} for line in healthy(3, start=0.5, end=0.5)], ["truncation"],
         "raise --generation_max_length (now 256)"),
-    "short texts for a format": (changed(lambda t, line: {"completion_tokens": max(5, 23 * 0.95**t)}), ["length_collapse"], "what they still earn"),
 }
 RECORDED_FINDINGS = {
     "healthy": [],
-    "collapse at once": ["reward_hacking", "length_collapse", "entropy_falls", "ties"],
-    "all tied": ["ties", "truncation"],
-    "length hacking": ["length_hacking", "reward_hacking", "ties"],
-    "reward that pays for wrong answers": ["length_hacking", "reward_hacking", "ties"],
+    "collapse at once": ["reward_hacking", "entropy", "ties"],
+    "length hacking": ["reward_hacking", "length", "ties"],
 }
 
 
@@ -97,22 +86,24 @@ def test_each_kind_of_run_has_its_finding_and_no_other(name):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_each_recorded_run_has_its_findings_and_healthy_ones_none(name):
+def test_recorded_runs_have_their_findings_and_the_healthy_one_none(name):
     columns = RECORDED[name]["metrics"]
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     assert list(findings(lines, **RECORDED[name]["flags"])) == RECORDED_FINDINGS[name]
 
 
-def test_the_demonstration_of_the_lecture_has_one_finding_and_its_course():
-    lines = list(map(json.loads, (Path(__file__).parents[2] / "docs/figures/curve.jsonl").read_text().splitlines()))
-    course, ties = diagnose(lines, flags_of())
-    assert course == "mean_reward 0.33 -> 0.63, tied groups 59% in 100 rollouts" and ties.startswith("ties: ")
-
-
-@pytest.mark.slow
 def test_healthy_runs_have_no_findings():
     for start, end in (0.3, 0.85), (0.5, 0.5):
         assert [seed for seed in range(50) if findings(healthy(seed, 150, start, end))] == [], (start, end)
+
+
+def test_the_course_has_the_first_and_the_last_tenth():
+    lines = healthy()
+    course, *_ = diagnose([line | {"phase": "grpo"} for line in lines], flags_of())
+    (first, last), (right, at_last), (_, tied) = ([np.mean([line[name] for line in part]) for part in (lines[:15], lines[-15:])]
+                                                  for name in ("mean_reward", "reward/correctness", "tied_groups"))
+    assert course == (f"mean_reward {first:.2f} -> {last:.2f}, reward/correctness {right:.2f} -> {at_last:.2f}, "
+                      f"tied groups {tied:.0%} in 150 rollouts")
 
 
 def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
@@ -121,25 +112,15 @@ def test_nothing_is_found_where_nothing_is_known_or_before_ten_rollouts():
 
 
 def test_ties_are_usual_with_a_value_head_and_a_run_with_a_teacher_alone_is_not_judged():
-    assert findings(GENERATED["problems of unequal difficulty"][0], use_value_head=True) == {}
-    assert findings(GENERATED["KL + 0.005 a rollout"][0], reward_functions=["none"], use_kl_penalty=True, reference_path="teacher") == {}
+    assert findings(GENERATED["nearly all are right"][0], use_value_head=True) == {}
+    assert findings(GENERATED["entropy x 0.97 a rollout"][0], reward_functions=["none"], use_kl_penalty=True, reference_path="teacher") == {}
 
 
-def test_a_higher_limit_is_advised_only_where_it_was_too_low_from_the_start():
-    grows = [line | {"truncated": min(0.9, n / 100)} for n, line in enumerate(healthy(8, 150, 0.3, 0.85))]
-    assert findings(grows) == {}, "more are right, and longer"
+def test_entropy_may_fall_and_completions_may_grow_where_more_are_right():
+    assert findings([line | {"entropy": 0.5**(t / 50), "completion_tokens": 23.0 + t} for t, line in enumerate(healthy(8, 150, 0.3, 0.85))]) == {}
 
 
-def test_the_course_has_the_first_and_the_last_rollouts_and_the_ties():
-    rises = [line | {"phase": "grpo", "tied_groups": 0.8, "tied_right_groups": 0.7} for line in healthy()]
-    course, *_ = diagnose(rises, flags_of())
-    (first, last), (right, at_last) = ([np.mean([line[name] for line in part]) for part in (rises[:5], rises[-5:])]
-                                       for name in ("mean_reward", "reward/correctness"))
-    assert course == (f"mean_reward {first:.2f} -> {last:.2f}, reward/correctness {right:.2f} -> {at_last:.2f}, "
-                      "tied groups 80%, 70% all right and 10% not in 150 rollouts")
-
-
-def test_a_loss_of_less_than_a_hundredth_of_a_point_is_no_collapse():
-    for size, found in (0.004, False), (0.4, True):
-        lines = [line | {"mean_reward": size * (20 <= number < 25)} for number, line in enumerate(healthy(80))]
+def test_a_small_loss_of_reward_is_no_collapse():
+    for size, found in (0.04, False), (0.4, True):
+        lines = [line | {"mean_reward": size * (20 <= number < 28)} for number, line in enumerate(healthy(80))]
         assert ("collapse" in findings(lines)) == found

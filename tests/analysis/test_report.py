@@ -1,57 +1,49 @@
-"""The report: what lands in the page, and that nothing from a model can run in it."""
+"""The report: what lands in the page, and that nothing from a model can run in it. The table of several runs."""
 
 import base64
-import hashlib
 import json
 import math
+import re
 from html.parser import HTMLParser
 
 import pytest
 from matplotlib.figure import Figure
-from fake_run import AFTER, HOSTILE, edit_rollouts, fake_run
+from fake_run import HOSTILE, edit_rollouts, fake_run
 
 import infer
 from analysis import report
-from analysis.report import draw_curves, read_run, write_report
+from analysis.report import compare_runs, draw_curves, write_report
 from model import byte_tokenizer
+from runs.folder import read_jsonl
 
 
 class Page(HTMLParser):
-    """What a browser makes of the file: its tags, texts, JSON by id, and scripts."""
+    """What a browser makes of the file: its tags, its texts, and the tokens of its completions: (text, title, style)."""
 
     def __init__(self, path):
         super().__init__()
-        self.tags, self.texts, self.data, self.scripts, self.open = [], [], {}, [], None
+        self.tags, self.texts, self.tokens, self.token = [], [], [], None
         self.feed(path.read_text(encoding="utf-8"))
         self.kinds = {(tag, tuple(dict(attributes))) for tag, attributes in self.tags}
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, attributes))
-        if tag in ("script", "style"):
-            self.open = dict(attributes).get("id", tag)
-
-    def handle_endtag(self, tag):
-        self.open = None if tag in ("script", "style") else self.open
+        self.token = dict(attributes) if tag == "span" else None
 
     def handle_data(self, text):
-        if self.open is None:
-            self.texts += [text.strip()] if text.strip() else []
-        elif self.open == "script":
-            self.scripts.append(text)
-        elif self.open != "style":
-            self.data[self.open] = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        if self.token is not None:
+            self.tokens.append((text, self.token.get("title"), self.token.get("style")))
+        elif text.strip():
+            self.texts.append(text.strip())
+        self.token = None
 
 
 def panels_of(monkeypatch, folder):
     """{title: axes} of the curves of the run in a folder."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_curves(read_run(folder, settings_of(folder)))
+    draw_curves(read_jsonl(folder / "metrics.jsonl"))
     return {axes.get_title(): axes for axes in drawn[0].axes}
-
-
-def settings_of(folder):
-    return {name: value for section in json.loads((folder / "config.json").read_text()).values() for name, value in section.items()}
 
 
 def curves_of(axes):
@@ -73,34 +65,61 @@ def test_curves_have_every_step_with_a_number_the_interval_and_the_start_of_a_ph
     assert [line.get_xdata() for line in held_out.lines if line.get_linestyle() == ":"] == [[2, 2]]
 
 
-def test_names_of_metrics_are_no_formulas(tmp_path):
-    folder = fake_run(tmp_path / "run")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 41, "phase": "grpo", "reward/$\\no$": 2.5, "mean_reward": True, "kl": math.nan}) + "\n")
-    run = read_run(folder, settings_of(folder))
-    assert draw_curves(run).startswith(b"\x89PNG") and draw_curves(run | {"series": {}}) == b""
+def test_names_of_metrics_are_no_formulas_and_what_is_no_finite_number_is_not_drawn():
+    line = {"step": 41, "phase": "grpo", "mean_reward": True, "kl": math.nan}
+    assert draw_curves([line | {"reward/$\\no$": 2.5}]).startswith(b"\x89PNG")
+    assert draw_curves([]) == draw_curves([line]) == b""
 
 
-def test_the_page_has_curves_findings_settings_and_groups(tmp_path, monkeypatch):
+def test_the_page_has_curves_findings_settings_and_groups(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "draw_curves", draw_curves)
-    folder = fake_run(tmp_path / "run")
+    folder = fake_run(tmp_path / "run", flags=["--learning_rate", "0.05"])
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": step, "phase": "grpo", "skipped": 1}) + "\n" for step in (13, 14))
-    page = Page(write_report(folder))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["grpo"]["of_a_later_version"] = ["a", 7]
+    (folder / "config.json").write_text(json.dumps(settings))
+    infer.main(["--report", str(folder)])
+    assert capsys.readouterr().out == f"{folder}/report.html\n"
+    page = Page(folder / "report.html")
     assert f"plain-grpo: {folder}" in page.texts and "cold_start until step 1, grpo until step 14" in page.texts
     (picture,) = [dict(attributes)["src"] for tag, attributes in page.tags if tag == "img"]
     assert base64.b64decode(picture.partition("base64,")[2]) == (folder / "curves.png").read_bytes()
     course, finding = page.texts[page.texts.index("Training doctor") + 1 :][:2]
     assert course.startswith("mean_reward 0.33 -> ") and finding.startswith("not_finite: ")
-    assert list(page.data) == ["step-2", "step-6", "step-10"]
-    groups = page.data["step-6"]
-    assert [group["title"] for group in groups] == [f"step 6, group {p}" for p in (1, 2, 3, 0)], "the tied one is last"
-    assert [group["tied"] for group in groups] == [False] * 3 + [True] and groups[0]["prompt"] == "prompt 1"
-    completion = groups[0]["completions"][1]
-    assert completion["reward"] == "reward +0.00" and completion["end"] == "20 tokens, truncated at the length limit"
-    assert completion["points"] == ["advantage -0.50", "correctness +0.00", "length ?"]
-    assert "".join(completion["pieces"]) == "answer 11 of step 6<eos>"
-    assert completion["numbers"] == {"log-probability": pytest.approx([-0.1 * t for t in range(20)])}
+    cells = page.texts[page.texts.index("default") + 1 : page.texts.index("Groups of the last steps in rollouts.jsonl")]
+    rows = dict(zip(cells[::3], zip(cells[1::3], cells[2::3], strict=True), strict=True))
+    assert rows["--learning_rate"] == ("0.05", "5e-06") and rows["--of_a_later_version"] == ('["a", 7]', "null")
+    assert rows["--use_grpo"] == ("true", "false") and not {"--ppo_epochs", "--resume"} & set(rows)
+    groups = page.texts[page.texts.index("step 6") :]
+    assert groups[:4] == ["step 6", "step 6, group 1", "prompt 1",
+                          "reward +0.50, advantage +1.00, correctness +0.00, length +0.50, 20 tokens"]
+    assert groups[4] == "reward +0.00, advantage -0.50, correctness +0.00, length ?, 20 tokens, truncated at the length limit"
+    assert "".join(text for text, *_ in page.tokens[-20:]) == "answer 02 of step 2<eos>", "of the last sibling of the last group"
+
+
+def test_of_the_last_steps_a_few_groups_are_shown_the_newest_step_first_and_tied_groups_last(tmp_path, monkeypatch):
+    folder = fake_run(tmp_path / "run", steps=22)         # saved: 2, 6, 10, 14, 18 and 22
+    monkeypatch.setattr(report, "GROUPS_SHOWN", 2)
+    titles = [text for text in Page(write_report(folder)).texts if re.match(r"step \d+, group", text)]
+    assert titles == [f"step {step}, group {group}" for step in (22, 18, 14) for group in (1, 2)]
+    monkeypatch.setattr(report, "GROUPS_SHOWN", 4)
+    page = Page(write_report(folder))
+    assert [text for text in page.texts if text.startswith("step 22")] == ["step 22", *(f"step 22, group {p}" for p in (1, 2, 3)), "step 22, group 0, tied"]
+    assert [dict(attributes) for tag, attributes in page.tags if tag == "details"] == [{}, {"open": None}, {}, {}], "the newest"
+
+
+def test_tokens_have_their_numbers_and_are_darker_the_less_probable_they_are(tmp_path):
+    ids = byte_tokenizer()("wxyz", add_special_tokens=False)["input_ids"]
+    folder = edit_rollouts(fake_run(tmp_path / "run", prompts=1, siblings=2), lambda record, i: record.update(
+        completion_ids=ids, sampling_logp=[0.0, math.log(0.25), None, -math.inf], token_advantages=[1.0, -2.0, None, 0.5],
+        turn_points=[0.0, 1.0, 0.0, 0.0]))
+    assert Page(write_report(folder)).tokens[-4:] == [
+        ("w", "log-probability 0, advantage 1, reward of the turn 0", "background: rgb(217 140 20 / 0.0)"),
+        ("x", "log-probability -1.386, advantage -2, reward of the turn 1", "background: rgb(217 140 20 / 0.56)"),
+        ("y", None, None),
+        ("z", "log-probability -inf, advantage 0.5, reward of the turn 0", "background: rgb(217 140 20 / 0.75)"),
+    ]
 
 
 def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_the_one_it_began_with(tmp_path, monkeypatch):
@@ -118,115 +137,9 @@ def test_tokens_are_read_with_the_final_model_else_the_newest_checkpoint_else_th
     assert loaded == [str(begun), str(folder / "checkpoints/step-00000010"), str(folder / "final")]
 
 
-def test_settings_stand_beside_the_defaults(tmp_path):
-    folder = fake_run(tmp_path / "run", flags=["--learning_rate", "0.05"])
-    settings = json.loads((folder / "config.json").read_text())
-    settings["grpo"]["of_a_later_version"] = ["a", 7]
-    (folder / "config.json").write_text(json.dumps(settings))
-    texts = Page(write_report(folder)).texts
-    cells = texts[texts.index("flag") : texts.index("Groups", texts.index("flag"))]
-    rows = dict(zip(cells[3::3], zip(cells[4::3], cells[5::3], strict=True), strict=True))
-    assert rows["--learning_rate"] == ("0.05", "5e-06") and rows["--of_a_later_version"] == ('["a", 7]', "null")
-    assert rows["--use_grpo"] == ("true", "false") and rows["--profile"] == ('"demo"', '""')
-    assert not {"--ppo_epochs", "--resume"} & set(rows)
-
-
-def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
-    harmless = Page(write_report(fake_run(tmp_path / "harmless")))
-    for number, text in enumerate(HOSTILE):
-        folder = fake_run(tmp_path / f"{number}" / '<b>"run', completion=text, prompt=text)
-        page = Page(write_report(folder))
-        assert page.kinds == harmless.kinds and page.scripts == harmless.scripts, text
-        assert {group["prompt"] for groups in page.data.values() for group in groups} == {text}
-
-
-def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
-    """Whatever the files of somebody else's run hold in place of numbers and names."""
-    harmless, hostile = Page(write_report(fake_run(tmp_path / "harmless"))), '1"></script><img src=x onerror=alert(1)>'
-    fields = "group", "tokens", "finished", "prompt", "completion"
-    for name in fields:
-        folder = edit_rollouts(fake_run(tmp_path / name), lambda record, i, name=name: record.update({name: hostile}))
-        page = Page(write_report(folder))
-        assert page.kinds == harmless.kinds and page.scripts == harmless.scripts, name
-    folder = edit_rollouts(fake_run(tmp_path / "names"), lambda record, i: record.update(rewards={hostile: 1.0}))
-    config = json.loads((folder / "config.json").read_text())
-    config["training"] |= {hostile: hostile, "max_steps": hostile}
-    config[hostile] = {hostile: hostile}
-    (folder / "config.json").write_text(json.dumps(config))
-    lines = {"step": 13, "phase": "grpo", hostile: 1.0, f"reward/{hostile}": 1.0}, {"step": 14, "phase": hostile}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    page = Page(write_report(folder))
-    assert page.kinds == harmless.kinds and page.scripts == harmless.scripts
-    assert f"--{hostile}" in page.texts and any(text.endswith(f"{hostile} until step 14") for text in page.texts), "they are shown"
-    for head in f'"step": {json.dumps(hostile)}', f'"step": 10, "x": 1, "step": {json.dumps(hostile)}', '"step": null':
-        folder = fake_run(tmp_path / str(len(head)))
-        for name in "rollouts.jsonl", "metrics.jsonl":
-            text = (folder / name).read_text().replace('"step": 10', head)
-            (folder / name).write_text(text)
-        page = Page(write_report(folder))
-        assert page.kinds == harmless.kinds and list(page.data) == ["step-2", "step-6"]
-
-
-def test_the_page_allows_its_own_script_and_nothing_else(tmp_path):
-    page = Page(write_report(fake_run(tmp_path / "run")))
-    metas = [dict(attributes) for tag, attributes in page.tags if tag == "meta"]
-    (policy,) = [meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy"]
-    assert policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy and len(page.scripts) == 1
-    assert base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode() in policy
-    assert not [tag for tag, attributes in page.tags if {"src", "href"} & set(dict(attributes)) and tag != "a"], "the curves are left out"
-    for word in "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch(", "http:", "https:":
-        assert word not in page.scripts[0].replace("http://www.w3.org/2000/svg", ""), word
-
-
-def test_numbers_of_tokens_have_four_decimals_and_none_where_they_are_not_finite(tmp_path):
-    folder = edit_rollouts(fake_run(tmp_path / "run"), lambda record, i: record.update(AFTER))
-    edit_rollouts(folder, lambda record, i: record.update(
-        reward=None, advantage=math.nan, sampling_logp=[-math.inf, None], logp_after=[-1.0, None], entropies=[math.nan] * 2)
-        if record["step"] == 10 else None)
-    data = Page(write_report(folder)).data
-    assert data["step-6"][0]["completions"][0]["numbers"] == {
-        "log-probability": [-0.25, -1.0, -2.5, None, -1.0], "change": [0.0, 0.0002, -0.1235, None, 0.5],
-        "entropy": [0.0, 0.0001, 0.6931, None, 2.3026]}
-    last = data["step-10"][0]["completions"][0]
-    assert last["reward"] == "reward ?"
-    assert set(map(tuple, last["numbers"].values())) <= {(None, None), (math.inf, None)}
-    edit_rollouts(folder, lambda record, i: record["logp_after"].append(0.0))
-    with pytest.raises(ValueError, match=r"rollouts\.jsonl is damaged"):
-        write_report(folder)
-
-
-@pytest.mark.parametrize("keep", [[], ["metrics.jsonl"]])
-def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path, keep):
-    folder = fake_run(tmp_path / "run")
-    for name in "metrics.jsonl", "rollouts.jsonl":
-        (folder / name).write_text("") if name in keep else (folder / name).unlink()
-    page = Page(write_report(folder))
-    assert {"no steps yet", "metrics.jsonl holds no numbers yet.", "No rollouts.", "--use_grpo"} <= set(page.texts)
-    assert page.scripts == [] and page.data == {}
-
-
-def test_files_are_read_up_to_what_is_damaged_with_one_line_for_each(tmp_path, capsys):
-    folder = fake_run(tmp_path / "run")                   # of 12 completions at the steps 2, 6 and 10
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 99, "pha')                   # cut off by a crash
-    lines, rollouts = (folder / "metrics.jsonl").read_text().splitlines(), (folder / "rollouts.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "rollouts.jsonl").write_bytes(b"".join(rollouts[:32]))             # 8 of the 12 of step 10
-    page = Page(write_report(folder))
-    assert list(page.data) == ["step-2", "step-6"] and "grpo until step 12" in str(page.texts)
-    write_report(folder)
-    assert capsys.readouterr().err.splitlines() == [
-        f"{folder}/metrics.jsonl: line {len(lines)} is damaged, as a kill leaves it; left out from there on",
-        f"{folder}/rollouts.jsonl: saved step 3 is not whole; left out from there on",
-    ]
-
-
-def test_of_very_many_completions_every_nth_saved_step_is_shown(tmp_path, monkeypatch):
-    folder = fake_run(tmp_path / "run", steps=40)
-    monkeypatch.setattr(report, "MAX_BYTES", (folder / "rollouts.jsonl").stat().st_size // 3 + 1)
-    page = Page(write_report(folder))
-    assert list(page.data) == [f"step-{step}" for step in (2, 14, 26, 38)]
-    assert "1 of 3 saved steps is shown; rollouts.jsonl holds all." in str(page.texts)
+def test_without_a_tokenizer_the_page_has_texts_and_no_numbers_of_tokens(tmp_path):
+    page = Page(write_report(fake_run(tmp_path / "run", flags=["--model_path", "some/model"])))
+    assert page.tokens[-1][:2] == ("answer 02 of step 2", "")
 
 
 def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
@@ -240,27 +153,68 @@ def test_tokens_have_their_text_with_the_space_they_begin_with(tmp_path):
     assert "".join(report.token_text(tokenizer, token) for token in (0, 1, 2, 4)) == " the cats ."
 
 
-def test_without_a_tokenizer_the_page_has_texts_and_no_numbers_of_tokens(tmp_path):
-    page = Page(write_report(fake_run(tmp_path / "run", flags=["--model_path", "some/model"])))
-    completion = page.data["step-2"][-1]["completions"][0]
-    assert completion["pieces"] == ["answer 00 of step 2"] and completion["numbers"] == {}
-
-
 @pytest.mark.parametrize("prompt,shown", [
     ([{"role": "system", "content": "<i>"}, {"role": "user", "content": "q"}], "system: <i>\nuser: q"),
     ([2, 19, 13], "... <bos>1+"),
 ])
 def test_prompts_are_shown_as_people_read_them(tmp_path, prompt, shown):
-    page = Page(write_report(fake_run(tmp_path / "run", prompt=prompt)))
-    assert page.data["step-2"][0]["prompt"] == shown
+    assert shown in Page(write_report(fake_run(tmp_path / "run", prompt=prompt))).texts
+
+
+# ---- what is not trusted --------------------------------------------------------------------------------------------
+
+
+def test_no_text_of_a_model_becomes_part_of_the_page(tmp_path):
+    harmless = Page(write_report(fake_run(tmp_path / "harmless")))
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in harmless.kinds}
+    for number, text in enumerate(HOSTILE):
+        folder = fake_run(tmp_path / f"{number}" / '<b>"run', completion=text, prompt=text)
+        page = Page(write_report(folder))
+        assert page.kinds == harmless.kinds and text.strip() in page.texts, text
+        page = Page(write_report(fake_run(tmp_path / f"{number}/text", completion=text, flags=["--model_path", "some/model"])))
+        assert page.kinds == harmless.kinds and text in {token for token, *_ in page.tokens}, text
+
+
+def test_no_field_of_a_file_becomes_part_of_the_page(tmp_path):
+    """Whatever the files of somebody else's run hold in place of numbers and names: it is escaped, or one line of error."""
+    harmless, hostile = Page(write_report(fake_run(tmp_path / "harmless"))), '1"></script><img src=x onerror=alert(1)>'
+    for name in "group", "tokens", "finished", "tied":
+        page = Page(write_report(edit_rollouts(fake_run(tmp_path / name), lambda record, i, name=name: record.update({name: hostile}))))
+        assert page.kinds == harmless.kinds, name
+    for name in "step", "reward", "advantage", "completion_ids", "sampling_logp", "token_advantages":
+        folder = edit_rollouts(fake_run(tmp_path / name), lambda record, i, name=name: record.update({name: hostile}))
+        if name == "step":
+            assert Page(write_report(folder)).kinds == harmless.kinds
+        else:
+            with pytest.raises(ValueError, match=f"metrics.jsonl or rollouts.jsonl of {folder} is damaged"):
+                write_report(folder)
+    folder = edit_rollouts(fake_run(tmp_path / "names"), lambda record, i: record.update(rewards={hostile: 1.0}))
+    config = json.loads((folder / "config.json").read_text())
+    config["training"] |= {hostile: hostile, "max_steps": hostile}
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = {"step": 13, "phase": "grpo", hostile: 1.0, f"reward/{hostile}": 1.0}, {"step": 14, "phase": hostile}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    page = Page(write_report(folder))
+    assert page.kinds == harmless.kinds
+    assert f"--{hostile}" in page.texts and any(text.endswith(f"{hostile} until step 14") for text in page.texts), "they are shown"
+
+
+@pytest.mark.parametrize("keep", [[], ["metrics.jsonl"]])
+def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path, keep):
+    folder = fake_run(tmp_path / "run")
+    for name in "metrics.jsonl", "rollouts.jsonl":
+        (folder / name).write_text("") if name in keep else (folder / name).unlink()
+    page = Page(write_report(folder))
+    assert {"no steps yet", "metrics.jsonl holds no numbers yet.", "No rollouts.", "--use_grpo"} <= set(page.texts)
+    assert page.tokens == []
 
 
 @pytest.mark.parametrize("break_it,message", [
     (lambda folder: (folder / "config.json").unlink(), "config.json: not a readable JSON file of settings: .*No such file"),
-    (lambda folder: (folder / "config.json").write_text("[1"), "config.json: not a readable JSON file of settings"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: must hold an object"),
-    (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1, "phase": "grpo", "completions_of_step": 1}\n'), "rollouts.jsonl is damaged"),
-    (lambda folder: edit_rollouts(folder, lambda record, i: record.update(completion_ids=["<b>", 1])), "rollouts.jsonl is damaged"),
+    (lambda folder: (folder / "rollouts.jsonl").write_text('{"step": 1, "phase": "grpo"}\n'), "is damaged: KeyError: 'group'"),
+    (lambda folder: (folder / "metrics.jsonl").write_text('{"step": "1", "phase": "grpo"}\n{"step": 2}\n'), "is damaged: KeyError: 'phase'"),
 ])
 def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it, message):
     folder = fake_run(tmp_path / "run")
@@ -270,9 +224,51 @@ def test_a_folder_without_a_valid_run_is_rejected_in_one_line(tmp_path, break_it
     assert "\n" not in str(error.value) and not (folder / "report.html").exists()
 
 
-def test_the_command_says_where_the_page_is_and_the_newest_step_is_shown_first(tmp_path, capsys):
-    folder = fake_run(tmp_path / "run")
-    infer.main(["--report", str(folder)])
-    assert capsys.readouterr().out == f"{folder}/report.html\n"
-    options = [dict(attributes) for tag, attributes in Page(folder / "report.html").tags if tag == "option"]
-    assert [option["value"] for option in options if "selected" in option] == ["step-10"]
+# ---- several runs ---------------------------------------------------------------------------------------------------
+
+
+def run_of(folder, *evaluations, flags=()):
+    """A run folder with the given lines of evaluations, at the steps 0, 50, 100, ..."""
+    fake_run(folder, flags=flags)
+    lines = [{"step": 50 * number, "phase": "eval"} | line for number, line in enumerate(evaluations)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 999, "phase": "grpo"}]))
+    return folder
+
+
+def accuracy(value):
+    return {"eval_accuracy": value, "eval_accuracy_low": value - 0.1, "eval_accuracy_high": value + 0.1}
+
+
+def rows_of(text):
+    return [re.split(" {2,}", line) for line in text.splitlines()]
+
+
+def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_range(tmp_path, capsys):
+    a, b = (run_of(tmp_path / name, accuracy(0.2), accuracy(0.9), accuracy(after), flags=["--seed", seed, "--output_dir", name])
+            for name, seed, after in (("a", "1", 0.5), ("b", "2", 0.75)))
+    c = run_of(tmp_path / "c", accuracy(0.3), accuracy(0.4), flags=["--loss_type", "gspo", "--max_tokens_per_forward", "99"])
+    infer.main(["--report", str(a), str(c), str(b)])
+    header, *rows = rows_of(capsys.readouterr().out)
+    assert header == ["loss_type", "run", "seed", "steps", "eval_accuracy before", "eval_accuracy after"]
+    assert rows == [
+        ["dapo", str(a), "1", "100", "0.200 [0.100, 0.300]", "0.500 [0.400, 0.600]"],
+        ["dapo", str(b), "2", "100", "0.200 [0.100, 0.300]", "0.750 [0.650, 0.850]"],
+        ["dapo", "mean (range) of 2", "0.200 (0.200 to 0.200)", "0.625 (0.500 to 0.750)"],
+        ["gspo", str(c), "0", "50", "0.300 [0.200, 0.400]", "0.400 [0.300, 0.500]"],
+    ]
+
+
+def test_runs_that_do_not_reward_correctness_are_compared_by_their_own_rewards(tmp_path):
+    points = {"eval_reward/diversity": 2.0, "eval_reward_low/diversity": None, "eval_reward_high/diversity": None}
+    a = run_of(tmp_path / "a", accuracy(0.0) | points, flags=["--reward_functions", "diversity"])
+    b = run_of(tmp_path / "b", accuracy(0.0) | {"eval_reward/diversity": None}, flags=["--reward_functions", "diversity"])
+    assert "eval_reward/diversity after" in compare_runs([run_of(tmp_path / "answers unknown", points)])
+    header, *rows = rows_of(compare_runs([a, b]))
+    assert header[-2:] == ["eval_reward/diversity before", "eval_reward/diversity after"]
+    assert [row[-2:] for row in rows] == [["2.000", "2.000"], ["?", "?"], ["2.000 (2.000 to 2.000)"] * 2]
+
+
+def test_a_run_without_an_evaluation_is_one_line(tmp_path):
+    a, b = run_of(tmp_path / "a", accuracy(0.5)), run_of(tmp_path / "b")
+    with pytest.raises(ValueError, match=f"^--report: {b} has no evaluation on held-out problems"):
+        compare_runs([a, b])

@@ -136,7 +136,7 @@ def make_run(folder, form="<reasoning>{a} and {b} more</reasoning><answer>{answe
     data = [{"prompt": f"{a}+{b}=?", "answer": answer(a + b)} for a, b in sums]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     records = [
-        {"step": 1 + p // 2, "phase": "grpo", "prompt": data[p]["prompt"], "group": p % 2, "completions_of_step": 6,
+        {"step": 1 + p // 2, "phase": "grpo", "prompt": data[p]["prompt"], "group": p % 2,
          "completion": form.format(a=a, b=b, answer=answer(a + b + more)), "reward": float(more == 0 or p == 0)}
         for p, (a, b) in enumerate(sums) for more in (1, 0, 0)
     ]
@@ -198,7 +198,7 @@ def test_gold_is_the_best_completion_of_the_newest_group_that_is_not_tied(tmp_pa
     best = reward_linter.examples_of_run(path, data)
     assert [example["prompt"] for example in best] == [f"{a}=?" for a in ("63+6", "1200+34", "44+4", "608+7", "31+5")]
     assert all(f"<answer>{example['answer']}</answer>" in example["completion"] for example in best)
-    again = [json.loads(line) | {"step": 9, "completions_of_step": 3} for line in path.read_text().splitlines()[3:6]]
+    again = [json.loads(line) | {"step": 9} for line in path.read_text().splitlines()[3:6]]
     again[0] |= {"completion": "<answer>of step 9</answer>", "reward": 2.0}
     path.write_text(path.read_text() + "".join(json.dumps(record) + "\n" for record in again))
     newest, *_ = others = reward_linter.examples_of_run(path, data)

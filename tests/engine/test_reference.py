@@ -1,4 +1,4 @@
-"""A teacher: --reference_path, distillation without rewards, resumed, refused, replayed."""
+"""A teacher: --reference_path, distillation without rewards, resumed, refused, explained."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from conftest import logits_alone
 from transformers import PhiConfig, PhiForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import train
-from analysis import explain, replay
+from analysis import explain
 from config import Config, ModelConfig
 from engine.policy import load_any_policy, save_any_policy
 from engine.reference import load_teacher
@@ -79,15 +79,6 @@ def test_a_run_with_a_teacher_is_resumed_bit_for_bit_and_its_checkpoints_name_it
     again = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [line.get("kl") for line in again] == [line.get("kl") for line in lines] and sum("kl" in line for line in lines) == 4
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
-
-
-@pytest.mark.slow
-def test_a_step_with_a_teacher_is_replayed_with_it(tmp_path, teacher, capsys):
-    train.train(run_of(tmp_path, teacher, max_steps=1))
-    capsys.readouterr()
-    replay.main([str(tmp_path / "run/rollouts.jsonl"), "--model_path", str(tmp_path / "run/checkpoints/step-00000001")])
-    replayed = json.loads(capsys.readouterr().out.splitlines()[0])
-    assert replayed["kl"] > 0 and replayed["policy_loss"] == 0
 
 
 def test_a_step_with_a_teacher_alone_is_explained_although_all_groups_are_tied(tmp_path, teacher, capsys):

@@ -1,6 +1,5 @@
 """Conversations: sampled tokens are kept, an environment's tokens have no loss, and errors name their cause."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from conftest import PROMPTS
 from test_chat_template import PUBLISHED
 
 import train
-from analysis import replay
 from data import encode_completion, encode_prompt, render
 from engine import make_engine, sampler
 from engine.packing import micro_batches_of_groups
@@ -322,15 +320,3 @@ def test_a_run_of_conversations_writes_them_down(finished):
     assert lines[-1]["environment_tokens"] == pytest.approx(given / len(records)) and given > 0
     for record in records:
         assert record["rewards"]["environment"] == pytest.approx(sum(record["turn_points"]), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_step_replayed_has_its_numbers(finished, capsys):
-    logged = {line["step"]: line for line in read_jsonl(finished / "metrics.jsonl") if line["phase"] == "grpo"}
-    last = max(logged)
-    capsys.readouterr()
-    weights = finished / f"checkpoints/step-{last - 1:08d}"
-    replay.main([str(finished / "rollouts.jsonl"), "--model_path", str(weights)])
-    (line,) = [line for line in map(json.loads, capsys.readouterr().out.splitlines()) if line["step"] == last]
-    for name in "policy_loss", "total_loss", "value_loss", "entropy", "grad_norm", "mean_reward":
-        assert line[name] == pytest.approx(logged[last][name], rel=1e-5, abs=1e-6), name

@@ -91,7 +91,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_that_names_it_and_the_one_
         latest_checkpoint(tmp_path)
     assert str(error.value).startswith(f"{bad} cannot be read: ") and str(error.value).endswith(f"remove it, to continue from {good}")
     shutil.rmtree(good)
-    with pytest.raises(ValueError, match="cannot be read: .*start in another folder$"):
+    with pytest.raises(ValueError, match=r"cannot be read: .*start in another folder$"):
         latest_checkpoint(tmp_path)
     shutil.rmtree(bad)
     assert latest_checkpoint(tmp_path) is None
