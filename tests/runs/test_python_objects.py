@@ -112,8 +112,6 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
 @pytest.mark.parametrize("objects,message", [
     (dict(reward_functions=[None]), "None is neither a function nor the name of one"),
     (dict(environment=3, reward_functions=["correctness"]), "3 is neither a function"),
-    (dict(dataset={"train": EXAMPLES}), "must be a list of examples or a datasets.Dataset, not a dict"),
-    (dict(dataset=(e for e in EXAMPLES)), "not a generator: choose a split, or pass a list of dicts"),
     (dict(eval_dataset=[]), "dataset: no examples in it"),
     (dict(reward_functions=[Rule(), Rule()]), "two have the name Rule; rename one by its __name__"),
     (dict(reward_functions=[shorter, lambda completions, **columns: [0]], dataset=EXAMPLES), "1 weights for 2 reward functions"),
@@ -121,8 +119,6 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
     (dict(reward_functions=[shorter], dataset=["p", "q", "r", "s"]), "needs the column hint, which python:list does not have"),
     (dict(environment=lambda: None, reward_functions=[correctness, "environment"]), "must take the conversation"),
     (dict(environment=echo), "with --max_turns=1 its messages are never used"),
-    (dict(dataset=[]), "dataset: no examples in it"),
-    (dict(dataset=[{"text": "p"}]), "it needs a value in one of prompt"),
     (dict(reward_functions=[]), "name at least one"),
 ])
 def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, tmp_path):
