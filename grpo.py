@@ -4,13 +4,13 @@ policy_loss, token_loss and gspo works alone, copied below `import torch` and `f
 without the rest of this file; these need what they call.
 
 A step calls compute_group_advantages and policy_loss (by default clipped_loss of each token, then aggregate).
-A new loss is a function and an entry of LOSSES: flags, explanations and tests are read from that table. A
+A new loss is a function and an entry of LOSSES: flags and explanations are read from that table. A
 loss_type is the loss of a paper alone, without its baseline, sampling or clip range.
 
 Departures from the GRPO paper (arXiv:2402.03300): groups of equal rewards have exactly zero advantage, the
 default aggregation is DAPO's token mean, the KL in the loss is k3 times the ratio (kl_penalty says why), and
 denominators are arguments, so that micro-batches add up to one big batch. Formulas in the docstrings are
-Python expressions: tests evaluate and compare them token by token.
+Python expressions.
 
 Shapes: P prompts per step, G completions of each, B = P*G rows (or some of them), those of a prompt adjacent,
 T completion tokens, right-padded. Units: rewards in points, log-probabilities (logp) and KL in nats.

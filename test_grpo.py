@@ -1,14 +1,14 @@
 """
 The algorithm's executable specification: formulas against loops over lists, identities, and gradients.
 
-Every expected value is computed some other way than in grpo.py: with Python floats, by enumeration, or by a law. The
-formulas are read from grpo.py's docstrings (tests/formula_language.py).
+Every expected value is computed some other way than in grpo.py: by formulas for one number at a time, by enumeration, or by a law.
 """
 
 import inspect
 import itertools
 import math
 import re
+import statistics
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import grpo
-from formula_language import Dual, dual, evaluate, evaluate_first, exp, formulas
 from grpo import (
-    BASELINES, CENTERED_BASELINES, LOSSES, SCALES, aggregate, clipped_loss, compute_group_advantages,
+    BASELINES, CENTERED_BASELINES, LOSSES, SCALES, aggregate, compute_group_advantages,
     generalized_advantage_estimation, importance_weights, kl_penalty, overlong_penalty, policy_loss, token_loss, value_loss,
 )
 
@@ -33,24 +32,31 @@ def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=tolerance, rtol=tolerance)
 
 
-def advantages_by_hand(rewards, baseline, scale, epsilon):
-    """The docstring's formulas over lists, so a misunderstanding of torch cannot hide in both."""
-    (_, formula), *table = formulas(compute_group_advantages)
-    table = dict(table)
-    assert {baseline, scale} <= table.keys(), f"{baseline=} {scale=}: the docstring of compute_group_advantages lacks a formula"
+BASELINES_BY_HAND = {
+    "group_mean": lambda group, siblings, everything: statistics.fmean(group),
+    "group_median": lambda group, siblings, everything: statistics.median(group),
+    "global_mean": lambda group, siblings, everything: statistics.fmean(everything),
+    "leave_one_out": lambda group, siblings, everything: statistics.fmean(siblings),
+}
+SCALES_BY_HAND = {
+    "group": lambda group, everything: statistics.stdev(group) + 0.01,
+    "batch": lambda group, everything: statistics.stdev(everything) + 0.01,
+    "mean": lambda group, everything: statistics.fmean(group) if statistics.fmean(group) > 0 else math.inf,
+    "none": lambda group, everything: 1.0,
+}
+
+
+def advantages_by_hand(rewards, baseline, scale):
+    """The formulas over lists, with epsilon 0.01, so a misunderstanding of torch cannot hide in both."""
     everything = [r for row in rewards for r in row if r is not None]
-    result = []
-    for row in rewards:
+    result = [[0.0] * len(row) for row in rewards]
+    for out, row in zip(result, rewards):
         group = [r for r in row if r is not None]
-        out = []
         for i, r in enumerate(row):
             if r is None or len(group) < 2 or max(group) == min(group):
-                out.append(0.0)
                 continue
             siblings = [other for j, other in enumerate(row) if other is not None and j != i]
-            names = dict(group=group, siblings=siblings, everything=everything, epsilon=epsilon)
-            out.append(evaluate(formula, r=r, b=evaluate(table[baseline], **names), s=evaluate(table[scale], **names)))
-        result.append(out)
+            out[i] = (r - BASELINES_BY_HAND[baseline](group, siblings, everything)) / SCALES_BY_HAND[scale](group, everything)
     return result
 
 
@@ -68,7 +74,7 @@ REWARDS = [
 def test_advantages_equal_the_formula_by_hand(baseline, scale):
     rewards = torch.tensor([[math.nan if r is None else r for r in row] for row in REWARDS], dtype=torch.float64)
     actual = compute_group_advantages(rewards, baseline=baseline, scale=scale, epsilon=0.01)
-    close(actual, advantages_by_hand(REWARDS, baseline, scale, 0.01))
+    close(actual, advantages_by_hand(REWARDS, baseline, scale))
 
 
 def test_ties_are_judged_relative_to_the_size_of_the_rewards():
@@ -111,13 +117,6 @@ def test_siblings_advantages_add_up_to_zero_under_baselines_that_promise_it(rewa
     assert (advantages.sum(dim=1).abs() <= 1e-9 * advantages.abs().amax(dim=1).clamp(min=1)).all()
 
 
-def test_the_baselines_that_promise_rows_that_sum_to_zero_are_those_whose_rows_do():
-    rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.5, 4.0]], dtype=torch.float64)
-    for name, is_centered in dict(group_mean=True, leave_one_out=True, group_median=False, global_mean=False).items():
-        rows = compute_group_advantages(rewards, baseline=name).sum(dim=1)
-        assert (name in CENTERED_BASELINES) == is_centered == bool((rows.abs() < 1e-9).all()), name
-
-
 @given(reward_groups(), variants.filter(lambda variant: variant["scale"] in ("group", "batch", "none")), st.floats(0.1, 10), st.floats(-50, 50))
 def test_advantages_do_not_depend_on_where_points_begin_and_only_unscaled_ones_on_their_unit(rewards, variant, unit, shift):
     spread = rewards.nan_to_num(-math.inf).amax(dim=1) - rewards.nan_to_num(math.inf).amin(dim=1)
@@ -150,13 +149,6 @@ def test_any_tied_group_has_exactly_zero_advantage(reward, size, variant, dtype)
     assert (compute_group_advantages(rewards, **variant, epsilon=1e-8, global_mean=0.0) == 0).all()
 
 
-def test_eight_times_seven_tenths_is_a_tie_although_its_float32_mean_is_not_seven_tenths():
-    rewards = torch.full((4, 8), 0.7)
-    phantom = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-8)
-    assert phantom.abs().max() > 5, "the trap is there"
-    assert (compute_group_advantages(rewards, epsilon=1e-8) == 0).all()
-
-
 def test_a_running_mean_takes_the_place_of_the_batchs():
     rewards = torch.tensor([[0.0, 1.0], [3.0, 4.0], [2.0, 2.0]])
     advantages = compute_group_advantages(rewards, baseline="global_mean", scale="none", global_mean=0.25)
@@ -179,7 +171,6 @@ def test_rewards_without_siblings_are_refused(shape):
 # ---- losses --------------------------------------------------------------------------------------------------------
 
 CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.3, 11
-KL_ESTIMATORS = "k1", "k2", "k3"
 
 
 def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=False):
@@ -194,31 +185,92 @@ def toy_batch(seed=0, rows=4, width=6, masked_value=float("-inf"), token_level=F
     return logp.requires_grad_(), old_logp.masked_fill(~mask, masked_value), advantages, mask
 
 
-def objective_by_hand(batch, loss_type, dual_clip=None, kl=None, weights=None, moved=None, options=None):
-    """Loss, and its derivative with respect to logp[moved], by a loop over tokens with the docstrings' formulas."""
-    logp, old_logp, ref_logp, advantages, mask = (tensor.tolist() for tensor in batch)
-    per_token = LOSSES[loss_type].per_token
-    total = Dual(0.0)
-    for i in range(len(mask)):
-        tokens = [t for t in range(len(mask[i])) if mask[i][t]]
-        now = {t: Dual(logp[i][t], float((i, t) == moved)) for t in tokens}
-        log_ratios = [now[t] - old_logp[i][t] for t in tokens]
-        sequence_ratio = exp(sum(log_ratios, Dual(0.0)) / len(tokens))
+def clip(x, low, high):
+    return max(min(x, high), low)
+
+
+def clipped(A, ratio, dual_clip=None, **_):
+    gain = min(ratio * A, clip(ratio, 1 - CLIP_LOW, 1 + CLIP_HIGH) * A)
+    return -max(gain, dual_clip * A) if dual_clip and A < 0 else -gain
+
+
+def capped(A, ratio, logp, **_):
+    return -min(ratio, 1 + CLIP_HIGH).detach() * A * logp if ratio < 1 + CLIP_HIGH else -(1 + CLIP_HIGH) * A * logp
+
+
+def sapo(A, ratio, tau_positive=1.0, tau_negative=1.05, **_):
+    tau = tau_positive if A > 0 else tau_negative
+    return -4 / tau / (1 + (-tau * (ratio - 1)).exp()) * A
+
+
+def sequence_mask(A, logp, product, alpha=0.0, beta=3.0, **_):
+    return -product.detach() * A * logp if alpha <= product <= beta else 0.0
+
+
+# The loss of one token, of scalars: its ratio, the geometric mean and the product of the ratios of its completion.
+LOSSES_BY_HAND = {
+    "dapo": clipped, "grpo": clipped, "dr_grpo": clipped, "cispo": capped, "scale_rl": capped, "sapo": sapo,
+    "gspo": lambda A, sequence_ratio, dual_clip=None, **_: clipped(A, sequence_ratio, dual_clip),
+    "dppo": lambda A, ratio, logp, old_logp, delta=0.2, **_: (
+        -ratio * A if math.copysign(1, A) * (logp.exp() - old_logp.exp()) <= delta else 0.0),
+    "icepop": lambda A, ratio, alpha=0.5, beta=5.0, **_: -ratio * A if alpha <= ratio <= beta else 0.0,
+    "sequence_mask": sequence_mask,
+    "reinforce": lambda A, logp, **_: -A * logp,
+}
+AGGREGATIONS_BY_HAND = {
+    "token_mean": lambda x, length, group_tokens: x / 17,
+    "sequence_mean": lambda x, length, group_tokens: x / length / 9,
+    "prompt_mean": lambda x, length, group_tokens: x / group_tokens / 3,
+    "constant": lambda x, length, group_tokens: x / (9 * MAX_TOKENS),
+}
+COUNTS = dict(                  # of the whole step, of which a batch is a part
+    num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS, num_prompts=3, group_tokens=torch.tensor([[8], [8], [6], [6]]))
+ONES = dict(num_tokens=1, num_sequences=1, max_tokens=1, num_prompts=1, group_tokens=torch.ones(1, 1))
+CLIPS = dict(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+
+
+def assert_equal_by_hand(batch, loss_type, weights=None, **options):
+    """Value and gradient against a loop over tokens, each alone."""
+    logp, old_logp, advantages, mask = batch
+    total = 0.0 * logp.sum()
+    for row in range(len(mask)):
+        tokens = mask[row].nonzero().flatten().tolist()
+        log_ratios = [logp[row, t] - old_logp[row, t] for t in tokens]
         for t, log_ratio in zip(tokens, log_ratios):
-            ratio = sequence_ratio if dual_clip and loss_type == "gspo" else exp(log_ratio)
-            names = defaults(per_token) | (options or {}) | dict(
-                ratio=ratio, sequence_ratio=sequence_ratio, product=exp(sum(log_ratios, Dual(0.0))), logp=now[t],
-                old_logp=old_logp[i][t], A=advantages[i][t if len(advantages[i]) > 1 else 0],
-                clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
-            )
-            x = evaluate(formulas(clipped_loss)[1][1], **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
-            x = x * (weights[i][t].item() if weights is not None else 1.0)
-            if kl:
-                k = evaluate(dict(formulas(kl_penalty))[kl.removeprefix("ratio_")], x=ref_logp[i][t] - now[t])
-                x = x + 0.7 * (exp(log_ratio) * k if kl.startswith("ratio_") else k)
-            counts = COUNTS | dict(length=len(tokens), group_tokens=COUNTS["group_tokens"][i].item())
-            total += evaluate(dict(formulas(aggregate))[LOSSES[loss_type].aggregation], x=x, **counts)
-    return total
+            x = LOSSES_BY_HAND[loss_type](
+                A=advantages[row, t % advantages.shape[1]].item(), logp=logp[row, t], old_logp=old_logp[row, t],
+                ratio=log_ratio.exp(), sequence_ratio=(sum(log_ratios) / len(tokens)).exp(), product=sum(log_ratios).exp(), **options)
+            x = x * (1.0 if weights is None else weights[row, t])
+            group_tokens = COUNTS["group_tokens"][row].item()
+            total += AGGREGATIONS_BY_HAND[LOSSES[loss_type].aggregation](x, len(tokens), group_tokens)
+    loss, stats = policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, weights=weights, **options, **CLIPS, **COUNTS)
+    close(loss, total)
+    (ours,), (by_hand,) = torch.autograd.grad(loss, logp), torch.autograd.grad(total, logp)
+    close(ours, by_hand)
+    return loss, ours, stats
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("loss_type", LOSSES)             # among them every aggregation
+def test_every_loss_equals_a_loop_over_its_formula(loss_type, token_level):
+    assert_equal_by_hand(toy_batch(token_level=token_level), loss_type)
+
+
+def far_off_policy(seed, token_level):
+    logp, old_logp, advantages, mask = toy_batch(seed=seed, token_level=token_level)
+    return logp, logp.detach() + 3 * (old_logp - logp.detach()), advantages, mask
+
+
+@pytest.mark.parametrize("loss_type,option", [(name, option) for name, loss in LOSSES.items() for option in loss.bounds if option != "dual_clip"])
+def test_each_option_of_a_loss_is_that_of_its_formula(loss_type, option):
+    default, (low, high) = defaults(LOSSES[loss_type].per_token)[option], LOSSES[loss_type].bounds[option]
+    other, tells = (default + (low if default > low else min(high, 2 * default + 1))) / 2, False
+    for seed in range(6):
+        batch = far_off_policy(seed, token_level=True)
+        before, *_ = assert_equal_by_hand(batch, loss_type)
+        after, *_ = assert_equal_by_hand(batch, loss_type, **{option: other})
+        tells |= bool(before != after)
+    assert tells
 
 
 def defaults(per_token):
@@ -227,84 +279,22 @@ def defaults(per_token):
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-COUNTS = dict(                  # of the whole step, of which a batch is a part
-    num_tokens=17, num_sequences=9, max_tokens=MAX_TOKENS, num_prompts=3, group_tokens=torch.tensor([[8], [8], [6], [6]]))
-ONES = dict(num_tokens=1, num_sequences=1, max_tokens=1, num_prompts=1, group_tokens=torch.ones(1, 1))
-AGGREGATIONS = {loss.aggregation for loss in LOSSES.values()}
-KL_TERMS = [None, *KL_ESTIMATORS, "ratio_k1", "ratio_k2", "ratio_k3"]
-
-
-def assert_equal_by_hand(loss, batch, **settings):
-    """Value and gradient, token by token."""
-    logp, mask = batch[0], batch[4]
-    loss.backward()
-    close(loss, objective_by_hand(batch, **settings).value)
-    for i, t in itertools.product(range(mask.shape[0]), range(mask.shape[1])):
-        close(logp.grad[i, t], objective_by_hand(batch, **settings, moved=(i, t)).slope)
-
-
-@pytest.mark.parametrize("kl", KL_TERMS)
-@pytest.mark.parametrize("loss_type", LOSSES)             # among them every aggregation
-def test_every_loss_and_kl_term_equals_a_loop_over_its_formulas(loss_type, kl):
-    logp, old_logp, advantages, mask = toy_batch(token_level=kl == "k2")
-    ref_logp = toy_batch(seed=7)[0].detach()
-    loss, _ = policy_loss(
-        logp, old_logp, advantages, mask, loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
-    if kl:
-        ratio = (logp - old_logp.masked_fill(~mask, 0.0)).exp() if kl.startswith("ratio") else None
-        penalty = kl_penalty(logp, ref_logp, estimator=kl.removeprefix("ratio_"), ratio=ratio)
-        loss = loss + 0.7 * aggregate(penalty, mask, LOSSES[loss_type].aggregation, **COUNTS)
-    assert_equal_by_hand(loss, (logp, old_logp, ref_logp, advantages, mask), loss_type=loss_type, kl=kl)
-
-
-@pytest.mark.parametrize("loss_type,option", [(name, option) for name, loss in LOSSES.items() for option in loss.bounds if option != "dual_clip"])
-def test_each_option_of_a_loss_is_that_of_its_formula(loss_type, option):
-    default, (low, high) = defaults(LOSSES[loss_type].per_token)[option], LOSSES[loss_type].bounds[option]
-    other, tells = (default + (low if default > low else min(high, 2 * default + 1))) / 2, False
-    for seed in range(20):
-        logp, old_logp, advantages, mask = toy_batch(seed=seed, token_level=True)
-        old_logp = logp.detach() + 3 * (old_logp - logp.detach())                # far off policy
-        before, after = (
-            policy_loss(logp, old_logp, advantages, mask, loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **{option: value}, **COUNTS)[0]
-            for value in (default, other))
-        tells |= bool(before != after)
-        batch = logp, old_logp, logp.detach(), advantages, mask
-        assert_equal_by_hand(after, batch, loss_type=loss_type, options={option: other})
-    assert tells
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if "dual_clip" in loss.bounds])
 def test_the_dual_clip_equals_its_formula_and_bounds_what_the_first_one_lets_through(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=4)
     advantages = advantages.abs() * torch.tensor([[-1.0], [-1.0], [-1.0], [1.0]])
-    old_logp = old_logp - 1                               # ratios around e: with a negative advantage nothing else stops them
-    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
-    loss, stats = policy_loss(logp, old_logp, advantages, mask, dual_clip=2.5, **options)
-    single = policy_loss(logp, old_logp, advantages, mask, **options)[1]["clip_fraction"]
-    assert 0 < single < stats["clip_fraction"]
-    batch = logp, old_logp, logp.detach(), advantages, mask
-    assert_equal_by_hand(loss, batch, loss_type=loss_type, dual_clip=2.5)
+    batch = logp, old_logp - 1, advantages, mask          # ratios around e: with a negative advantage nothing else stops them
+    single, double = (assert_equal_by_hand(batch, loss_type, **options)[2]["clip_fraction"] for options in ({}, dict(dual_clip=2.5)))
+    assert 0 < single < double
 
 
-@pytest.mark.parametrize("loss_type,dual_clip", [
-    *((name, None) for name in LOSSES), *((name, 1.5) for name, loss in LOSSES.items() if "dual_clip" in loss.bounds)])
-def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weight(loss_type, dual_clip):
-    logp, old_logp, advantages, mask = toy_batch(seed=8, token_level=True)
-    old_logp, per_token = logp.detach() + 3 * (old_logp - logp.detach()), LOSSES[loss_type].per_token      # far off policy
-    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH) | ({"dual_clip": dual_clip} if dual_clip else {})
-    _, stats = policy_loss(logp, old_logp, advantages, mask, **options, **COUNTS)
-    count = 0
-    for i in range(4):
-        row = [(logp[i, t] - old_logp[i, t]).item() for t in range(6) if mask[i, t]]
-        for t, A in zip(mask[i].nonzero().flatten(), advantages[i][mask[i]].tolist()):
-            now = Dual(logp[i, t].item(), 1.0)
-            ratio = exp(Dual(sum(row) / len(row), 1.0)) if per_token is grpo.gspo else exp(now - old_logp[i, t].item())
-            names = dict(
-                ratio=ratio, sequence_ratio=ratio, product=exp(sum(row)), A=A, logp=now, old_logp=old_logp[i, t].item(),
-                clip_low=CLIP_LOW, clip_high=CLIP_HIGH) | defaults(per_token)
-            formula = formulas(clipped_loss)[1][1] if dual_clip else None       # gspo's too, with its own ratio
-            x = evaluate(formula, **names | dict(dual_clip=dual_clip)) if dual_clip else evaluate_first(per_token, **names)
-            count += ratio.value > 1 + CLIP_HIGH if per_token is grpo.cispo else dual(x).slope == 0
+@pytest.mark.parametrize("loss_type,options", [
+    *((name, {}) for name in LOSSES), *((name, dict(dual_clip=1.5)) for name, loss in LOSSES.items() if "dual_clip" in loss.bounds)])
+def test_the_clip_fraction_counts_tokens_without_gradient_or_with_a_capped_weight(loss_type, options):
+    batch = logp, old_logp, _, mask = far_off_policy(8, token_level=False)
+    _, gradient, stats = assert_equal_by_hand(batch, loss_type, **options)
+    removed = (logp - old_logp).exp() > 1 + CLIP_HIGH if loss_type in ("cispo", "scale_rl") else gradient == 0
+    count = int((removed & mask).sum())
     assert count > 0 or loss_type in ("reinforce", "sapo")
     close(stats["clip_fraction"], count / COUNTS["num_tokens"], 1e-6)
 
@@ -345,15 +335,11 @@ def test_importance_weights_multiply_a_tokens_loss(loss_type):
     logp, old_logp, advantages, mask = toy_batch(seed=5)
     sampling_logp = toy_batch(seed=6)[0].detach()
     weights = importance_weights(old_logp, sampling_logp, mask, cap=1.2)
-    ((_, formula),) = formulas(importance_weights)
     for i, t in itertools.product(range(4), range(6)):
-        names = dict(trainer_logp=old_logp[i, t].item(), sampling_logp=sampling_logp[i, t].item(), cap=1.2)
-        close(weights[i, t], dual(evaluate(formula, **names)).value if mask[i, t] else 1.0)
+        by_hand = min(math.exp(old_logp[i, t] - sampling_logp[i, t]), 1.2) if mask[i, t] else 1.0
+        close(weights[i, t], by_hand)
     assert (weights == 1.2).any() and (weights[mask] < 1).any()
-    options = dict(loss_type=loss_type, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, **COUNTS)
-    loss, _ = policy_loss(logp, old_logp, advantages, mask, weights=weights, **options)
-    batch = logp, old_logp, logp.detach(), advantages, mask
-    assert_equal_by_hand(loss, batch, loss_type=loss_type, weights=weights)
+    assert_equal_by_hand((logp, old_logp, advantages, mask), loss_type, weights=weights)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -463,19 +449,14 @@ def test_completions_that_got_too_unlikely_are_dropped_if_they_were_below_the_me
     logp, old_logp, _, mask = toy_batch(seed=3)
     old_logp = logp.detach() + torch.tensor([[0.6], [0.6], [0.3], [-0.4]])       # unlikelier, unlikelier, by less than the limit, likelier
     for sign in 1.0, -1.0:
-        advantages, ((_, formula),) = torch.full((4, 1), sign), formulas(grpo.too_unlikely)
+        advantages = torch.full((4, 1), sign)
         loss, clipped, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type, off_policy_limit=0.5)
         free, removed, _ = token_loss(logp, old_logp, advantages, mask, loss_type=loss_type)
         for i in range(4):
-            old_now = dict(old_logp=old_logp[i][mask[i]], logp=logp[i][mask[i]].detach())
-            dropped = evaluate(formula, **old_now, off_policy_limit=0.5, A=sign)
+            dropped = sign < 0 and statistics.fmean((old_logp - logp.detach())[i][mask[i]].tolist()) > 0.5
             close(loss[i], [0.0 if dropped else x for x in free[i].tolist()])
             assert clipped[i].tolist() == [bool(x) or dropped for x in removed[i]]
         assert (loss[0] == 0).all() == (sign < 0) and not (loss[3] == 0).all()
-
-
-def test_every_aggregation_has_a_formula_and_a_loss():
-    assert {name for name, _ in formulas(aggregate)} == AGGREGATIONS
 
 
 def test_an_option_that_a_loss_does_not_have_is_named():
@@ -527,26 +508,7 @@ def test_which_kl_estimator_has_which_value_and_gradient(estimator, corrected, u
         assert torch.allclose(gradient, expected, rtol=0, atol=1e-12) == (name == gradient_of), name
 
 
-def test_in_the_reward_only_k1_pulls_the_policy_to_the_reference():
-    """The gradient of an expected reward is that of log p times the points: by enumeration, against that of the KL itself."""
-    generator = torch.Generator().manual_seed(3)
-    direction = torch.randn(6, generator=generator, dtype=torch.float64)
-    ref_logp = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
-    pull = {}
-    for distance in 1.0, 0.1, 0.01:
-        logits = (ref_logp + distance * direction).requires_grad_()
-        logp = logits.log_softmax(0)
-        (truth,) = torch.autograd.grad((logp.exp() * (logp - ref_logp)).sum(), logits, retain_graph=True)
-        for estimator in KL_ESTIMATORS:
-            points = kl_penalty(logp, ref_logp, estimator=estimator).detach()
-            (gradient,) = torch.autograd.grad((logp.exp().detach() * points * logp).sum(), logits, retain_graph=True)
-            pull[estimator, distance] = float(gradient @ truth / truth.square().sum())
-        assert pull["k1", distance] == pytest.approx(1, abs=1e-12)
-    for estimator in "k2", "k3":
-        assert abs(pull[estimator, 0.01]) < 0.05 and abs(pull[estimator, 0.1]) < 0.5
-
-
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_values_by_hand(estimator):
     for logp, ref_logp in [(-1.0, -1.0), (-0.5, -2.0), (-3.0, -0.25)]:
         x = ref_logp - logp
@@ -559,31 +521,22 @@ def test_kl_values_by_hand(estimator):
 
 def test_the_overlong_penalty_falls_over_the_buffer_and_nowhere_else():
     lengths = [1, 7, 8, 9, 10]
-    ((_, formula),) = formulas(overlong_penalty)
-    by_hand = [evaluate(formula, length=n, max_tokens=10, buffer=3) for n in lengths]
-    close(overlong_penalty(torch.tensor(lengths), max_tokens=10, buffer=3), by_hand, 1e-6)
-    assert by_hand == [0, 0, -1 / 3, -2 / 3, -1]
+    close(overlong_penalty(torch.tensor(lengths), max_tokens=10, buffer=3), [0, 0, -1 / 3, -2 / 3, -1], 1e-6)
 
 
 # ---- value function ------------------------------------------------------------------------------------------------
 
 
 def gae_by_hand(rewards, values, mask, gamma, lam):
-    """The docstring's recursion over the chosen tokens of each row, and the sum of eq. 16, which must be the same."""
-    step = dict(formulas(generalized_advantage_estimation))
-    advantages, returns = ([[0.0] * len(row) for row in rewards] for _ in range(2))
-    for i, row in enumerate(rewards):
-        chosen = [t for t in range(len(row)) if mask[i][t]]
-        deltas, names = {}, dict(next_V=0.0, next_A=0.0, gamma=gamma, lam=lam)
-        for t in reversed(chosen):
-            names |= dict(r=row[t], V=values[i][t])
-            names["delta"] = deltas[t] = evaluate(step["delta"], **names)
-            names["A"] = advantages[i][t] = evaluate(step["A"], **names)
-            returns[i][t] = evaluate(step["R"], **names)
-            names |= dict(next_V=names["V"], next_A=names["A"])
-        for n, t in enumerate(chosen):
-            assert advantages[i][t] == pytest.approx(sum((gamma * lam) ** m * deltas[u] for m, u in enumerate(chosen[n:])))
-    return advantages, returns
+    """The sum of eq. 16 over the chosen tokens of each row."""
+    advantages = [[0.0] * len(row) for row in rewards]
+    for out, r, V, chosen in zip(advantages, rewards, values, mask):
+        tokens = [t for t in range(len(r)) if chosen[t]]
+        following = [V[t] for t in tokens[1:]] + [0.0]
+        deltas = [r[t] + gamma * next_V - V[t] for t, next_V in zip(tokens, following)]
+        for n, t in enumerate(tokens):
+            out[t] = sum((gamma * lam) ** m * delta for m, delta in enumerate(deltas[n:]))
+    return advantages
 
 
 @pytest.mark.parametrize("gamma,lam", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0)])
@@ -592,9 +545,8 @@ def test_gae_equals_its_formulas_and_steps_over_tokens_of_others(gamma, lam):
     rewards, values = torch.randn(2, 3, 7, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
     advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=gamma, lam=lam)
-    advantages_by_hand, returns_by_hand = gae_by_hand(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam)
-    close(advantages, advantages_by_hand, 1e-12)
-    close(returns, returns_by_hand, 1e-12)
+    close(advantages, gae_by_hand(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam), 1e-12)
+    close(returns, torch.where(mask, advantages + values, 0.0), 1e-12)
 
 
 def test_gae_with_lambda_one_is_return_minus_value_and_with_lambda_zero_the_td_error():
@@ -615,11 +567,8 @@ def test_value_loss_by_hand_and_its_gradient_stops_outside_the_clip():
     values, old, returns = (torch.tensor([[*column, 9.0]], dtype=torch.float64) for column in zip(*points))
     values, mask = values.requires_grad_(), torch.tensor([[True] * 5 + [False]])
     loss = value_loss(values, old, returns, mask, num_tokens=4, clip=0.2)
-    ((_, formula),) = formulas(value_loss)
-    by_hand = sum(evaluate(formula, V=v, old_V=before, R=r, c=0.2, num_tokens=4) for v, before, r in points)
     errors = (0.2 - 2) ** 2, (0.1 - 1) ** 2, (0.3 + 2) ** 2, (0.4 + 1) ** 2, (-0.7 - 3) ** 2
-    assert by_hand == pytest.approx(0.5 * sum(errors) / 4)
-    close(loss, by_hand, 1e-12)
+    close(loss, 0.5 * sum(errors) / 4, 1e-12)
     loss.backward()
     close(values.grad, [[0.0, (0.1 - 1) / 4, 0.0, (0.4 + 1) / 4, (-0.7 - 3) / 4, 0.0]], 1e-12)
 
@@ -633,7 +582,7 @@ def test_every_function_but_three_works_copied_alone_into_another_project():
     calls = {
         compute_group_advantages: lambda f: [
             f(torch.rand(2, 3), baseline=baseline, scale=scale) for baseline in BASELINES for scale in SCALES],
-        aggregate: lambda f: [f(ones, mask, kind, **ONES) for kind in AGGREGATIONS],
+        aggregate: lambda f: [f(ones, mask, kind, **ONES) for kind in AGGREGATIONS_BY_HAND],
         kl_penalty: lambda f: f(ones, ones),
         value_loss: lambda f: f(ones, ones, ones, mask, num_tokens=6),
         generalized_advantage_estimation: lambda f: f(ones, ones, mask),

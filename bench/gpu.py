@@ -7,8 +7,10 @@ What this project does on a GPU, in one table: tests, tokens a second, shares of
 Prints the table in Markdown, a line as soon as it is known, and writes it to --output. Every part is a process of its own with a time limit; what fails or takes
 too long has its reason in the table. Models are Qwen 3 with random weights, in bfloat16, on 8 prompts of 512 tokens x 8
 completions of 256. Rates of the card are those of a large product of bfloat16 matrices and of a large copy, measured here. The
-shares count the operations and bytes that cannot be avoided (growth.py), at two bytes a number. TRL takes part where
-bench/against_trl.py has built its environment, or where it can be imported.
+shares count the operations and bytes that cannot be avoided: every token of prompts and completions once through the layers,
+completion tokens through the head, every visible pair through attention, forward and backward; in decoding all weights once for
+each token of the batch, and the keys and values of what is visible. TRL takes part where bench/against_trl.py has built its
+environment, or where it can be imported.
 """
 
 import argparse
@@ -25,8 +27,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from growth import machine_rates, operations_and_bytes
-from workloads import WORKLOADS
+from transformers import AutoModelForCausalLM
+from workloads import WORKLOADS, Workload, workload_config
 
 BENCH = Path(__file__).parent
 ROOT = BENCH.parent
@@ -51,10 +53,48 @@ def run_part(part: str, command: list, **env: str) -> tuple[str, str]:
     return done.stdout, f"failed: {lines[-1]:.120}" if done.returncode else ""
 
 
+def operations_and_bytes(w: Workload) -> tuple[float, float]:
+    """Count the operations of a training pass, and the bytes that a rollout reads after its prompts."""
+    config = workload_config(w)
+    with torch.device("meta"):
+        parameters = list(AutoModelForCausalLM.from_config(config).parameters())
+    head = config.vocab_size * config.hidden_size
+    layers = sum(p.numel() for p in parameters if p.ndim == 2) - head
+    prompt, completions, length = w.prompt_tokens, w.group_size, w.new_tokens
+    pairs = prompt * (prompt + 1) / 2 + completions * (length * prompt + length * (length + 1) / 2)
+    a_prompt = (
+        2 * layers * (prompt + completions * length) + 2 * head * completions * length
+        + 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers * pairs
+    )
+    token = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers      # keys and values
+    visible = w.prompts * (prompt + completions * length / 2)                    # tokens, on average over a rollout
+    read = length * (sum(p.numel() for p in parameters) + token * visible)
+    return 3 * a_prompt * w.prompts, 2 * read            # bfloat16
+
+
+def machine_rates(size: int, length: int, device: str) -> tuple[float, float]:
+    """Measure operations a second in a product of square matrices, and bytes read and written a second in a copy."""
+    left, right = torch.randn(2, size, size, device=device).bfloat16()
+    source = torch.ones(length, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+
+    def best_seconds(function) -> float:
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            function()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    return 2 * size**3 / best_seconds(lambda: left @ right), 2 * source.nbytes / best_seconds(lambda: target.copy_(source))
+
+
 def measure_rates(tiny: bool) -> dict:
-    """Return the name of the device, and its rates in bfloat16 (growth.py)."""
+    """Return the name of the device, and its rates in bfloat16."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    matrix, memory = machine_rates(torch.bfloat16, *((256, 2**22) if tiny else (8192, 2**30)), device)
+    matrix, memory = machine_rates(*((256, 2**22) if tiny else (8192, 2**30)), device)
     return {"name": torch.cuda.get_device_name() if device == "cuda" else "CPU", "matrix": matrix, "memory": memory}
 
 
@@ -75,7 +115,7 @@ def table_row(part: str, name: str, printed: str, failure: str, rates: dict) -> 
     w, result = WORKLOADS[name], json.loads(printed.strip().splitlines()[-1])
     step, sampling = (statistics.median(result[kind]) for kind in ("step", "sampling"))
     completions = w.prompts * w.group_size * w.new_tokens
-    operations, read = operations_and_bytes(w, bytes_of_a_number=2)
+    operations, read = operations_and_bytes(w)
     operations *= 2 / 3 if part in FLAGS else 1           # LoRA: no gradient of the weights
     return (
         f"| {part} | {step:.2f} | {completions / sampling:.0f} | {read / sampling / rates['memory']:.0%} | "

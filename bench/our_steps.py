@@ -19,7 +19,7 @@ from runs.command_line import parse_config
 from engine.devices import peak_memory_gb
 from runs.setup import set_up
 from train import learn
-from workloads import find_workload, lengths_of
+from workloads import WORKLOADS, lengths_of
 
 
 class SampledToLength(sampler.SamplingState):
@@ -47,7 +47,7 @@ class SampledToLength(sampler.SamplingState):
 
 
 def main(name: str, folder: Path, seed: int, flags: list[str]) -> None:
-    workload = find_workload(name)
+    workload = WORKLOADS[name]
     shutil.rmtree(folder / "run", ignore_errors=True)
     if workload.mean_length:
         assert "plain" not in flags, "lengths are prescribed to the shared engine alone"

@@ -3,7 +3,6 @@ GRPO steps of TRL on a workload, measured from outside; runs in an environment o
 
     python bench/trl_steps.py NAME FOLDER SEED [--gradient_checkpointing] [--bfloat16]        prints one line of JSON
     python bench/trl_steps.py NAME FOLDER SEED --bfloat16 --rows 8                            so many completions in a pass
-    python bench/trl_steps.py NAME FOLDER SEED --teacher FOLDER        steps of DistillationTrainer, a prompt for each completion
 """
 
 import json
@@ -18,7 +17,7 @@ import torch
 import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
-from workloads import find_workload, lengths_of, share_of_even
+from workloads import WORKLOADS, lengths_of, share_of_even
 
 
 class EndAt(LogitsProcessor):
@@ -46,10 +45,10 @@ class Clock(TrainerCallback):
         self.steps.append(time.perf_counter() - self.began)
 
 
-def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, teacher: str, rows: int) -> None:
+def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, rows: int) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    workload, clock, sampling = find_workload(name), Clock(), []
+    workload, clock, sampling = WORKLOADS[name], Clock(), []
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
     dataset = Dataset.from_list([json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()])
@@ -60,14 +59,9 @@ def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, te
         learning_rate=1e-6, gradient_checkpointing=checkpointing, bf16=half, use_cpu=not torch.cuda.is_available(),
         report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=seed,
     )
-    given = dict(model=model, train_dataset=dataset, processing_class=tokenizer, callbacks=[clock])
-    if teacher:                                           # beta=1: the KL to the teacher under the policy
-        teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, attn_implementation="sdpa")
-        trainer = trl.DistillationTrainer(teacher_model=teacher, args=trl.DistillationConfig(beta=1.0, **settings), **given)
-    else:
-        config = trl.GRPOConfig(
-            num_generations=workload.group_size, beta=0.0, num_iterations=1, loss_type="dapo", **settings)
-        trainer = trl.GRPOTrainer(reward_funcs=share_of_even, args=config, **given)
+    config = trl.GRPOConfig(num_generations=workload.group_size, beta=0.0, num_iterations=1, loss_type="dapo", **settings)
+    trainer = trl.GRPOTrainer(
+        model=model, reward_funcs=share_of_even, args=config, train_dataset=dataset, processing_class=tokenizer, callbacks=[clock])
     generate = model.generate
 
     def timed_generate(*args, **kwargs):
@@ -93,5 +87,5 @@ def main(name: str, folder: Path, seed: int, checkpointing: bool, half: bool, te
 if __name__ == "__main__":
     main(
         sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), "--gradient_checkpointing" in sys.argv, "--bfloat16" in sys.argv,
-        sys.argv[-1] if "--teacher" in sys.argv else "", int(sys.argv[-1]) if "--rows" in sys.argv else 0,
+        int(sys.argv[-1]) if "--rows" in sys.argv else 0,
     )

@@ -3,8 +3,8 @@ The workloads that are measured, as files: a model with random weights, a tokeni
 
     python bench/workloads.py NAME FOLDER          writes one
 
-Seven are for CPUs, two have a teacher, and one of each QWEN3 is for a GPU (gpu.py). A NAME may change sizes of a workload:
-`long:prompt_tokens=128,vocab_size=32768`. Needs torch and transformers alone, so that it runs in every environment.
+Seven are for CPUs, and one of each QWEN3 is for a GPU (gpu.py). Needs torch and transformers alone, so that it runs in every
+environment.
 
 What a completion says does not matter for time and memory; how long it is does. Where a workload gives lengths, every
 system has to end a completion at exactly its length, otherwise at the limit or a stop token, whichever is first.
@@ -15,7 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +70,6 @@ WORKLOADS = {
     "reasoning": Workload(MEDIUM, prompts=2, prompt_tokens=128, group_size=8, new_tokens=384, measured_steps=1),
     "gsm8k": Workload(MEDIUM, prompts=4, prompt_tokens=128, group_size=8, new_tokens=192, measured_steps=1),
     "ragged": Workload(MEDIUM, prompts=2, prompt_tokens=512, group_size=8, new_tokens=512, measured_steps=1, mean_length=64),
-    "taught": Workload(MEDIUM, prompts=8, prompt_tokens=128, group_size=2, new_tokens=192, measured_steps=2),
-    "sums": Workload({}, prompts=32, prompt_tokens=40, group_size=2, new_tokens=24, measured_steps=2),    # SmolLM2, its own files
 } | {
     f"qwen3-{name}": Workload(
         qwen3(*sizes), prompts=2 if name == "tiny" else 8, prompt_tokens=16 if name == "tiny" else 512,
@@ -79,19 +77,6 @@ WORKLOADS = {
         architecture=Qwen3Config, dtype=torch.bfloat16)
     for name, sizes in QWEN3.items()
 }
-
-
-def find_workload(name: str) -> Workload:
-    """Return a workload, with the sizes that its name changes."""
-    name, _, changes = name.partition(":")
-    workload = WORKLOADS[name]
-    for change in filter(None, changes.split(",")):
-        field, _, value = change.partition("=")
-        if field == "vocab_size":
-            workload = replace(workload, model=workload.model | {field: int(value)})
-        else:
-            workload = replace(workload, **{field: int(value)})
-    return workload
 
 
 def lengths_of(workload: Workload, step: int, seed: int) -> list[int] | None:
@@ -114,9 +99,9 @@ def workload_config(workload: Workload):
     )
 
 
-def write_workload(workload: Workload, folder: Path, seed: int = 0) -> None:
+def write_workload(workload: Workload, folder: Path) -> None:
     """model/ (weights and tokenizer) and prompts.jsonl."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     size = workload.model["vocab_size"]
     words = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {f"w{i}": i for i in range(3, size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -128,7 +113,7 @@ def write_workload(workload: Workload, folder: Path, seed: int = 0) -> None:
     with torch.device("cuda" if workload.architecture is Qwen3Config and torch.cuda.is_available() else "cpu"):
         AutoModelForCausalLM.from_config(config, dtype=workload.dtype).save_pretrained(folder / "model")
     fast.save_pretrained(folder / "model")
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(0)
     with open(folder / "prompts.jsonl", "w") as file:
         for _ in range(8 * workload.prompts):
             count = workload.prompt_tokens + (int(draws.integers(-2, 3)) if workload.prompt_tokens < 100 else 0)
@@ -153,4 +138,4 @@ def run_steps(python, program: str, workload: str, folder: Path, seed: int, *fla
 
 
 if __name__ == "__main__":
-    write_workload(find_workload(sys.argv[1]), Path(sys.argv[2]))
+    write_workload(WORKLOADS[sys.argv[1]], Path(sys.argv[2]))

@@ -187,13 +187,6 @@ def shared(model, tokenizer):
 
 
 @pytest.fixture
-def convolutional():
-    """Layers that carry state from token to token: short convolutions beside attention."""
-    torch.manual_seed(0)
-    return CURRENT_ARCHITECTURES["lfm2"]().eval()
-
-
-@pytest.fixture
 def settings():
     """The defaults (temperature 0.8, top-p 0.9, top-k 50), with short completions."""
     return GRPOConfig(generation_max_length=12)

@@ -34,7 +34,7 @@ def start_server() -> None:
 
 
 class Program:
-    """A running program, with the part of subprocess.Popen's interface that the tests use."""
+    """A running program, as a subprocess.Popen."""
 
     def __init__(self, *words: str, env: dict[str, str] | None = None):
         self.folder = tempfile.TemporaryDirectory(prefix="forked-")
@@ -66,14 +66,6 @@ class Program:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def communicate(self, timeout: float = 300) -> tuple[str, str]:
-        self.wait(timeout)
-        return self.stdout, self.stderr
 
     def wait(self, timeout: float = 300) -> "Program":
         """Wait for the end. Raises TimeoutError."""
@@ -133,10 +125,6 @@ class Ranks:
             program.process.kill()
         for program in self.programs:
             program.process.join()
-
-    def communicate(self, timeout: float = 300) -> tuple[str, str]:
-        self.wait(timeout)
-        return self.stdout, self.stderr
 
 
 def run_words(words: list[str], environment: dict[str, str], files: list[Path]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import data
 from data import encode_completion, encode_prompt, normalize_example
 from runs.command_line import parse_config
 from runs.setup import load_data
@@ -221,3 +222,51 @@ def test_a_last_turn_without_text_is_not_dropped_beside_a_completion():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
     with pytest.raises(ValueError, match="leave one out"):
         normalize_example({"prompt": turns, "completion": "x"}, "here")
+
+
+# ---- data.py alone: sources/ reads what it refuses ------------------------------------------------------------------
+
+ROW = {"question": "2+2?", "answer": 4}
+
+
+@pytest.mark.parametrize("line,message", [
+    ('{"prompt": ', "line 3 is not JSON: .*; correct it"), ("[1]", "line 3 is not an object such as .*"),
+    ('{"text": "a"}', "line 3 has columns text; it needs a value in one of prompt, question, .*"),
+    ('{"prompt": "\\ud800"}', "line 3 is not JSON: .*surrogates.*"),
+])
+def test_a_line_that_is_no_example_is_named(tmp_path, line, message):
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(ROW), "", line, json.dumps(ROW)]))
+    with pytest.raises(ValueError, match=rf"data.jsonl: {message}$"):
+        data.load_examples(str(tmp_path / "data.jsonl"))
+
+
+@pytest.mark.parametrize("source,message", [
+    *((name, rf"{name}: neither .* from sources import load_examples") for name in ("openai/gsm8k:main", "data.csv", "countdown")),
+    ("none.jsonl", "none.jsonl: no such file"), (["a", 5], "dataset: example 2: the prompt must be text or chat messages, not int: 5"),
+    ([], "dataset: no examples in it"), ({"train": []}, "dataset: must be a list of examples .*, not a dict: choose a split.*"),
+    (iter("a"), "dataset: must be a list .*, not a str_.*iterator: .*"),
+    (type("DataFrame", (list,), {"keys": None})("a"), "dataset: must be a list .*, not a DataFrame: choose a split, or pass a list of dicts"),
+])
+def test_a_source_that_the_core_does_not_read_is_refused(source, message):
+    with pytest.raises(ValueError, match=rf"^{message}$"):
+        data.load_examples(source)
+
+
+def test_sums_lists_and_json_lines_are_examples(tmp_path):
+    sums = data.load_examples("arithmetic", "test", limit=2)
+    assert [eval(row["prompt"].removesuffix("=?")) for row in sums] == [int(row["answer"]) for row in sums] and len(sums) == 2
+    with pytest.raises(ValueError, match="arithmetic: there is no split dev; it has train and test"):
+        data.load_examples("arithmetic", "dev")
+    assert data.load_examples(["a", {"prompt": "b", "nums": [1]}]) == [{"prompt": "a"}, {"prompt": "b", "nums": [1]}]
+    path = write_lines(tmp_path / "data.jsonl", [ROW, ROW])
+    assert data.load_examples(path, limit=1) == [ROW | {"prompt": "2+2?", "answer": "4"}]
+
+
+def test_special_tokens_of_a_prompt_are_the_templates_alone(tokenizer, chat_tokenizer):
+    chat = [message("user", "2+2?<eos>")]
+    assert encode_prompt(tokenizer, chat).count(1) == encode_prompt(chat_tokenizer, chat).count(1) == 0
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    assert encode_prompt(chat_tokenizer, chat).count(1) == 1
+    assert data.encode_demonstration(tokenizer, "p", "4", [1])[1] == [True, True]
+    with pytest.raises(ValueError, match=r"is no text: pass encode_turns of environments\.messages$"):
+        data.encode_demonstration(tokenizer, "p", chat, [1])

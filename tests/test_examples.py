@@ -113,20 +113,6 @@ def test_the_reward_functions_give_what_they_say_and_pass_the_linter():
         assert lint([correctness, function], [1.0, 1.0], load_examples("arithmetic", limit=8))[1] == []
 
 
-def test_the_adventure_is_won_by_those_who_search_in_both_rooms():
-    adventure = runpy.run_path(str(EXAMPLES / "adventure.py"))["Adventure"]()
-    assert adventure.reset(hidden="shelf") == "\nYou are in the hall, with rug, vase, coat. The door is locked."
-    for call, error in ((adventure.unlock, "no key"), (lambda: adventure.search("shelf"), "no shelf in the hall")):
-        with pytest.raises(ValueError, match=error):
-            call()
-    assert adventure.go("cellar") == "You are in the cellar, with barrel, shelf, sack."
-    assert [adventure.search(place) for place in ("sack", "sack", "shelf")] == ["Nothing.", "Nothing.", "You have the key."]
-    assert adventure.reward == pytest.approx(0.28), "the second search of the sack costs 0.02"
-    adventure.go("hall")
-    assert adventure.unlock() == adventure.unlock() == "The door is open. You have won."
-    assert adventure.reward == pytest.approx(0.98), "0.7 once"
-
-
 @pytest.mark.slow
 def test_the_settings_of_the_adventure_train(shortened, tmp_path):
     train.main(["examples/adventure.json"])

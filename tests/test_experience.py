@@ -165,23 +165,6 @@ def test_the_global_mean_runs_over_the_run(base):
         torch.testing.assert_close(experience.advantages.view(4, 4), expected)
 
 
-def test_groups_that_dynamic_sampling_replaced_count_in_the_global_mean(base, monkeypatch):
-    run, rounds = with_settings(base, dynamic_sampling=1, baseline="global_mean"), []
-
-    def rewards_of(functions, weights, rollout, examples, **_):
-        rounds.append(len(examples))
-        points = torch.full((len(examples), 4), 8.0).double()                    # all tied, all replaced
-        if len(rounds) == 2:
-            points[:] = torch.tensor([0.0, 1.0, 2.0, math.nan])
-        return points, {"points": points}
-
-    monkeypatch.setattr(train, "compute_rewards_for_completions", rewards_of)
-    run.progress.reward_sum, run.progress.reward_count = 0.0, 0
-    sample_groups(run, next(run.batches))
-    assert rounds == [4, 4] and run.progress.reward_count == 16 + 12
-    assert run.progress.mean_reward == pytest.approx((16 * 8.0 + 4 * 3.0) / 28)
-
-
 def test_minibatches_take_every_row_once_an_epoch_in_a_new_order_with_groups_together(base):
     run = with_settings(base, ppo_epochs=3, minibatch_size=8)
     parts = list(minibatches(run.config.grpo, 16, seed=run.minibatch_seed))

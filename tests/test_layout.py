@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import re
 import subprocess
 import sys
 import tomllib
@@ -10,9 +9,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from project_files import PACKAGES, files_of_the_project, modules_of_the_program
+from project_files import ROOT, modules_of_the_program
 
-ROOT = Path(__file__).parents[1]
 LAYERS = [                      # modules and packages, the lowest layer first
     ("grpo", "logprobs", "rewards", "data", "config"),
     ("model", "sample"),
@@ -24,10 +22,6 @@ LAYERS = [                      # modules and packages, the lowest layer first
     ("analysis.explain",),                                # a command that calls the functions of train.py
 ]
 EXCEPTION = "rewards", "analysis.lint_command"            # `python rewards.py --lint` calls the linter
-FILES_OF_A_PROJECT = {
-    "README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "run_tpu_training.sh",
-    "requirements.txt", "requirements-dev.txt", "requirements-tpu.txt", "requirements-vllm.txt", "requirements-vllm-cpu.txt",
-}
 
 
 def modules():
@@ -64,30 +58,6 @@ def test_no_module_imports_from_a_layer_above_its_own_and_none_in_a_circle():
     list(TopologicalSorter(graph).static_order())         # raises CycleError, which names the circle
 
 
-def test_the_top_level_has_the_core_two_programs_a_test_and_the_files_of_every_project():
-    files = files_of_the_project()
-    top = {path.stem for path in files if path.parent == ROOT and path.suffix == ".py"}
-    assert top == {"test_grpo", *(name for names in LAYERS for name in names if name not in PACKAGES and "." not in name)}
-    others = {path.name for path in files if path.parent == ROOT and path.suffix != ".py" and path.name[0] != "."}
-    assert others == FILES_OF_A_PROJECT
-    assert {path.parent.name for path in files if path.name == "__init__.py"} == set(PACKAGES)
-
-
-STEP = ["sample_completions", "compute_rewards_for_completions", "compute_group_advantages", "log_probs", "policy_loss"]
-
-
-def test_every_module_has_tests_of_its_name_or_a_row_in_the_table_and_these_exist():
-    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## The tests of a file\n")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| (\S+\.py.*) \| (.+) \|$", section, re.M))
-    of_table = {file: row.split(", ") for files, row in rows.items() for file in files.split(", ")}
-    for path in modules_of_the_program():
-        name = path.relative_to(ROOT)
-        tests = of_table.pop(str(name), None) or [str(name.parent / f"test_{name.stem}")]
-        for test in tests:
-            assert (ROOT / f"tests/{test}.py").exists() or test == "test_grpo", f"{name}: {test}"
-    assert not of_table, "no such modules"
-
-
 def test_the_installation_declares_every_module_package_and_data_file():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     setuptools, project = declared["tool"]["setuptools"], declared["project"]
@@ -110,31 +80,6 @@ def test_the_installed_command_and_imports_work_from_another_folder(tmp_path):
     code = "import train, grpo; print(train.__file__); print(grpo.compute_group_advantages([[1, 0]]).tolist())"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.splitlines()[0]).name == "train.py" and "[[0.707" in done.stdout
-
-
-def calls_of(source, function):
-    """Names that a function calls, methods too, in the order of the text; functions of the same file with what they call."""
-    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-
-    def visit(node, found):
-        for child in ast.iter_child_nodes(node):
-            visit(child, found)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            found.append(getattr(node.func, "id", None) or node.func.attr)
-            for name in node.func, *node.args[:1]:        # a function may be passed to what calls it
-                if isinstance(name, ast.Name) and name.id in functions:
-                    visit(functions[name.id], found)
-        return found
-
-    return visit(functions[function], [])
-
-
-def test_the_step_calls_the_five_functions_in_their_order_and_asserts_shape_and_centre():
-    source = (ROOT / "train.py").read_text()
-    assert list(dict.fromkeys(name for name in calls_of(source, "grpo_training_step") if name in STEP)) == STEP
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    asserted = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "require"]
-    assert any("rewards.shape == (P, G)" in test for test in asserted) and any("off_center" in test for test in asserted)
 
 
 def test_no_public_function_or_class_has_the_name_of_another_one():

@@ -1,16 +1,12 @@
 """What the program uses of torch and transformers that could change without an error, and what they have deprecated."""
 
-import ast
 import inspect
 
 import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES, run_folder
-from project_files import ROOT, modules_of_the_program
 from transformers import core_model_loading
-
-from engine import sharding
 
 
 def test_is_hf_initialized_marks_each_weight_that_was_read_when_a_module_gets_it(tmp_path):
@@ -31,21 +27,8 @@ def test_hf_deactivate_async_load_is_read_by_the_loader():
     assert found, "from_pretrained reads all weights ahead, into the memory of each process"
 
 
-def test_base_model_tp_plan_has_the_styles_that_are_known():
-    plan = transformers.Qwen3Config().base_model_tp_plan
-    assert set(plan.values()) == {*sharding.STYLES, sharding.PARTIAL}
-
-
 @pytest.mark.filterwarnings("error::DeprecationWarning", "error::PendingDeprecationWarning", "error::FutureWarning")
 @pytest.mark.parametrize("flags", ["", "--engine plain --use_value_head true", "--lora_rank 4 --gradient_checkpointing"])
 def test_a_run_calls_nothing_that_is_deprecated(flags, tmp_path):
     common = "--use_grpo --max_steps 1 --cold_start_steps 1 --eval_limit 2 --batch_size 2 --generation_max_length 8"
     assert (run_folder(tmp_path / "run", *common.split(), *flags.split()) / "final").is_dir()
-
-
-def test_nothing_of_a_library_is_replaced():
-    for path in modules_of_the_program():
-        for node in ast.walk(ast.parse(path.read_text())):
-            for target in getattr(node, "targets", []):
-                assert not ast.unparse(target).startswith(("torch.nn", "transformers", "core_model_loading", "peft")), (
-                    f"{path.relative_to(ROOT)}:{node.lineno}")

@@ -17,9 +17,8 @@ from conftest import QUICK, WITH_TOWERS, exhaustive, length_reward, peaked_rewar
 from forked import Program, Ranks
 from safetensors.torch import load_file
 
-from config import ModelConfig
-from engine.policy import load_any_policy, save_any_policy
-from runs.checkpoint import find_damage, latest_checkpoint
+from engine.policy import save_any_policy
+from runs.checkpoint import latest_checkpoint
 from runs.folder import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +112,7 @@ def test_two_processes_write_the_best_policy_as_they_write_a_checkpoint(tmp_path
     best, at_3, last = (
         [path.read_bytes() for path in (tmp_path / "run" / name).glob("*.safetensors")]
         for name in ("best", "checkpoints/step-00000003", "final"))
-    assert len(best) == 1 and best == at_3 != last and find_damage(tmp_path / "run/best") == ""
+    assert len(best) == 1 and best == at_3 != last
 
 
 @pytest.mark.parametrize("mesh,flags", [
@@ -153,27 +152,14 @@ def test_a_model_with_towers_in_two_processes(tmp_path, tokenizer, mesh):
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after, flags):
     launch(1, tmp_path / "whole", *EVERYTHING.split(), *flags.split())
     launch(before, tmp_path / "changed", *EVERYTHING.split(), *flags.split())
-    for folder in (tmp_path / "changed/checkpoints").glob("*6"):                 # as if it had stopped before the last step
-        (folder / "state.pt").unlink()
+    shutil.rmtree(latest_checkpoint(tmp_path / "changed"))          # as if it had stopped before the last step
+    shutil.rmtree(tmp_path / "changed/final")
     words = "train.py", "--output_dir", str(tmp_path / "changed"), "--resume"
     done = (Program(*words) if after == 1 else Ranks(after, *words)).wait(400)
     assert done.returncode == 0, done.stderr
-    assert "is damaged (" in done.stdout and "not bit for bit" in " ".join(done.stdout.split())
+    assert "not bit for bit" in " ".join(done.stdout.split())
     assert_same_run(tmp_path / "whole", tmp_path / "changed", 1e-3 if "bfloat16" in flags else 1e-5)
     assert torch.load(latest_checkpoint(tmp_path / "changed") / "state.pt", weights_only=True)["versions"]["processes"] == after
-
-
-def test_a_teacher_in_two_processes_teaches_what_it_teaches_in_one(tmp_path):
-    torch.manual_seed(7)
-    model, tokenizer = load_any_policy(ModelConfig())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    save_any_policy(model, tokenizer, tmp_path / "teacher")
-    flags = [*EVERYTHING.split(), "--reference_path", str(tmp_path / "teacher"), "--kl_estimator", "exact", "--engine", "shared"]
-    launch(1, tmp_path / "one", *flags)
-    launch(2, tmp_path / "two", *flags)
-    assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message(tmp_path):
@@ -195,30 +181,6 @@ def test_a_reward_function_that_raises_in_one_process_stops_all_with_one_message
 def test_what_several_processes_cannot_do_is_one_line(tmp_path, flags, message):
     done = launch(2, tmp_path / "run", *EVERYTHING.split(), *flags, fails=True)
     assert done.stderr.count("train.py: error:") == 1 and f"error: {message}" in done.stderr
-
-
-DRAWING = (
-    "import os, random, torch\nrandom.seed(int(os.environ.get('RANK', 0)))\n"
-    "def drawing(completions, **columns):\n    torch.rand(1 + int(os.environ.get('RANK', 0)))\n"
-    "    return [random.random() for c in completions]\n"
-)
-
-
-def test_each_rank_goes_on_with_its_own_random_numbers_and_the_value_head_is_one(tmp_path):
-    """A reward function draws, on each rank other numbers and another number of them."""
-    (tmp_path / "drawing.py").write_text(DRAWING)
-    flags = [*EVERYTHING.split(), "--use_value_head", "--cold_start_steps", "1", "--max_steps", "3", "--keep_checkpoints", "9",
-             "--eval_steps", "1", "--reward_functions", f"{tmp_path}/drawing.py:drawing"]
-    launch(2, tmp_path / "whole", *flags)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed/final")
-    for folder in sorted((tmp_path / "resumed/checkpoints").iterdir())[-2:]:
-        shutil.rmtree(folder)
-    start_ranks(2, "--output_dir", str(tmp_path / "resumed"), "--resume", "--reward_functions", f"{tmp_path}/drawing.py:drawing")
-    whole, resumed = (
-        [(line["step"], line.get("mean_reward"), line.get("total_loss")) for line in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "resumed"))
-    assert whole == resumed and len(whole) > 4
 
 
 @pytest.mark.parametrize("change,name", [

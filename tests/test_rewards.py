@@ -15,7 +15,6 @@ from sources import load_examples
 from experience import shape_rewards
 from grpo import compute_group_advantages
 from reward_functions import check_answer, math_equality
-from reward_functions.calling import Reports, wrap_reward_functions
 from reward_functions.loading import BUILT_IN
 from rewards import compute_rewards_for_completions
 
@@ -23,6 +22,7 @@ needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None or sys.platform != "linux", reason="needs math-verify and a sandbox"
 )
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k"
+NAN = math.nan
 GOLD = "<reasoning>7+5=12 4+8+1=13</reasoning><answer>132</answer>"
 
 
@@ -126,29 +126,54 @@ def rollout_of(*texts):
     )
 
 
-def call_and_score(functions, weights, rollout, examples, *, reports=None, on_error="raise", timeout=0.0):
-    """As training does: the functions wrapped; fills reports."""
-    config = GRPOConfig(reward_errors=on_error, reward_timeout=timeout)
-    wrapped, made = wrap_reward_functions(functions, rollout, config)
-    scored = compute_rewards_for_completions(wrapped, weights, rollout, examples)
-    vars(reports or Reports()).update(vars(made))
-    return scored
-
-
 EXAMPLES = [{"prompt": "p", "answer": "1", "completion": "gold"}, {"prompt": "q", "answer": "2", "level": 3}]
 
 
-def length(completions, **columns):
-    return [float(len(text)) for text in completions]
+@pytest.mark.parametrize("functions,weights,expected", [
+    ([[1, 2, 3, 4]], [0.5], [[0.5, 1], [1.5, 2]]),
+    ([[1, 0, None, None], [2, 1, 2, 1]], [1.0, 0.5], [[2, 0.5], [1, 0.5]]),     # None for all siblings: it does not apply to the group
+    ([[None, 1, 2, None], [2, 1, 2, 1]], [1.0, 1.0], [[NAN, 2], [4, NAN]]),     # None for some: these have no score
+    ([[NAN] * 4, [2, 1, 2, 1]], [1.0, 1.0], [[NAN] * 2] * 2),                   # NaN: it failed, for all siblings too
+    ([[NAN] * 4, [2, 1, 2, 1]], [0.0, 1.0], [[2, 1], [2, 1]]),                  # of weight 0: watched alone
+    ([[1, 2, None, None]], [1.0], [[1, 2], [NAN, NAN]]),                        # a group that no function applies to
+])
+def test_rewards_are_weighted_sums_of_what_applies(functions, weights, expected):
+    called = [rename(lambda values=values, **columns: values, f"f{i}") for i, values in enumerate(functions)]
+    total, per_function = compute_rewards_for_completions(called, weights, rollout_of("a", "b", "c", "d"), EXAMPLES)
+    torch.testing.assert_close(total, torch.tensor(expected).double(), equal_nan=True)
+    assert [per_function[f"f{i}"].flatten().tolist() for i in range(len(functions))] == [
+        pytest.approx([NAN if x is None else x for x in values], nan_ok=True) for values in functions]
 
 
-def test_a_function_of_weight_0_is_watched_alone():
-    """What it cannot score is scored by the others, and so is what it fails at."""
-    def watched(completions, **columns):
-        return [None, 3.0, math.nan, 5.0]
+def rename(function, name):
+    function.__name__ = name
+    return function
 
-    scores, per_function = call_and_score([length, watched], [1.0, 0.0], rollout_of("a", "bb", "", "d"), EXAMPLES)
-    assert scores.tolist() == [[1.0, 2.0], [0.0, 1.0]] and per_function["watched"].isnan().tolist() == [[True, False], [True, False]]
+
+def test_functions_get_what_trl_passes_and_all_are_started_before_the_first_is_awaited():
+    calls, examples = [], [{"prompt": "1+1", "answer": "2"}, {"prompt": [{"role": "user", "content": "Say it."}], "answer": None}]
+
+    def later(completions, **columns):
+        calls.append("started")
+        return lambda: calls.append("awaited") or [0.0] * 4
+
+    def tokens(completions, prompts, completion_ids, answer, **columns):
+        calls.append("tokens")
+        assert completions == ["a", "b", *([{"role": "assistant", "content": text}] for text in "cd")]
+        assert prompts == ["1+1"] * 2 + [examples[1]["prompt"]] * 2 and answer == ["2", "2", None, None] and columns == {}
+        return [len(ids) for ids in completion_ids]
+
+    total, _ = compute_rewards_for_completions([later, tokens], [1.0, 1.0], rollout_of("a", "b", "c", "d"), examples)
+    assert total.tolist() == [[2.0, 2.0], [2.0, 2.0]] and calls == ["started", "tokens", "awaited"]
+
+
+@pytest.mark.parametrize("returned,message", [
+    ([1.0], "returned 1 values for 4 completions; return a list with one number \\(or None\\) for each of the 4 completions"),
+    (["x"] * 4, "returned \\['x', 'x', 'x', 'x'\\]; return a list with one number"), ([math.inf] * 4, "infinite"),
+])
+def test_what_is_no_list_of_finite_numbers_is_refused(returned, message):
+    with pytest.raises(ValueError, match=message):
+        compute_rewards_for_completions([lambda **columns: returned], [1.0], rollout_of("a", "b", "c", "d"), EXAMPLES)
 
 
 def test_two_functions_of_one_name_are_rejected():

@@ -19,7 +19,7 @@ from logprobs import restrict_logits
 from model import byte_tokenizer
 from sample import (
     decode_completion, make_rollout,
-    Rollout, demonstrations_as_rollout, left_pad, count_repeats, pad_rows, positions_of, sample_completions_for_prompts,
+    Rollout, demonstrations_as_rollout, left_pad, pad_rows, sample_completions_for_prompts,
     sample_inverse_cdf, stop_token_ids, uniform_streams,
 )
 
@@ -89,12 +89,6 @@ def test_the_plain_sampler_is_that_of_each_completion_alone_by_hand(architecture
     torch.testing.assert_close(rollout.sampling_logp, trained.logp, atol=1e-5, rtol=1e-5)
 
 
-def test_a_prompt_that_came_before_in_the_batch_of_all_ranks_has_other_numbers(engine, settings):
-    assert count_repeats(PROMPTS) == [0, 0, 0, 1] and count_repeats([[1, 2], [3], [1, 2], [1, 2]]) == [0, 0, 1, 2]
-    whole, part = engine.sample(PROMPTS, settings, seed=0), engine.sample(PROMPTS[3:], settings, seed=0, repeats=[1])
-    assert whole.completions[12:] == part.completions != whole.completions[4:8]
-
-
 def test_demonstrations_are_a_rollout_of_one_completion_for_each_prompt(model, tokenizer):
     examples = [{"prompt": prompt, "completion": text} for prompt, text in zip(PROMPTS, ["ab", "", "cde"])]
     rollout = demonstrations_as_rollout(model, tokenizer, examples)
@@ -103,13 +97,6 @@ def test_demonstrations_are_a_rollout_of_one_completion_for_each_prompt(model, t
             [tokenizer.decode(encode_prompt(tokenizer, prompt)) for prompt in PROMPTS[:3]], ["ab<eos>", "<eos>", "cde<eos>"]]
     assert rollout.finished.all() and rollout.completions == ["ab", "", "cde"] and not rollout.sampling_logp.any()
     assert rollout.prompt_mask[:, -1].all() and rollout.completion_mask[:, 0].all()
-
-
-def test_positions_count_tokens_and_not_padding():
-    mask = torch.tensor([[False, False, True, True], [True] * 4])
-    assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-    assert [x.tolist() for x in left_pad([[7, 8], [5, 6, 7, 8]], 9)] == [[[9, 9, 7, 8], [5, 6, 7, 8]], mask.tolist()]
-    assert pad_rows([[1.5], [2, 3]], -1).tolist() == [[1.5, -1], [2, 3]]
 
 
 def test_a_repeated_prompt_and_every_sibling_have_streams_of_their_own():
@@ -317,14 +304,6 @@ def test_an_engine_continues_conversations_after_each_reply(model, tokenizer):
     assert (rollout.sampling_logp == torch.where(rollout.completion_mask, -0.5, 0.0)).all()
     assert all([m["content"] for m in messages if m["role"] == "user"] == ["no", "more"] for messages in rollout.completions)
     assert rollout.finished.all() and rollout.turn_points.sum(dim=1).tolist() == [0.5] * 4
-
-
-def test_a_reply_that_fills_the_limit_asks_an_engine_for_no_more(model, tokenizer):
-    engine = Scripted(model, tokenizer)
-    config = GRPOConfig(engine="vllm", num_completions_per_prompt=2, generation_max_length=6)
-    rollout = engine.sample(PROMPTS[:1], config, seed=0, reply=lambda row, ids: [70] * 9)
-    assert all(limit > 0 for request in engine.requests for limit in request["max_tokens"])
-    assert rollout.completion_ids.shape == (2, 6) and not rollout.finished.any()
 
 
 def test_texts_lose_stop_pad_and_bos_tokens_and_no_other_special_token():

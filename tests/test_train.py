@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -83,14 +82,6 @@ def test_a_supervised_step_that_is_not_finite_is_skipped_and_its_batch_is_saved(
     folder = run_folder(tmp_path / "out", "--max_steps", "2", "--eval_limit", "0")
     assert [line["skipped"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
     assert {(record["step"], record["phase"]) for record in read_jsonl(folder / "skipped.jsonl")} == {(2, "supervised")}
-
-
-def test_supervised_mode_has_its_own_metrics(tmp_path):
-    folder = run_folder(tmp_path / "out", "--max_steps", "3", "--eval_limit", "0")
-    lines = read_jsonl(folder / "metrics.jsonl")
-    assert [m["phase"] for m in lines] == ["supervised"] * 3
-    assert lines[0]["loss"] > lines[-1]["loss"] > 0 and "mean_reward" not in lines[0]
-    assert not (folder / "rollouts.jsonl").read_text()
 
 
 # ---- one step ------------------------------------------------------------------------------------------------------
@@ -204,42 +195,3 @@ def test_gradients_beyond_float16_lower_the_scale_and_are_not_held_against_the_r
     while run.progress.skipped == run.progress.phase_step - 1:
         train.supervised_training_step(run, next(run.batches))
     assert run.scaler.get_scale() >= 1 and not all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-
-
-ATTACKED = """
-import itertools, json, os, time
-from pathlib import Path
-from types import ModuleType
-from reward_functions import programs
-from reward_functions.sandbox import run_python
-programs.SECONDS_PER_TEST, programs.SECONDS_PER_PROGRAM = 0.3, 0.6
-ATTACKS = itertools.cycle(json.loads(Path(__file__).with_name("attacks.json").read_text()))
-TESTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert eval(square(3)) == 9"]
-
-def attacked(completions, **columns):
-    attacks = [next(ATTACKS) for _ in completions]
-    shown = [run_python(attack, timeout_s=0.3, memory_mb=128).stdout for attack in attacks]
-    assert not any("ESCAPED" in text for text in shown)
-    points = programs.passes_tests(attacks, [TESTS[:2]] * len(attacks))
-    assert set(points) == {0.0} and programs.passes_tests(attacks, [TESTS] * len(attacks)) == [None] * len(attacks)
-    return [len(completion) / 100 for completion in completions]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-@pytest.mark.filterwarnings("ignore:passes_tests")
-def test_a_run_goes_on_whatever_programs_its_rewards_meet(tmp_path):
-    folder, attacks = Path(__file__).parent / "reward_functions", []
-    preamble = (folder / "test_sandbox.py").read_text().partition('PREAMBLE = f"""')[2].partition('"""')[0]
-    preamble = preamble.replace('{SECRET[:3]}', "hunt").replace('{SECRET[3:]}', "er2") + f"\nVICTIM = HOME = {str(tmp_path)!r}\n"
-    for name, before in ("hostile_programs.txt", preamble), ("cheating_programs.txt", ""):
-        attacks += [before + part.split("\n", 1)[1] for part in (folder / name).read_text().split("\n== ")[1:]]
-    attacks = attacks[::5]                                # the tests of sandbox and programs meet all of them
-    (tmp_path / "attacks.json").write_text(json.dumps(attacks))
-    (tmp_path / "attacked.py").write_text(ATTACKED)
-    flags = "--use_grpo --cold_start_steps 0 --eval_limit 0 --max_steps 2 --batch_size 4 --num_completions_per_prompt 4"
-    run = run_folder(tmp_path / "out", *flags.split(), "--reward_functions", f"{tmp_path}/attacked.py:attacked")
-    steps = [m for m in read_jsonl(run / "metrics.jsonl") if m["phase"] == "grpo"]
-    assert len(attacks) > 30 and [m["step"] for m in steps] == [1, 2]
-    assert all(math.isfinite(m["mean_reward"]) for m in steps)

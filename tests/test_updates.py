@@ -8,12 +8,10 @@ import torch
 from conftest import experience_of, logits_alone, with_settings
 from torch.nn.functional import pad
 
-import experience
 import train
 from engine import make_engine
 from experience import minibatches
 from grpo import LOSSES, policy_loss
-from logprobs import LogProbs
 from sample import Rollout
 from train import accumulate_gradients, sample_groups
 
@@ -138,19 +136,6 @@ def test_the_gradient_of_a_step_does_not_depend_on_how_it_is_cut_padded_or_order
 # ---- on policy, and after an update --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "reinforce"])
-def test_the_gradient_of_the_first_update_is_that_of_reinforce(base, monkeypatch, loss_type):
-    sampled = dict(generation_temperature=0.8, generation_top_p=0.9, generation_top_k=50)
-    run = with_settings(base, loss_type=loss_type, **sampled)
-    rollout = sample_groups(run, next(run.batches)).rollout
-    experience = experience_of(run, rollout, torch.randn(4, 4))
-    clipped, losses = gradient(run, experience)
-    assert losses["ratio_deviation"] < 1e-5 and losses["clip_fraction"] == 0
-    monkeypatch.setitem(LOSSES, "reinforce", replace(LOSSES["reinforce"], aggregation=LOSSES[loss_type].aggregation))
-    plain = with_settings(base, loss_type="reinforce", **sampled)
-    assert differ(clipped, gradient(plain, experience)[0]) < 1e-5
-
-
 def test_what_describes_the_policy_is_a_mean_over_the_tokens_that_were_looked_at(base):
     run = with_settings(base)
     experience = off_policy(run)                          # the second group is tied, so it is left out
@@ -273,19 +258,6 @@ def test_rows_that_are_not_trained_on_have_no_influence(base, terms, overlong):
         penalty = (first.advantages - experience_of(run, rollout, points).advantages).view(4, 4)
         assert not penalty.masked_fill(~untrained.view(4, 4), 0.0).any() and penalty.abs().max() > 0.01
         torch.testing.assert_close(penalty.sum(dim=1), torch.zeros(4), atol=1e-4, rtol=0)
-
-
-def test_a_kl_that_is_the_same_in_all_completions_leaves_a_tied_group_tied(base, monkeypatch):
-    run = with_settings(base, overlong="mask", **REWARD_KL)
-    rollout = sample_groups(run, next(run.batches)).rollout
-    rollout = replace(
-        rollout, finished=torch.arange(16) % 4 != 1, completion_mask=torch.ones_like(rollout.completion_mask),
-        sampling_logp=torch.full_like(rollout.sampling_logp, -1.0))
-    same = LogProbs(torch.full_like(rollout.sampling_logp, -1.4), torch.zeros_like(rollout.sampling_logp))
-    monkeypatch.setattr(experience, "log_probs_of_rollout", lambda *args, **options: same)
-    points = torch.full((4, 4), 0.7)
-    points[:, 3] = math.nan
-    assert not experience_of(run, rollout, points).advantages.any()
 
 
 @pytest.mark.parametrize("cap,same_arithmetic", [(2.0, True), (0.0, False)])

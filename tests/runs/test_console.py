@@ -49,17 +49,6 @@ def test_the_last_paragraph_says_what_was_learned(finished, capsys):
     assert [line.split()[-1] for line in printed[-3:]] == [f"{finished}/{name}" for name in ("final", "curves.png", "report.html")]
 
 
-def test_results_of_the_best_policy_that_are_no_longer_in_the_log_are_no_error(base, tmp_path, capsys):
-    """metrics.jsonl was damaged and cut, or the run went on without --keep_best."""
-    line = {"step": 5, "phase": "eval", "other_draws/eval_accuracy": 0.5, "other_draws/eval_accuracy_low": 0.25,
-            "other_draws/eval_accuracy_high": 0.75, "other_draws/eval_problems": 16}
-    shown = "accuracy 0.500 [0.250, 0.750] of 16"
-    for lines, best, last in ([line], shown, shown), ([line, {"step": 9, "phase": "eval"}], shown, "not evaluated"), ([], "not evaluated", "not evaluated"):
-        base.folder.console.print_summary(tmp_path, lines, [], 5)
-        found = [text.split(maxsplit=3) for text in capsys.readouterr().out.splitlines() if " step " in text]
-        assert found == [["best:", "step", "5", best], ["last:", "step", str(lines[-1]["step"] if lines else 0), last]]
-
-
 @pytest.mark.parametrize("prompt,completion,shown", [
     ([2, 5, 6], "2", "'[2, 5, 6]' -> '2'"),               # ids of a prompt that was cut
     ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}], "2", r"'system: Be brief.\nuser: 1+1=?' -> '2'"),

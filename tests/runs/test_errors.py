@@ -16,27 +16,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES, QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, run_folder, start_run,
+    QUICK, assert_same, assert_same_to_rounding, comparable, ctrl_c_after, length_reward, run_folder,
 )
 from forked import Program, Ranks
 
 import analysis.evaluation
-import engine.sampler
-import sample
 import runs.run
 import train
 from engine.cache import PrefixCache
 from engine.errors import RunError
-from engine.policy import save_any_policy
 from engine import ranks
-from runs.checkpoint import find_damage, latest_checkpoint
+from runs.checkpoint import latest_checkpoint
 from runs.errors import StopOnSignal, exit_on_errors
 from runs.folder import read_jsonl
-from runs.run import cache_bytes
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import kills
-
+ROOT = Path(__file__).parents[2]
 FLAGS = "--use_grpo --max_steps 4 --save_steps 1 --learning_rate 1e-3 --keep_checkpoints 3".split()
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails"),
@@ -171,7 +165,7 @@ def test_sampling_that_finds_no_memory_samples_fewer_at_once_and_the_same(tmp_pa
 def test_in_several_processes_memory_that_runs_out_on_one_ends_all_in_one_line(tmp_path, flags):
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, sys\n" f"sys.path[:0] = [{str(kills.ROOT)!r}]\n" "import torch, train\n"
+        "import os, sys\n" f"sys.path[:0] = [{str(ROOT)!r}]\n" "import torch, train\n"
         "def backward(*args, **options):\n    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB.')\n"
         "if os.environ['RANK'] == '1':\n    torch.Tensor.backward = backward\n"
         "train.main(sys.argv[1:])\n")
@@ -182,60 +176,14 @@ def test_in_several_processes_memory_that_runs_out_on_one_ends_all_in_one_line(t
     assert saved_setting(tmp_path / "run", "training", "max_tokens_per_forward") == 200
 
 
-# ---- the memory that is known before the first step ----------------------------------------------------------------
-
-
-def bytes_of_a_full_cache(run, monkeypatch):
-    """Sample a rollout of the longest prompt in which no completion ends, and count the tensors of the cache that is left."""
-    caches, stops = [], [10**6]
-    for module, name in (sample, "DynamicCache"), (engine.sampler, "PrefixCache"):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, real=real, **options: caches.append(real(*args, **options)) or caches[-1])
-        monkeypatch.setattr(module, "stop_token_ids", lambda model, tokenizer: stops)
-    (longest,) = [e["prompt"] for e in run.train_set if len(run.tokenizer(e["prompt"]).input_ids) == run.longest_prompt][:1]
-    prompts = run.config.training.batch_size
-    if at_once := run.config.grpo.generation_batch_size:
-        prompts = at_once // 4
-    with run.engine.sampling():
-        rollout = run.engine.sample([longest] * prompts, run.config.grpo, seed=0)
-    assert rollout.completion_mask.all() and len(caches) == 1
-    tensors = [x for layer in caches[0].layers for value in vars(layer).values() for x in (value if isinstance(value, list) else [value])]
-    return sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor) and x.ndim == 4)
-
-
-@pytest.mark.parametrize("architecture,flags", [
-    ("gemma3", "plain"), ("gpt2", "plain"), ("qwen3", "plain"), ("gemma3", "shared"), ("gpt2", "shared"), ("qwen3", "shared --generation_batch_size 9"),
-    ("gemma3", "plain --generation_batch_size 9"), ("qwen3", "plain --precision bfloat16 --lora_rank 4"),
-])
-def test_keys_and_values_of_a_full_rollout_are_those_of_a_cache(tmp_path, monkeypatch, tokenizer, architecture, flags):
-    torch.manual_seed(0)
-    save_any_policy(ARCHITECTURES[architecture](), tokenizer, tmp_path / "model")
-    run = start_run(tmp_path, "--use_grpo", "--model_path", str(tmp_path / "model"), "--engine", *flags.split())
-    assert cache_bytes(run) == bytes_of_a_full_cache(run, monkeypatch) > 0
-
-
-WHOLE = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 2 * 263 * 32 + 32        # of qwen3: layers, two matrices, norm
-ADAPTERS = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))                   # of rank 4
-HEAD = 2 * 32 + 32 * 32 + 32 + 32 + 1                  # a norm, two layers
-
-
-@pytest.mark.parametrize("flags,weights,trained,reference", [
-    ("", WHOLE, WHOLE, WHOLE), ("--lora_rank 4", WHOLE + ADAPTERS, ADAPTERS, 0), ("--use_value_head", WHOLE, WHOLE + HEAD, WHOLE),
-    ("--use_kl_penalty false", WHOLE, WHOLE, 0), ("--reference_offload", WHOLE, WHOLE, 0),
-])
-def test_the_line_before_the_first_step_says_what_weights_gradients_adamw_and_reference_take(
-    tmp_path, tokenizer, capsys, flags, weights, trained, reference
-):
-    save_any_policy(ARCHITECTURES["qwen3"](), tokenizer, tmp_path / "model")
-    run = start_run(tmp_path, "--use_grpo", "--use_kl_penalty", "true", "--model_path", str(tmp_path / "model"), *flags.split())
-    line = " ".join(capsys.readouterr().out.partition("memory in GB: ")[2].split())
-    found = {name: float(size) for name, size in re.findall(r"([a-zA-Z][a-zA-Z ]*) ([\d.e-]+)[,;]", line)}
-    expected = {"weights": 4 * weights, "gradients": 4 * trained, "AdamW": 8 * trained, "reference": 4 * reference,
-                "keys and values of a full rollout": cache_bytes(run)}
-    assert found == pytest.approx({name: size / 1e9 for name, size in expected.items() if size}, rel=5e-3)
-
-
 # ---- signals and exit codes ----------------------------------------------------------------------------------------
+
+
+def num_steps(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
 @pytest.mark.slow
 def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
     pid, terminal = pty.fork()
@@ -243,12 +191,12 @@ def test_a_closed_terminal_ends_the_step_and_saves(tmp_path):
         flags = [*QUICK, "--output_dir", str(tmp_path / "run"), *FLAGS, "--max_steps", "1000", "--num_epochs", "99"]
         try:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
-            os.execv(sys.executable, [sys.executable, str(kills.ROOT / "train.py"), *flags])
+            os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *flags])
         finally:
             os._exit(1)
     reader = threading.Thread(target=read_until_closed, args=[terminal], daemon=True)
     reader.start()
-    while kills.num_steps(tmp_path / "run") < 3:
+    while num_steps(tmp_path / "run") < 3:
         assert reader.is_alive()
         time.sleep(0.05)
     os.close(terminal)                                    # SIGHUP, and EIO for what is printed from then on
@@ -297,7 +245,7 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
              "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
     process = Program("train.py", *flags)
-    while kills.num_steps(tmp_path / "run") < 2:
+    while num_steps(tmp_path / "run") < 2:
         assert process.poll() is None
         time.sleep(0.05)
     time.sleep(2)                                         # now it waits in the reward function
@@ -305,10 +253,10 @@ def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
     time.sleep(1)
     assert process.poll() is None                         # the step has not ended
     process.send_signal(signal.SIGINT)
-    error = process.communicate(timeout=20)[1]
+    error = process.wait(20).stderr
     assert process.returncode == 130
     assert error.strip().splitlines()[-1].startswith("train.py: stopped at once; continue from the last checkpoint")
-    assert find_damage(latest_checkpoint(tmp_path / "run")) == ""
+    assert latest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
 @pytest.mark.parametrize("error,code,shown", [

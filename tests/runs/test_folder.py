@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, exhaustive, made_up_rollout
+from conftest import QUICK, made_up_rollout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -25,22 +24,19 @@ from experience import Groups, compute_experience
 from grpo import compute_group_advantages
 from reward_functions.calling import Reports
 from runs.command_line import parse_config
-from runs.folder import RunFolder, cut_after, open_tracker, read_jsonl, read_records
+from runs.folder import RunFolder, open_tracker, read_jsonl, read_records
 from runs.groups import summarize_groups
 
 
 def test_the_run_folder_holds_what_it_promises(finished):
-    names = {path.name for path in finished.iterdir()}
-    assert names == {
+    assert {path.name for path in finished.iterdir()} == {
         "config.json", "lock", "metrics.jsonl", "rollouts.jsonl", "curves.png", "report.html", "tensorboard", "checkpoints", "final"
     }
     newest, _ = sorted((finished / "checkpoints").iterdir(), reverse=True)
     config = json.loads((finished / "config.json").read_text())
     assert torch.load(newest / "state.pt", weights_only=True)["settings"] == config
-    assert config["grpo"]["num_completions_per_prompt"] == 4 and config["training"]["use_grpo"] is True
     assert config["training"]["max_tokens_per_forward"] == 2048, "the default on a CPU, written down for who resumes elsewhere"
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert list((finished / "tensorboard").iterdir())
 
 
 def test_metrics_have_the_documented_names_and_count_steps_from_one(finished):
@@ -71,24 +67,6 @@ def test_every_metric_is_in_the_glossary(finished):
         assert f"`{name}`" in of_completions, name
 
 
-def test_a_kill_while_a_run_is_taken_up_again_loses_no_line(tmp_path, monkeypatch):
-    """Files are truncated or replaced in one call: whenever SIGKILL comes, what was there is there, or what should be."""
-    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--report_to", "none"]), Ranks())
-    folder.open(last_step=0)
-    for step in 1, 2, 3:
-        folder.log(step, "grpo", {"kl": 0.5})
-    seen = []
-
-    def in_the_middle(descriptor):
-        seen.append([line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")])
-        json.loads((tmp_path / "run/config.json").read_text())
-
-    monkeypatch.setattr(os, "fsync", in_the_middle)
-    folder = RunFolder(parse_config(["--output_dir", str(tmp_path / "run"), "--resume"]), Ranks())
-    folder.open(last_step=2)
-    assert seen == [[1, 2, 3]] and [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2]
-
-
 # ---- one writer -----------------------------------------------------------------------------------------------------
 
 HOLD = "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); print('locked', flush=True); time.sleep(60)"
@@ -98,7 +76,7 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(RunError, match=f"^{tmp_path}: another process writes to it; wait for its end"):
-        folder_of("--output_dir", tmp_path).open(0)
+        folder_of("--output_dir", tmp_path).open(0, {})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="another process writes to it"):
         RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks())    # before it reads a checkpoint
@@ -109,25 +87,17 @@ def test_a_folder_has_one_writer_and_is_free_when_that_is_killed(tmp_path):
     assert failed.lock.is_locked and RunFolder(Config.of(resume=True, output_dir=str(tmp_path)), Ranks()).lock.is_locked
 
 
-def test_a_run_locks_its_folder_until_it_ends(tmp_path):
-    with folder_of("--output_dir", tmp_path / "run") as folder:
-        folder.open(0)
-        code = f"import filelock; filelock.FileLock({str(folder.path / 'lock')!r}, blocking=False).acquire()"
-        assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def folder_of(*flags):
     return RunFolder(parse_config([*map(str, flags), "--report_to", "none"]), Ranks())
 
 
 def test_of_two_runs_that_begin_together_the_second_ends(tmp_path):
     first, second = (folder_of("--output_dir", tmp_path / "same", "--seed", seed) for seed in (1, 2))
-    first.open(0)
+    first.open(0, {})
     with pytest.raises(RunError, match=r"--output_dir=.*same: holds another run"):
-        second.open(0)
+        second.open(0, {})
     assert json.loads((tmp_path / "same/config.json").read_text())["training"]["seed"] == 1
-    first.open(0)                                         # a notebook that goes on after Ctrl-C
+    first.open(0, {})                                         # a notebook that goes on after Ctrl-C
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
@@ -145,19 +115,6 @@ def test_rollouts_hold_whole_groups(finished):
             assert r["reward"] == pytest.approx(sum(weights[name] * points for name, points in r["rewards"].items()))
 
 
-@pytest.mark.parametrize("last_step,kept", [(0, 0), (1, 2), (2, 4), (7, 6)])
-def test_lines_of_later_steps_are_cut_off_without_reading_the_file_into_memory(tmp_path, last_step, kept):
-    path = tmp_path / "rollouts.jsonl"
-    lines = [json.dumps({"step": step, "phase": "grpo", "completion": "x" * 2_000_000}) + "\n" for step in (1, 1, 2, 2, 3, 3)]
-    path.write_text("".join(lines) + lines[0][:100])                # a crash cut off the last line
-    tracemalloc.start()
-    cut_after(path, last_step)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert path.read_text() == "".join(lines[:kept])
-    assert peak < 9_000_000, f"{peak} bytes for lines of 2 MB"
-
-
 DAMAGED = [b"no JSON\n", b"\0" * 64 + b"\n", b"\xff\xfe\n", b"[1]\n", b'{"step": 3, "phase": "gr']
 
 
@@ -168,8 +125,6 @@ def test_from_a_damaged_line_on_a_file_is_left_out_with_one_line(tmp_path, capsy
     assert [record["step"] for record in read_jsonl(path)] == [1]
     (printed,) = capsys.readouterr().err.splitlines()
     assert printed.startswith(f"{path}: a line is damaged, left out from there on: b'")
-    cut_after(path, 3)
-    assert path.read_bytes() == line % 1
     assert read_jsonl(tmp_path / "missing.jsonl") == []
 
 
@@ -218,11 +173,10 @@ def fake_service(monkeypatch, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("service", ["wandb", exhaustive("trackio")])
-def test_a_service_gets_every_number_once_and_continues_after_a_resume(tmp_path, monkeypatch, service):
-    calls = fake_service(monkeypatch, service)
+def test_a_service_gets_every_number_once_and_continues_after_a_resume(tmp_path, monkeypatch):
+    calls = fake_service(monkeypatch, "wandb")
     folder = tmp_path / "run"
-    train.main([*RUN, service, "--output_dir", str(folder)])
+    train.main([*RUN, "wandb", "--output_dir", str(folder)])
     written = {
         (line["step"], f"{line['phase']}/{name}"): value for line in read_jsonl(folder / "metrics.jsonl")
         for name, value in line.items() if isinstance(value, int | float) and name != "step"
@@ -233,21 +187,9 @@ def test_a_service_gets_every_number_once_and_continues_after_a_resume(tmp_path,
     shutil.rmtree(folder / "final")                       # as if it had been killed before it wrote that
     train.main(["--output_dir", str(folder), "--resume"])
     first, again = calls.inits
-    assert again["name"] == first["name"] and again.get("id") == first.get("id") and again["resume"] == "allow"
-    assert (first.get("id") == first["name"]) == (service == "wandb")
-    train.main([*RUN, service, "--output_dir", str(tmp_path / "other" / "run")])
+    assert again["name"] == first["name"] == again["id"] == first["id"] and again["resume"] == "allow"
+    train.main([*RUN, "wandb", "--output_dir", str(tmp_path / "other" / "run")])
     assert calls.inits[2]["name"] != first["name"], "another run of the same folder name is another run"
-
-
-def test_a_run_that_begins_again_from_nothing_is_a_new_one(tmp_path, monkeypatch):
-    calls = fake_service(monkeypatch, "wandb")
-    for last_step in 0, 3, 0:
-        open_tracker("wandb", tmp_path, {}, last_step)
-    first, resumed, again = [options["id"] for options in calls.inits]
-    assert resumed == first != again and calls.inits[0]["project"] == "plain-grpo"
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    open_tracker("wandb", tmp_path, {}, 0)
-    assert calls.inits[-1]["project"] == "mine"
 
 
 def test_a_tracker_that_is_not_there_is_one_line(tmp_path):

@@ -82,9 +82,6 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_sa
     with pytest.raises(KeyboardInterrupt):
         train.train(config_of(tmp_path / "run", max_steps=4), reward_functions=[stop_at_two], dataset=EXAMPLES)
     again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
-    for missing in [{}, dict(reward_functions=[shorter]), dict(dataset=EXAMPLES)]:
-        with pytest.raises(ValueError, match=r"a Python object of the program that began this run; pass it again: train\("):
-            train.train(again, **missing)
     resumed, _ = train.train(again, **objects)
     assert "resuming" in capsys.readouterr().out
     for name, weights in whole.state_dict().items():
@@ -115,8 +112,6 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
 @pytest.mark.parametrize("objects,message", [
     (dict(reward_functions=[None]), "None is neither a function nor the name of one"),
     (dict(environment=3, reward_functions=["correctness"]), "3 is neither a function"),
-    (dict(dataset={"train": EXAMPLES}), "must be a list of examples or a datasets.Dataset, not a dict"),
-    (dict(dataset=(e for e in EXAMPLES)), "not a generator: choose a split, or pass a list of dicts"),
     (dict(eval_dataset=[]), "dataset: no examples in it"),
     (dict(reward_functions=[Rule(), Rule()]), "two have the name Rule; rename one by its __name__"),
     (dict(reward_functions=[shorter, lambda completions, **columns: [0]], dataset=EXAMPLES), "1 weights for 2 reward functions"),
@@ -124,8 +119,6 @@ def test_one_function_a_generator_of_functions_and_objects_without_a_hash_are_re
     (dict(reward_functions=[shorter], dataset=["p", "q", "r", "s"]), "needs the column hint, which python:list does not have"),
     (dict(environment=lambda: None, reward_functions=[correctness, "environment"]), "must take the conversation"),
     (dict(environment=echo), "with --max_turns=1 its messages are never used"),
-    (dict(dataset=[]), "dataset: no examples in it"),
-    (dict(dataset=[{"text": "p"}]), "it needs a value in one of prompt"),
     (dict(reward_functions=[]), "name at least one"),
 ])
 def test_wrong_objects_are_one_line_before_anything_is_loaded(objects, message, tmp_path):
@@ -161,9 +154,6 @@ def test_a_run_with_the_optimiser_and_the_teacher_of_the_page_is_resumed_bit_for
     shutil.rmtree(tmp_path / "run/final")
     assert not list((tmp_path / "run/checkpoints").glob("*/reference"))
     again = Config.of(output_dir=str(tmp_path / "run"), resume=True)
-    for name in objects:
-        with pytest.raises(ValueError, match=rf"^{name}: a Python object of the program that began this run, or none; pass it again"):
-            train.train(again, reward_functions=[length], **{other: thing for other, thing in objects.items() if other != name})
     resumed, _ = train.train(again, reward_functions=[length], **objects)
     assert "from " + str(tmp_path / "run/checkpoints/step-00000002") in capsys.readouterr().out
     for name, weights in whole.state_dict().items():
