@@ -208,7 +208,7 @@ def token_numbers(record: dict) -> dict[str, list[float | None]]:
 
 
 def prompt_text(prompt, tokenizer) -> str:
-    """Return a prompt as text. It may be text, chat messages, or the token ids of a truncated one."""
+    """Return a prompt as text. It may be text, chat messages, or token ids, as in records of older runs."""
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
         return as_text(prompt)
     return f"... {tokenizer.decode(prompt)}" if tokenizer else f"... {len(prompt)} tokens"

@@ -232,8 +232,8 @@ print(json.dumps([[answer(load_examples, source) for source in (*files, *others)
         r"dataset: must be a list .*, not a DataFrame: choose a split, or pass a list of dicts",
     ], strict=True):
         assert re.fullmatch(expected, text), text
-    for (prompts, (ids, mask)), texts in (plain, ["<bos>2+2?", "<bos>user: 2+2?<eos>\nassistant: "]), (
-            templated, ["[user]2+2?<eos>[assistant]", "[user]2+2?<eos><eos>[assistant]"]):
+    for (prompts, (ids, mask)), texts in (plain, ["<bos>2+2?", "<bos>user: 2+2?\nassistant: "]), (
+            templated, ["[user]2+2?<eos>[assistant]", "[user]2+2?<eos>[assistant]"]):
         assert [tokenizer.decode(prompt) for prompt in prompts] == texts
         assert (tokenizer.decode(ids), mask) == ("4<eos>", [True, True])
     assert [[prompt.count(1) for prompt in prompts] for prompts, _ in (plain, templated)] == [[0, 0], [1, 1]], "EOS is the template's alone"
