@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import build_gpt2
 
-from analysis.infer_flags import parse_arguments
+import infer
 from config import Config, FLAGS
 from engine.policy import save_any_policy
 from model import byte_tokenizer
@@ -171,6 +171,6 @@ def test_a_name_is_answered_however_it_is_spelt(typed, answer):
 
 def test_infer_answers_with_its_own_flags_alone():
     with pytest.raises(ValueError, match="--max_new_tokens: unknown flag; here --generation_max_length"):
-        parse_arguments(["--question", "1+1", "--max_new_tokens", "5"])
+        infer.parse_arguments(["--question", "1+1", "--max_new_tokens", "5"])
     with pytest.raises(ValueError, match="--lora_r: unknown flag; see --help"):
-        parse_arguments(["--question", "1+1", "--lora_r", "5"])
+        infer.parse_arguments(["--question", "1+1", "--lora_r", "5"])
