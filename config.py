@@ -85,8 +85,8 @@ class DataConfig:
         "from easy to hard; the built-in problems come shuffled by the seed")
     instruction: str = flag("", "text put before every prompt, such as the format of the answer")
     max_prompt_length: int = flag(512, "longest prompt, in tokens", gt=0)
-    long_prompts: Literal["error", "truncate", "drop"] = flag(
-        "error", "prompts above max_prompt_length: stop with an error, cut off their start, or drop them")
+    long_prompts: Literal["error", "drop"] = flag(
+        "error", "prompts above max_prompt_length: stop with an error, or drop them")
 
     def __post_init__(self):
         check_values(self)

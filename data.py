@@ -5,14 +5,14 @@ An example is a dict with "prompt" (a string, or a list of chat messages) and, w
 rewards) and "completion" (a demonstration, for supervised training: text, or the messages of a conversation).
 Other columns are passed to the reward functions.
 
-Left out on purpose: hubs, other files and tasks, data larger than memory, and forms of published data sets,
-such as an answer after ####; sources.load_examples reads them. Conversations: environments/messages.py.
+Left out on purpose: hubs, other files and tasks, and forms of published data sets, such as an answer after
+####; sources.load_examples reads them. Conversations: environments/messages.py.
 """
 
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -22,12 +22,12 @@ COLUMNS = {                     # the column names that are recognised, in order
     "answer": ("answer", "final_answer", "solution", "target", "answerKey"),
     "completion": ("completion", "response", "output", "canonical_solution"),
 }
-MARK = "\ufdd0"                 # see mark_special_tokens; Unicode has no character here
+BRACES = re.compile(r"\{(\w+)\}")                        # a column in a text that makes prompts
 
 
 def load_examples(
     source: str | Sequence, split: str = "train", *, limit: int | None = None, seed: int = 0,
-    columns: dict[str, str] | None = None,
+    columns: dict[str, str] | None = None, read: Callable | None = None,
 ) -> list[dict]:
     """Return validated examples. Raises ValueError, one line that names the source and the line or number.
 
@@ -35,18 +35,14 @@ def load_examples(
     split    "train" or "test" of the sums; a file or sequence has no splits
     limit    the maximum number of examples, from the start; None or 0: all
     seed     of the order of the sums; it does not change which of them are test problems
-    columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in COLUMNS
+    columns  {"prompt": "question", "answer": ..., "completion": ...}; default: the first match in
+             COLUMNS. The prompt may also be a text with columns in braces: "Make {target} from {nums}."
+    read     reads more sources; default: read_source, which has the same arguments
     """
-    if isinstance(source, str) and source == "arithmetic":
-        return arithmetic(split, seed)[: limit or None]
-    if isinstance(source, str):
-        name, rows = source, read_json_lines(source)
-    else:
-        name = "dataset"
-        rows = ((f"dataset: example {n}", row) for n, row in enumerate(require_sequence(source), start=1))
-    examples = [as_example(row, where, columns or {}) for where, row in islice(rows, limit or None)]
+    rows = (read or read_source)(source, split, seed, columns or {})
+    examples = [normalize_example(row, where) for where, row in islice(rows, limit or None)]
     if not examples:
-        raise ValueError(f"{name}: no examples in it")
+        raise ValueError(f"{source if isinstance(source, str) else 'dataset'}: no examples in it")
     return examples
 
 
@@ -89,24 +85,24 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
             if there is a template, else the tokenizer's. Without a template text stays as it is, with its
             special tokens.
     """
-    if is_ids(prompt):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return prompt
     if isinstance(prompt, str) and not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
-    messages = as_messages(prompt)
+    messages = without_special_tokens(tokenizer, as_messages(prompt))
     if tokenizer.chat_template:
         text = render(tokenizer, messages, add_generation_prompt=True)
     else:
-        text = f"{as_text(mark_special_tokens(tokenizer, messages))}\nassistant: "
-    refuse_lost_text(messages, text.replace(MARK, ""))
-    return encode(tokenizer, text, add_special_tokens=not tokenizer.chat_template)
+        text = f"{as_text(messages)}\nassistant: "
+    refuse_lost_text(messages, text)
+    return tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
 
 
 def encode_completion(tokenizer, completion: str, stop_ids: list[int]) -> list[int]:
     """Encode a demonstration, ending with one stop token: the one that the chat template adds, else EOS."""
     if tokenizer.chat_template:
         completion += after_turn(tokenizer)               # not rendered itself: a template may trim it
-    ids = encode(tokenizer, completion)
+    ids = tokenizer(completion, add_special_tokens=False).input_ids
     stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
     return [*ids, tokenizer.eos_token_id] if stop is None else ids[: stop + 1]
 
@@ -134,13 +130,12 @@ def after_turn(tokenizer, reply: dict | None = None) -> str:
 def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
     """Render a conversation as text, with the tools in tokenizer.tools and --chat_template_kwargs, if any.
 
-    returns  text for encode: with MARK around special tokens that are not the template's
-    raises   ValueError for messages that the template rejects, such as a system message in Gemma 2's
+    Raises ValueError for messages that the template rejects, such as a system message in Gemma 2's.
     """
     try:
         text = tokenizer.apply_chat_template(
-            mark_special_tokens(tokenizer, messages), tools=getattr(tokenizer, "tools", None),
-            add_generation_prompt=add_generation_prompt, tokenize=False,
+            messages, tools=getattr(tokenizer, "tools", None), add_generation_prompt=add_generation_prompt,
+            tokenize=False,
             **tokenizer.init_kwargs.get("chat_template_kwargs", {}),
         )
         text.encode()                                     # half of a surrogate pair cannot be tokenised
@@ -149,74 +144,62 @@ def render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
         raise ValueError(f"the chat template refuses the prompt {messages!r:.80}...: {error}") from None
 
 
-def encode(tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Encode text; between two MARKs it is ordinary text. add_special_tokens: the tokenizer's, as BOS."""
-    first, *pieces = text.split(MARK)
-    ids = tokenizer(first, add_special_tokens=add_special_tokens).input_ids
-    for number, piece in enumerate(pieces):
-        ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=number % 2 == 0).input_ids
-    return ids
-
-
-def as_messages(prompt) -> list[dict]:
-    """Convert a prompt to chat messages: text is the user's; of token ids, which are no text, it is empty."""
-    text = "" if is_ids(prompt) else prompt
-    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+def as_messages(prompt: str | list[dict]) -> list[dict]:
+    """Convert a prompt to chat messages: text is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def as_text(messages: str | list[dict]) -> str:
-    """Return a prompt as text: a line for each message; token ids as a list."""
-    if isinstance(messages, str) or is_ids(messages):
-        return str(messages)
+    """Return a prompt as text: a line for each message."""
+    if isinstance(messages, str):
+        return messages
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def is_ids(prompt) -> bool:
-    """Return True if a prompt is a list of token ids."""
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
 
 # ---- what a chat template may lose, or take for its own ----------------------------------------------------
 
 
 def refuse_lost_text(messages: list[dict], rendered: str) -> None:
-    """Raise ValueError unless a rendered prompt has the text of each message, as often as the messages do.
+    """Raise ValueError if a prompt lacks the text of a message, as where the template does not know its role.
 
-    Templates may strip it and write it as JSON, but not print {"text": ...}.
+    The assistant's may lose its thoughts (Qwen 3), and a tool's may be written as JSON.
     """
-    contents = [(message["role"], message["content"]) for message in messages]
-    parts = [(role, part) for role, c in contents for part in (c if isinstance(c, list) else [c])]
-    texts = [visible_text(part) for _, part in parts]
-    for (role, part), text in zip(parts, texts, strict=True):
-        forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
-        is_lost = sum(map(rendered.count, forms)) < sum(other.count(text) for other in texts)
-        if is_lost or (isinstance(part, dict) and repr(part) in rendered):
+    for message in messages:
+        role, content = message["role"], message["content"]
+        written = rendered.replace(str(content), "") if isinstance(content, list) else rendered
+        lost = [text for text in texts_of(content) if text.strip() not in written]
+        if lost and role not in ("assistant", "tool"):
             raise ValueError(
-                f"the prompt leaves out the {role}'s message {text!r:.60}: the chat template does not write "
-                "its role, or its form (text, a list of parts); change it, or pass another --chat_template")
+                f"the prompt leaves out the {role}'s message {lost[0]!r:.60}: the chat template does not "
+                "write its role, or its form (text, a list of parts); change it, or pass another "
+                "--chat_template")
 
 
-def visible_text(part: str | dict | None) -> str:
-    """Return the text of a message or a part of it, without thoughts, which templates leave out (Qwen 3)."""
-    text = part.get("text") if isinstance(part, dict) else part
-    return re.split(r"\W/think\W", str(text or "").replace(MARK, ""))[-1].strip()
+def texts_of(content: str | list | None) -> list[str]:
+    """Return the texts in a message: itself, or those of its parts."""
+    parts = content if isinstance(content, list) else [content]
+    return [str((part.get("text") if isinstance(part, dict) else part) or "") for part in parts]
 
 
-def mark_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
-    """Put MARK around the text of special tokens in messages that are not the assistant's.
+def without_special_tokens(tokenizer, messages: list[dict]) -> list[dict]:
+    """Take the text of special tokens out of messages that are not the assistant's.
 
-    A question that contains "<|im_end|>" must not end its turn: between two MARKs encode takes it as text.
-
-        "a<|im_end|>b"  ->  "a", MARK, "<|im_end|>", MARK, "b"  ->  ids of "a", of ten characters, of "b"
+    A question that contains "<|im_end|>" must not end its turn.
     """
     pattern = special_token_pattern(tokenizer, (len(tokenizer), *tokenizer.all_special_tokens))
-    marked = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str) and message["role"] != "assistant":
-            content = pattern.sub(rf"{MARK}\g<0>{MARK}", content.replace(MARK, ""))
-        marked.append(message | {"content": content})
-    return marked
+
+    def clean(content):
+        if isinstance(content, list):
+            return [clean(part) for part in content]
+        if isinstance(content, dict) and "text" in content:
+            return content | {"text": clean(content["text"])}
+        while isinstance(content, str) and pattern.search(content):
+            content = pattern.sub("", content)            # it may join the halves of another one
+        return content
+
+    return [
+        message if message["role"] == "assistant" else message | {"content": clean(message["content"])}
+        for message in messages]
 
 
 @lru_cache(maxsize=8)
@@ -230,6 +213,28 @@ def special_token_pattern(tokenizer, version: tuple) -> re.Pattern:
 # ---- reading and validation --------------------------------------------------------------------------------
 
 
+def read_source(
+    source: str | Sequence, split: str, seed: int, columns: dict[str, str]
+) -> Iterator[tuple[str, dict]]:
+    """Return rows that have prompt, answer and completion, each in a pair with "source: line n"."""
+    if not isinstance(source, str):
+        rows = number_rows("dataset", require_sequence(source))
+    elif source == "arithmetic":
+        return number_rows(source, arithmetic(split, seed))
+    elif source.endswith(".jsonl"):
+        rows = read_json_lines(source)
+    else:
+        raise ValueError(
+            f"{source}: neither a .jsonl file nor arithmetic; for other files, hubs and tasks: from sources "
+            "import load_examples")
+    return ((where, choose_columns(row, where, columns)) for where, row in rows)
+
+
+def number_rows(name: str, rows: Iterable) -> Iterator[tuple[str, dict]]:
+    """Return rows, each in a pair with "name: example n"."""
+    return ((f"{name}: example {number}", row) for number, row in enumerate(rows, start=1))
+
+
 def require_sequence(rows) -> Sequence:
     """Return the rows. Raises ValueError for a dict of splits, and for rows that can be read only once."""
     if hasattr(rows, "keys") or not hasattr(rows, "__getitem__"):                # a DataFrame has keys too
@@ -238,50 +243,58 @@ def require_sequence(rows) -> Sequence:
     return rows
 
 
-def read_json_lines(path: str) -> list[tuple[str, dict]]:
-    """Return the objects in a .jsonl file, each in a pair with "path: line n"."""
-    if not path.endswith(".jsonl"):
-        raise ValueError(
-            f"{path}: neither a .jsonl file nor arithmetic; for other files, hubs and tasks: from sources "
-            "import load_examples")
+def read_json_lines(path: str) -> Iterator[tuple[str, dict]]:
+    """Yield the objects in a .jsonl file, each in a pair with "path: line n". Raises ValueError."""
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
     with open(path, "rb") as file:
-        lines = [(f"{path}: line {number}", line) for number, line in enumerate(file, start=1)]
-    return [(where, parse_line(line, where)) for where, line in lines if line.strip()]
+        for number, line in enumerate(file, start=1):
+            where = f"{path}: line {number}"
+            try:
+                row = parse_json(line) if line.strip() else None
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}; correct it") from None
+            if isinstance(row, dict):
+                yield where, row
+            elif line.strip():
+                raise ValueError(f'{where} is not an object such as {{"prompt": "...", "answer": "..."}}')
 
 
-def parse_line(line: bytes, where: str) -> dict:
-    """Parse a line of a .jsonl file, without a byte-order mark. Raises ValueError."""
-    try:
-        row = parse_json(line.decode("utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}; correct it") from None
-    if not isinstance(row, dict):
-        raise ValueError(f'{where} is not an object such as {{"prompt": "...", "answer": "..."}}')
-    return row
-
-
-def parse_json(text: str):
-    """Parse JSON. Raises ValueError, also for half of a surrogate pair, which cannot be encoded as tokens."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+def parse_json(content: bytes):
+    """Parse JSON in UTF-8, with or without a byte-order mark. Raises ValueError, also for half of a surrogate
+    pair, which cannot be encoded as tokens.
+    """
+    text = content.decode("utf-8-sig")
+    value = json.loads(text)
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-def as_example(row: dict, where: str, columns: dict[str, str]) -> dict:
-    """Validate a row and add prompt, answer and completion to its columns, under these names."""
+def choose_columns(row, where: str, columns: dict[str, str]) -> dict:
+    """Return a row with prompt, answer and completion under these names: the named column, else the first of
+    COLUMNS with a value. A field of an object can be named as a path: reward_model.ground_truth.
+    """
     row = dict(row) if isinstance(row, Mapping) else {"prompt": row}
-    found = find_columns(row, where, columns)
+    template = columns.get("prompt", "")
+    if BRACES.search(template) and row.keys() >= set(BRACES.findall(template)):
+        texts = {name: "" if value is None else str(value) for name, value in row.items()}
+        row["prompt"] = BRACES.sub(lambda match: texts[match[1]], template)
+        columns = columns | {"prompt": "prompt"}
+    found = {}
+    for name, candidates in COLUMNS.items():
+        chosen = columns.get(name)
+        if chosen and chosen not in row and cell(row, chosen) is None:
+            raise ValueError(f"--{name}_column={chosen}: {where} has columns {', '.join(row) or 'none'}")
+        free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
+        if column := chosen or next(free, None):
+            found[name] = cell(row, column)
     if "prompt" not in found:
-        names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column"
-        existing = ", ".join(row) or "none"
-        raise ValueError(f"{where} has columns {existing}; it needs a value in one of {names}")
-    return normalize_example(row | {name: cell(row, column) for name, column in found.items()}, where)
+        raise ValueError(
+            f"{where} has columns {', '.join(row) or 'none'}; it needs a value in one of "
+            f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as "
+            f"'... {{{'} ... {'.join(row)}}}'")
+    return row | found
 
 
 def cell(row: dict, column: str):
@@ -293,21 +306,6 @@ def cell(row: dict, column: str):
     inside = row.get(head) if field and column not in row else None
     value = cell(inside, field) if isinstance(inside, Mapping) else row.get(column)
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def find_columns(row: dict, where: str, columns: dict[str, str]) -> dict[str, str]:
-    """Return the column of prompt, answer and completion: the named one, else the first one with a value. A
-    field of an object can be named as a path: reward_model.ground_truth.
-    """
-    found = {}
-    for name, candidates in COLUMNS.items():
-        chosen = columns.get(name)
-        if chosen and chosen not in row and cell(row, chosen) is None:
-            raise ValueError(f"--{name}_column={chosen}: {where} has columns {', '.join(row) or 'none'}")
-        free = (c for c in candidates if c not in columns.values() and row.get(c) is not None)
-        if column := chosen or next(free, None):
-            found[name] = column
-    return found
 
 
 def normalize_example(example: dict, where: str) -> dict:

@@ -29,7 +29,7 @@ from torch import Tensor
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 # (?>...) is atomic: without it a text with many tags and no </answer> takes time cubic in its length.
 FORMAT = re.compile(r"(?>(.*?)<reasoning>)(?>(.*?)</reasoning>\s*<answer>)(.*?)</answer>(.*)", re.DOTALL)
-COLUMNS_NOT_PASSED = {"prompt", "original_prompt", "completion", "turn_points"}  # functions get `prompts`
+COLUMNS_NOT_PASSED = {"prompt", "completion", "turn_points"}  # functions get `prompts`
 MOST_POINTS = 1e15              # its square is still finite in float32
 
 
@@ -200,7 +200,7 @@ def build_arguments(rollout, examples: list[dict]) -> dict[str, list]:
     group_size, remainder = divmod(len(rollout.completions), len(examples))
     assert remainder == 0, f"{len(rollout.completions)=} is not a multiple of {len(examples)=}"
     rows = [example for example in examples for _ in range(group_size)]
-    prompts = [row.get("original_prompt", row["prompt"]) for row in rows]        # before truncation
+    prompts = [row["prompt"] for row in rows]
     columns = set().union(*examples) - COLUMNS_NOT_PASSED
     return {name: [row.get(name) for row in rows] for name in sorted(columns)} | dict(
         completions=list(map(match_prompt_format, rollout.completions, prompts)), prompts=prompts,

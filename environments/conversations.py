@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from data import as_messages, is_ids
+from data import as_messages
 from engine.errors import RunError, exits_as_errors, in_one_line
 from logprobs import completion_lengths
 from environments.instances import Instance, start_group
@@ -98,8 +98,6 @@ def start_conversations(
 
 def append_text(prompt: str | list, text: str) -> str | list[dict]:
     """Append text to a prompt, or to the last of its messages."""
-    if is_ids(prompt):
-        raise ValueError("reset returned text for a prompt that was cut; pass --long_prompts drop")
     if isinstance(prompt, str):
         return prompt + text
     return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
@@ -113,7 +111,7 @@ class Conversation:
         self.tokenizer, self.prompt, self.respond = tokenizer, prompt, respond
         self.config, self.stops = config, stops
         self.decode = partial(decode_completion, tokenizer)
-        self.messages = as_messages(tokenizer.decode(prompt) if is_ids(prompt) else prompt)
+        self.messages = as_messages(prompt)
         self.num_prompt_messages = len(self.messages)
         self.turn_start = 0                         # of the policy's current turn, in tokens after the prompt
         self.num_turns = 0                                # ended by the policy

@@ -2,7 +2,9 @@
 The messages of a conversation as token ids: demonstrations with several turns, an environment's messages.
 """
 
-from data import after_turn, encode, encode_completion, encode_demonstration, is_ids, mark_special_tokens
+from functools import partial
+
+from data import after_turn, encode_completion, encode_demonstration, without_special_tokens
 
 
 def encode_turns(
@@ -32,13 +34,13 @@ def encode_reply(tokenizer, prompt, message: dict, stop_ids: list[int]) -> list[
     The message is rendered after a made-up turn, since templates may render earlier turns differently later
     (Qwen 3 leaves out their reasoning), but sampled tokens must not change.
     """
-    message = with_known_role(tokenizer, message)
+    (message,) = without_special_tokens(tokenizer, [with_known_role(tokenizer, message)])
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     if not tokenizer.chat_template:
-        (content,) = (m["content"] for m in mark_special_tokens(tokenizer, [message]))
-        is_text = isinstance(prompt, str) or is_ids(prompt)
+        content = message["content"]
         return encode(
-            tokenizer, f"\n{content}\n" if is_text else f"\n{message['role']}: {content}\nassistant: ")
-    end, ids = (encode(tokenizer, text) for text in (after_turn(tokenizer), after_turn(tokenizer, message)))
+            f"\n{content}\n" if isinstance(prompt, str) else f"\n{message['role']}: {content}\nassistant: ")
+    end, ids = encode(after_turn(tokenizer)), encode(after_turn(tokenizer, message))
     stop = next((i for i, token in enumerate(end) if token in stop_ids), -1)  # the turn already ends with one
     return ids[stop + 1 :] if ids[: stop + 1] == end[: stop + 1] else ids
 

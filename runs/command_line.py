@@ -10,11 +10,9 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -31,14 +29,15 @@ Train a language model with GRPO or supervised fine-tuning.
     python train.py --output_dir RUN --resume    continue a run
 
 A file of settings, such as config.json of a run, comes before all flags. Flags
-override the file, which overrides the profile, which overrides the defaults."""
+override the file, which overrides the profile, which overrides the defaults.
+--use_grpo means true; --use_grpo false and --no_use_grpo mean false."""
 COMMON = {                      # flags that --help shows; --help_all shows every one
     "model_path", "precision", "lora_rank", "dataset", "eval_dataset", "prompt_column", "instruction",
     "max_prompt_length", "num_completions_per_prompt", "generation_max_length", "generation_temperature",
     "engine", "reward_functions", "reward_weights", "loss_type", "use_kl_penalty", "kl_penalty_coef",
     "use_grpo", "output_dir", "resume", "check", "num_epochs", "max_steps", "batch_size", "learning_rate",
 }
-HEADINGS = {                    # of --help and docs/configuration.md: first flag under a heading -> heading
+HEADINGS = {                    # of --help: first flag under a heading -> heading
     "model_path": "Model", "dataset": "Data", "num_completions_per_prompt": "Sampling",
     "environment": "Conversations", "reward_functions": "Rewards", "normalize_advantages": "Advantages",
     "loss_type": "Loss", "use_value_head": "Value head", "ppo_epochs": "Updates on a rollout",
@@ -84,20 +83,6 @@ def exit_on_mistake(program: str):
         sys.exit(130)
 
 
-def described_flags(**defaults) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield (heading, name, kind, default, help) of every flag. The kind of a choice is its alternatives.
-
-    defaults  those that differ from config.py
-    """
-    heading = ""
-    for f in FLAGS.values():
-        heading, choices = HEADINGS.get(f.name, heading), get_args(f.type)
-        default, is_list = defaults.get(f.name, DEFAULTS[f.name]), get_origin(f.type) is list
-        kind = f"{choices[0].__name__} ..." if is_list else "|".join(filter(None, choices)) or f.type.__name__
-        text = " ".join(default) if is_list else str(default).lower() if kind == "bool" else str(default)
-        yield heading, f.name, kind, text, f.metadata["help"]
-
-
 def true_or_false(text: str) -> bool:
     """Return the value of a word. argparse has the name of this function in its error."""
     if text.lower() not in ("true", "false"):
@@ -110,22 +95,29 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str], shown=FLAGS
 
     names, shown  which flags, and which of them the help shows;  defaults  those that differ from config.py
     """
-    for heading, rows in groupby(described_flags(**defaults), key=itemgetter(0)):
-        group = parser.add_argument_group(heading)
-        for _, name, kind, default, help in (row for row in rows if row[1] in names):
-            type_of_value, choices = FLAGS[name].type, get_args(FLAGS[name].type)
-            if type_of_value is bool:
-                options = {"type": true_or_false, "nargs": "?", "const": True}
-                group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
-            elif get_origin(type_of_value) is list:
-                options = {"type": choices[0], "nargs": "+"}
-            else:
-                options = {"type": str if choices else type_of_value}
-            if parser.argument_default is None:
-                options["default"] = defaults.get(name, DEFAULTS[name])
-            help = f"{help} [{default}]".replace("%", "%%").removesuffix(" []")
-            options["help"] = help if name in shown else argparse.SUPPRESS
-            group.add_argument(f"--{name}", metavar=kind.removesuffix(" ..."), **options)
+    group = parser
+    for name, field in FLAGS.items():
+        if name in HEADINGS:
+            group = parser.add_argument_group(HEADINGS[name])
+        if name not in names:
+            continue
+        kind, choices, default = field.type, get_args(field.type), defaults.get(name, DEFAULTS[name])
+        text = str(default)
+        if kind is bool:
+            options = {"type": true_or_false, "nargs": "?", "const": True, "metavar": "bool"}
+            text = text.lower()
+            group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
+        elif get_origin(kind) is list:
+            options = {"type": choices[0], "nargs": "+", "metavar": choices[0].__name__}
+            text = " ".join(default)
+        elif choices:
+            options = {"metavar": "|".join(filter(None, choices))}
+        else:
+            options = {"type": kind, "metavar": kind.__name__}
+        if parser.argument_default is None:
+            options["default"] = default
+        help = f"{field.metadata['help']} [{text}]".replace("%", "%%").removesuffix(" []")
+        group.add_argument(f"--{name}", help=help if name in shown else argparse.SUPPRESS, **options)
 
 
 def section_of(args: argparse.Namespace, section: type, **others):

@@ -33,7 +33,7 @@ from runs.startup_check import (
     INSTEAD, check_engine, check_head, check_setup, choose_engine, refuse_broken, shortened,
 )
 from sample import stop_token_ids
-from sources.readers import READERS
+from sources.readers import SUFFIXES
 from sources.training_data import (
     fit_prompts, load_data, refuse_long_demonstrations, validate_demonstrations,
 )
@@ -292,7 +292,7 @@ def compare_settings(config: Config, checkpoint: Path, notify: Callable) -> None
         "use_grpo", "model_path", "chat_template", "lora_rank", "lora_alpha", "profile", "cold_start_steps",
         "use_value_head", "use_kl_penalty",
     ]
-    if now["eval_limit"] and not now["eval_dataset"] and Path(now["dataset"]).suffix in READERS:
+    if now["eval_limit"] and not now["eval_dataset"] and Path(now["dataset"]).suffix in SUFFIXES:
         fixed += ["seed", "eval_limit"]                   # they choose the held-out examples of a file
     if now["lr_schedule"] != "constant" and (checkpoint.parents[1] / "final").exists():      # it is complete
         fixed += ["max_steps", "num_epochs"]              # and its learning rate has fallen

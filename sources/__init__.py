@@ -3,10 +3,9 @@
 GYM = "reasoning_gym:"          # begins the names of tasks of that package, see gym_tasks.py
 
 
-def __getattr__(name: str):
-    """Return load_examples of sources/examples.py, which is imported when it is asked for."""
-    if name != "load_examples":
-        raise AttributeError(f"module 'sources' has no attribute {name!r}")
-    from sources.examples import load_examples
+def load_examples(source, split: str = "train", **options) -> list[dict]:
+    """Return examples as data.load_examples does, from all the sources of readers.read_rows."""
+    import data
+    from sources.readers import read_rows
 
-    return load_examples
+    return data.load_examples(source, split, read=read_rows, **options)

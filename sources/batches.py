@@ -3,10 +3,9 @@ The order of examples: endless batches.
 """
 
 import random
-from array import array
 from collections.abc import Sequence
 
-from data import as_messages, is_ids
+from data import as_messages
 
 
 class Batches:
@@ -15,7 +14,7 @@ class Batches:
     def __init__(self, examples: Sequence, batch_size: int, seed: int, shuffle: bool = True):
         self.examples, self.batch_size, self.seed, self.shuffle = examples, batch_size, seed, shuffle
         self.position = 0                                 # examples so far
-        self.epoch, self.order = -1, array("q")
+        self.epoch, self.order = -1, []
 
     def __next__(self) -> list:
         return self.take(self.batch_size)
@@ -26,7 +25,7 @@ class Batches:
         while len(batch) < count:
             epoch, index = divmod(self.position, len(self.examples))
             if epoch != self.epoch:
-                self.epoch, self.order = epoch, array("q", range(len(self.examples)))
+                self.epoch, self.order = epoch, list(range(len(self.examples)))
                 if self.shuffle:
                     random.Random(f"{self.seed} {epoch}").shuffle(self.order)
             batch.append(self.examples[self.order[index]])
@@ -36,6 +35,4 @@ class Batches:
 
 def prompt_key(prompt) -> str:
     """Return a key that ignores white space, case, and whether a prompt is text or a user message."""
-    if is_ids(prompt):
-        return str(prompt)
     return " ".join(" ".join(f"{m['role']} {m['content']}" for m in as_messages(prompt)).casefold().split())

@@ -5,10 +5,9 @@ at the end of a solution.
 
 import ast
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 
-from data import COLUMNS, cell, demonstration, find_columns, normalize_example
+from data import BRACES, cell, choose_columns, demonstration, split_prompt
 from reward_functions.answers import BOX, extract_boxed
 from reward_functions.formats import LETTERS
 
@@ -17,45 +16,31 @@ ANSWER_FIRST = re.compile(rf"[$ *]*({BOX.pattern}|(the )?(final )?answer\b)", re
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
-def as_published_example(row: dict, where: str, columns: dict[str, str]) -> dict:
-    """Return a row as an example, as data.as_example does, with its prompt and its answer in these forms.
+def as_published(row, where: str, columns: dict[str, str]) -> dict:
+    """Return a row as data.choose_columns does, with its prompt and its answer taken from these forms.
 
-    columns  the prompt may also be a text with columns in braces, and is then complete
+    A prompt made of a text with columns in braces is complete.
     """
-    row, template = dict(row) if isinstance(row, Mapping) else {"prompt": row}, columns.get("prompt", "")
-    named = set(re.findall(r"\{(\w+)\}", template))
-    is_template = named and named <= row.keys()
-    found = find_columns(row, where, columns | {"prompt": ""} if is_template else columns)
-    plain = row | {name: cell(row, column) for name, column in found.items()}
-    if is_template:
-        cells = {name: "" if row[name] is None else str(row[name]) for name in named}
-        plain["prompt"] = re.sub(r"\{(\w+)\}", lambda name: cells[name[1]], template)
-    elif "prompt" in found:
-        plain["prompt"] = complete_prompt(found["prompt"], row)
-    else:
-        names = f"{', '.join(COLUMNS['prompt'])}, or --prompt_column, a name or a text such as"
-        braces = f"'... {{{'} ... {'.join(row)}}}'"
-        existing = ", ".join(row) or "none"
-        raise ValueError(f"{where} has columns {existing}; it needs a value in one of {names} {braces}")
-    example = normalize_example(plain, where)
+    row = choose_columns(row, where, columns)
+    if not BRACES.search(columns.get("prompt", "")):
+        row["prompt"] = complete_prompt(row["prompt"], row)
     for name, column in ("numbers", "nums"), ("tests", "test_list"):             # Countdown, MBPP
         if column in row:
-            example.setdefault(name, row[column])         # for the reward function that needs this name
-    if choices := text_choices(row):
-        example["choices"] = list(choices.values())
-    if isinstance(example.get("answer"), str):
-        example["answer"], reasoning = split_answer(plain["answer"], row)
-        if reasoning and not example.get("completion"):
-            example["completion"] = demonstration(reasoning, example["answer"])
-    return example
+            row.setdefault(name, row[column])             # for the reward function that needs this name
+    choices, answer = text_choices(row), row.get("answer")
+    if isinstance(answer, str | int | float):
+        row["answer"], reasoning = split_answer(answer, list(choices))
+        _, last_turn = split_prompt(row["prompt"], where)
+        if reasoning and not row.get("completion") and not last_turn:
+            row["completion"] = demonstration(reasoning, row["answer"])
+    return row | ({"choices": list(choices.values())} if choices else {})
 
 
-def complete_prompt(column: str, row: dict):
+def complete_prompt(prompt, row: dict):
     """Return a prompt with what belongs to it: after an `instruction` Alpaca's `input` or Dolly's `context`,
     after a question the texts in `choices` (MMLU) as lettered lines, unless they are in it with letters. The
     turns of ShareGPT (from, value) become chat messages.
     """
-    prompt = cell(row, column)
     if isinstance(prompt, list):
         turns = [
             {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
@@ -66,7 +51,7 @@ def complete_prompt(column: str, row: dict):
         return [*before, last | {"content": with_choices(last["content"], row)}] if asks else turns
     if not isinstance(prompt, str):
         return prompt
-    for name in ("input", "context") if column == "instruction" else ():
+    for name in ("input", "context") if prompt == row.get("instruction") else ():
         prompt += f"\n\n{row[name]}" if isinstance(row.get(name), str) and row[name].strip() else ""
     return with_choices(prompt, row)
 
@@ -98,14 +83,14 @@ def text_choices(row: dict) -> dict[str, str]:
     return {}
 
 
-def split_answer(answer, row: dict) -> tuple:
+def split_answer(answer, labels: list[str]) -> tuple[str, str]:
     """Return an answer, and the reasoning before it or "".
 
     A solution is split whose last line is `#### 72` (GSM8K), which has a \\boxed{...} (MATH), of which the
     last one counts, or which ends with "The answer is: 72." and at most three words in place of 72. An index
     into the choices (MMLU) and a label (ARC) become a letter.
     """
-    text, labels = str(answer), list(text_choices(row))
+    text = str(answer)
     index = answer if type(answer) is int else labels.index(text) if text in labels else -1
     if 0 <= index < len(labels):
         return LETTERS[index], ""

@@ -14,7 +14,7 @@ from sources import GYM
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a JSON file of settings as {name: value}, without its sections. Raises ValueError, one line."""
     try:
-        settings = parse_json(path.read_text(encoding="utf-8-sig"))              # without a byte-order mark
+        settings = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable JSON file of settings: {error}") from None
     if not isinstance(settings, dict):

@@ -3,22 +3,21 @@ Training and held-out examples of a run, and prompts that are too long.
 """
 
 import random
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from config import Config
-from data import encode_prompt
+from data import as_messages, encode_prompt, without_special_tokens
 from environments.messages import encode_turns
 from sources import load_examples
 from sources.batches import prompt_key
-from sources.readers import READERS, View
+from sources.readers import SUFFIXES
 
 
 def load_data(
     config: Config, dataset: Sequence | None = None, eval_dataset: Sequence | None = None
-) -> tuple[Sequence[dict], list[dict]]:
+) -> tuple[list[dict], list[dict]]:
     """Return (training examples, held-out examples), from the given examples in place of config's sources.
 
     Held-out prompts are removed from the training examples, also if they differ in white space or case.
@@ -27,26 +26,24 @@ def load_data(
     options = dict(seed=config.training.seed, columns=data_config.columns)
     source = data_config.dataset if dataset is None else dataset
     held_out_source = (data_config.eval_dataset or None) if eval_dataset is None else eval_dataset
-    if held_out_source is None and isinstance(source, str) and Path(source).suffix not in READERS:
+    if held_out_source is None and isinstance(source, str) and Path(source).suffix not in SUFFIXES:
         held_out_source = source                          # another split of it
-    examples = load_examples(source, data_config.train_split, **options)
-    chosen, held_out = range(len(examples)), []
+    examples, held_out = load_examples(source, data_config.train_split, **options), []
     if limit and held_out_source is not None:
         held_out = load_examples(held_out_source, data_config.eval_split, limit=limit, **options)
     elif limit:                                           # hold out some of the training examples
-        order = random.Random(config.training.seed).sample(chosen, len(examples))
+        order = random.Random(config.training.seed).sample(range(len(examples)), len(examples))
         count = min(limit, len(examples) // 5)
-        chosen = order[count:] if data_config.shuffle else sorted(order[count:])
         held_out = [examples[i] for i in order[:count]]
+        examples = [examples[i] for i in (order[count:] if data_config.shuffle else sorted(order[count:]))]
     held_out_keys = {prompt_key(example["prompt"]) for example in held_out}
-    overlap = {i for i, example in enumerate(examples) if prompt_key(example["prompt"]) in held_out_keys}
-    chosen = array("q", (i for i in chosen if i not in overlap))
-    if not chosen:
+    examples = [example for example in examples if prompt_key(example["prompt"]) not in held_out_keys]
+    if not examples:
         raise ValueError(
             f"--dataset={data_config.dataset}: all its prompts are held out; choose another --eval_dataset, "
             "or, if they are all the same, --eval_limit 0")
     instruct = partial(instructed, instruction=data_config.instruction)
-    return View(examples, chosen, instruct), [instruct(example) for example in held_out]
+    return list(map(instruct, examples)), list(map(instruct, held_out))
 
 
 def instructed(example: dict, instruction: str) -> dict:
@@ -67,42 +64,37 @@ def with_instruction(prompt: str | list[dict], instruction: str) -> str | list[d
 
 
 def fit_prompts(
-    examples: Sequence[dict], tokenizer, config: Config, notify: Callable
-) -> tuple[Sequence[dict], int]:
-    """Apply --long_prompts to prompts longer than --max_prompt_length: raise ValueError, truncate or drop.
+    examples: list[dict], tokenizer, config: Config, notify: Callable
+) -> tuple[list[dict], int]:
+    """Raise ValueError for prompts longer than --max_prompt_length, or drop them, as --long_prompts says.
 
     returns  the examples, and the length of the longest prompt in tokens
     """
-    data_config, limit = config.data, config.data.max_prompt_length
-    lengths = array("q", (len(encode_prompt(tokenizer, example["prompt"])) for example in examples))
+    limit = config.data.max_prompt_length
+    lengths = [len(encode_prompt(tokenizer, example["prompt"])) for example in examples]
+    if cleaned := sum(has_special_tokens(tokenizer, example["prompt"]) for example in examples):
+        notify(f"{cleaned} of {len(examples)} prompts have the text of special tokens: it is taken out")
     too_long = [i for i, length in enumerate(lengths) if length > limit]
     if not too_long:
         return examples, max(lengths, default=0)
-    if data_config.long_prompts == "error":
+    if config.data.long_prompts == "error":
         raise ValueError(
             f"--max_prompt_length={limit}: {len(too_long)} of {len(examples)} prompts are longer, such as "
             f"{examples[too_long[0]]['prompt']!r:.40} with {lengths[too_long[0]]} tokens; raise it to "
-            f"{max(lengths)}, or pass --long_prompts truncate or drop"
+            f"{max(lengths)}, or pass --long_prompts drop"
         )
-    count = f"{len(too_long)} of {len(examples)}"
-    notify(f"{count} prompts have more than {limit} tokens: {data_config.long_prompts}")
-    if data_config.long_prompts == "truncate":
-        cut = partial(truncate_prompt, tokenizer=tokenizer, limit=limit)
-        return View(examples, range(len(examples)), cut), limit
-    kept = array("q", (i for i, length in enumerate(lengths) if length <= limit))
+    notify(f"{len(too_long)} of {len(examples)} prompts have more than {limit} tokens: drop")
+    kept = [(example, n) for example, n in zip(examples, lengths, strict=True) if n <= limit]
     if not kept:
         raise ValueError(f"--max_prompt_length={limit} --long_prompts drop: no prompt is left")
-    return View(examples, kept, dict), max(lengths[i] for i in kept)
+    return [example for example, _ in kept], max(n for _, n in kept)
 
 
-def truncate_prompt(example: dict, tokenizer, limit: int) -> dict:
-    """Return the example; a longer prompt is replaced by its BOS, if it has one, and its last tokens."""
-    ids = encode_prompt(tokenizer, example["prompt"])
-    if len(ids) <= limit:
-        return example
-    begin = ids[:1] if ids[0] == tokenizer.bos_token_id else []
-    ids = begin + ids[len(ids) - limit + len(begin) :]
-    return example | {"prompt": ids, "original_prompt": example["prompt"]}       # for reward functions
+def has_special_tokens(tokenizer, prompt: str | list[dict]) -> bool:
+    """Return True if encode_prompt takes the text of special tokens out of a prompt."""
+    messages = as_messages(prompt)
+    is_text = isinstance(prompt, str) and not tokenizer.chat_template            # and stays as it is
+    return not is_text and without_special_tokens(tokenizer, messages) != messages
 
 
 def validate_demonstrations(config: Config, dataset: Sequence[dict]) -> None:

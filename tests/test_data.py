@@ -8,6 +8,7 @@ import pytest
 
 import data
 from data import encode_completion, encode_prompt, normalize_example
+from model import byte_tokenizer
 from runs.command_line import parse_config
 from runs.setup import load_data
 from sources.training_data import with_instruction
@@ -52,24 +53,6 @@ def test_columns_can_be_named(tmp_path):
     assert [e["prompt"] for e in train_set] == ["q"]
 
 
-@pytest.mark.parametrize("name", ["prompt", "answer", "completion"])
-def test_a_column_that_is_not_there_lists_those_that_are(tmp_path, name):
-    path = write_lines(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "1"}])
-    with pytest.raises(ValueError, match=rf"--{name}_column=gold: .*data.jsonl: example 1 has columns prompt, answer$"):
-        load_examples(path, columns={name: "gold"})
-
-
-@pytest.mark.parametrize("answer,number,demonstration", [
-    ("2+2=<<2+2=4>>4, 4+1=<<4+1=5>>5\n####  5 ", "5", "<reasoning>2+2=4, 4+1=5</reasoning><answer>5</answer>"),
-    ("a #### b\n#### 1,234,000", "1234000", "<reasoning>a #### b</reasoning><answer>1234000</answer>"),
-])
-def test_an_answer_in_gsm8ks_form_is_taken_apart(tmp_path, answer, number, demonstration):
-    rows = [{"question": "q", "answer": answer}, {"question": "q", "answer": answer, "completion": "mine"}]
-    examples = load_examples(write_lines(tmp_path / "data.jsonl", rows))
-    assert examples[0] == {"question": "q", "prompt": "q", "answer": number, "completion": demonstration}
-    assert examples[1] == {"question": "q", "prompt": "q", "answer": number, "completion": "mine"}
-
-
 def test_a_column_without_a_value_is_as_good_as_not_there(tmp_path):
     rows = [{"prompt": None, "question": "q", "answer": None, "target": 3}, {"prompt": "p", "answer": None}]
     examples = load_examples(write_lines(tmp_path / "data.jsonl", rows))
@@ -80,39 +63,28 @@ def data_of(*flags):
     return load_data(parse_config([*flags]))
 
 
-USER, ASSISTANT = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "<answer>2</answer>"}
-SYSTEM = {"role": "system", "content": "Add."}
-FORMATS = {                     # row, and the example that it is
-    "prompt only": ({"prompt": "1+1=?"}, {"prompt": "1+1=?"}),
-    "prompt and other columns": (
-        {"prompt": "1+1=?", "level": 3, "rejected": "3"}, {"prompt": "1+1=?", "level": 3, "rejected": "3"}),
-    "prompt and completion": (
-        {"prompt": "1+1=?", "completion": "2"}, {"prompt": "1+1=?", "completion": "2"}),
-    "conversational prompt": ({"prompt": [SYSTEM, USER]}, {"prompt": [SYSTEM, USER]}),
-    "conversational prompt and completion": (
-        {"prompt": [USER], "completion": [ASSISTANT]}, {"prompt": [USER], "completion": ASSISTANT["content"]}),
-    "messages": ({"messages": [SYSTEM, USER, ASSISTANT]}, {"prompt": [SYSTEM, USER], "completion": ASSISTANT["content"]}),
-    "messages of several turns": (
-        {"messages": [USER, ASSISTANT, USER, ASSISTANT]},
-        {"prompt": [USER, ASSISTANT, USER], "completion": ASSISTANT["content"]}),
-}
+def message(role, content):
+    return {"role": role, "content": content}
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_trls_formats_are_read(name, suffix, tmp_path):
+USER, ASSISTANT, SYSTEM = message("user", "1+1=?"), message("assistant", "<answer>2</answer>"), message("system", "Add.")
+
+
+@pytest.mark.parametrize("row,example", [
+    ({"prompt": "1+1=?", "level": 3, "rejected": "3"}, {"prompt": "1+1=?"}),
+    ({"prompt": [USER], "completion": [ASSISTANT]}, {"prompt": [USER], "completion": ASSISTANT["content"]}),
+    ({"messages": [SYSTEM, USER, ASSISTANT]}, {"prompt": [SYSTEM, USER], "completion": ASSISTANT["content"]}),
+    ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, {"prompt": [USER, ASSISTANT, USER], "completion": ASSISTANT["content"]}),
+])
+def test_trls_formats_are_read_from_parquet(row, example, tmp_path):
     import datasets
 
-    row, example = FORMATS[name]
-    table, path = datasets.Dataset.from_list([row | {"solution": "2"}] * 3), tmp_path / f"data.{suffix}"
-    (table.to_json if suffix == "jsonl" else table.to_parquet)(path)
-    assert load_examples(str(path)) == [row | example | {"solution": "2", "answer": "2"}] * 3
+    datasets.Dataset.from_list([row | {"solution": "2"}] * 3).to_parquet(tmp_path / "data.parquet")
+    assert load_examples(str(tmp_path / "data.parquet")) == [row | example | {"solution": "2", "answer": "2"}] * 3
 
 
 @pytest.fixture
 def chat_tokenizer():
-    from model import byte_tokenizer
-
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.add_tokens(["<end>"])
@@ -137,49 +109,31 @@ def test_a_demonstration_ends_with_one_stop_token(tokenizer, chat_tokenizer):
     assert encode_completion(chat_tokenizer, "ab", [1, end]) == expected, "the template's own end of turn"
 
 
-def test_the_byte_tokenizer_writes_and_reads_any_text(tokenizer):
-    for text in "47+85=?", "<reasoning>é 漢字 \n\t</reasoning><answer>🙂</answer>", " leading", "a  b":
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert tokenizer.decode(ids) == text
-    assert len(tokenizer("<answer>é</answer>", add_special_tokens=False).input_ids) == 4
-
-
 def test_a_template_that_refuses_a_prompt_says_so_in_one_line(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match=r"refuses the prompt.*System role not supported"):
         encode_prompt(chat_tokenizer, [{"role": "system", "content": "s"}])
 
 
-IF_ELIF = (
+KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role == 'system' %}S {{ m.content }}\n{% elif m.role == 'user' %}U {{ m.content | trim }}\n"
     "{% elif m.role == 'assistant' %}A {{ (m.content or '').split('</think>')[-1] | trim }}\n{% elif m.role == 'tool' %}T {{ m.content | tojson }}\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}A {% endif %}"
 )
-LAST = "{% for m in messages[-1:] %}U {{ m.content }}{% endfor %}"
 FIRST_PART = "{% for m in messages %}{{ m.role }} {{ m.content[0].text }}{% endfor %}"
 
 
-def message(role, content):
-    return {"role": role, "content": content}
-
-
 @pytest.mark.parametrize("template,messages,lost", [
-    (IF_ELIF, [message("developer", "Be brief."), USER], "developer's message 'Be brief.'"),
-    (IF_ELIF, [message("function", "2"), message("user", "2+2=?")], "function's message '2'"),        # is in the question
-    (IF_ELIF, [message("user", [{"type": "text", "text": "1+1=?"}])], "user's message '1+1=?'"),
-    (IF_ELIF, [SYSTEM, message("assistant", "Hello!"), message("other", "Hello!"), USER], "assistant's message 'Hello!'"),
-    (LAST, [SYSTEM, USER], "system's message 'Add.'"),
+    (KNOWN_ROLES, [message("developer", "Be brief."), USER], "developer's message 'Be brief.'"),
+    (KNOWN_ROLES, [message("user", [{"type": "text", "text": "1+1=?"}])], "user's message '1+1=?'"),             # written as Python does
     (FIRST_PART, [message("user", [{"type": "text", "text": "Add:"}, {"type": "text", "text": "1+1"}])], "user's message '1+1'"),
     (FIRST_PART, [USER], "user's message '1+1=?'"),
-    ("", [message("user", [{"type": "text", "text": "1+1=?"}])], "user's message '1+1=?'"),
-    (IF_ELIF, [SYSTEM, message("user", " 1+1=? \n\n")], None), (TEMPLATE, [SYSTEM, USER], None), (FIRST_PART, [message("user", [{"text": "1+1=?"}])], None),
-    (IF_ELIF, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("user", "2?")], None),
-    (IF_ELIF, [USER, message("assistant", ""), message("tool", 'two\n"lines"'), message("user", "é <end> <bos>")], None),
-    (IF_ELIF, [USER, message("assistant", None), message("tool", '"a\nb"'), message("user", 'write "a\nb" 1+1=?')], None),
-    ("", [message("developer", "Be brief."), USER], None),
+    (KNOWN_ROLES, [SYSTEM, message("user", " 1+1=? \n\n")], None), (FIRST_PART, [message("user", [{"text": "1+1=?"}])], None),
+    (KNOWN_ROLES, [USER, message("assistant", "<think>\n1+1\n</think>\n\n2"), message("tool", 'two\n"lines"'), message("user", "é <bos>")], None),
+    (KNOWN_ROLES, [USER, message("assistant", None), USER], None), (None, [message("developer", "Be brief."), USER], None),
 ])
 def test_a_message_that_the_rendered_prompt_leaves_out_is_one_line(chat_tokenizer, template, messages, lost):
-    chat_tokenizer.chat_template = template or None
+    chat_tokenizer.chat_template = template
     if lost is None:
         encode_prompt(chat_tokenizer, messages)
     else:
@@ -196,16 +150,14 @@ def test_an_assistants_message_may_have_parts():
             load_examples([{"prompt": "p", "completion": completion}])
 
 
-def test_a_prompt_may_have_the_character_that_marks_special_tokens(chat_tokenizer):
-    assert encode_prompt(chat_tokenizer, "a\ufdd0b") == encode_prompt(chat_tokenizer, "ab")
-
-
 def test_a_prompt_that_ends_with_the_assistant_has_no_other_completion():
     prompt = [USER, message("assistant", "It is")]
     assert load_examples([{"prompt": prompt}, {"prompt": prompt, "completion": "It is"}]) == [
         {"prompt": [USER], "completion": "It is"}] * 2
-    with pytest.raises(ValueError, match=r"dataset: example 1: a completion, and a prompt that ends with one; leave one out$"):
-        load_examples([{"prompt": prompt, "completion": " 2"}])
+    for given in prompt, [USER, message("assistant", None)]:
+        with pytest.raises(ValueError, match=r"dataset: example 1: a completion, and a prompt that ends with one; leave one out$"):
+            load_examples([{"prompt": given, "completion": " 2"}])
+    assert load_examples([{"prompt": prompt, "answer": "so\n#### 2"}]) == [{"prompt": [USER], "completion": "It is", "answer": "2"}]
 
 
 def test_an_instruction_goes_before_the_prompt_or_into_the_first_message():

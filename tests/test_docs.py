@@ -93,11 +93,6 @@ def test_every_reason_to_skip_a_test_is_in_the_table_of_the_contributing_page():
     assert set(re.findall(r"`(.*?)`", " ".join(rows))) == found
 
 
-def test_the_page_of_all_flags_is_what_config_says():
-    page = runpy.run_path(str(ROOT / "docs/make_configuration.py"))["page"]()
-    assert (ROOT / "docs/configuration.md").read_text() == page, "run python docs/make_configuration.py"
-
-
 def test_every_figure_is_drawn_and_shown_and_the_curves_numbers_are_in_the_text(monkeypatch):
     module = runpy.run_path(str(ROOT / "docs/figures.py"))
     kept, drawn = ROOT / "docs/figures", []

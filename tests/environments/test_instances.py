@@ -285,5 +285,3 @@ def test_what_reset_returns_has_a_place_in_every_form_of_prompt(tokenizer, setti
         (conversation,) = start_conversations(tokenizer, cls, [{"prompt": prompt}], settings, [1])
         assert tokenizer.decode(encode_prompt(tokenizer, conversation.prompt)).rstrip().removesuffix("assistant:").endswith("Go. It is dark." + "\n" * (prompt is chat))
     assert chat[-1]["content"] == "Go."
-    with pytest.raises(RunError, match="for a prompt that was cut; pass --long_prompts drop"):
-        start_conversations(tokenizer, cls, [{"prompt": [5, 6, 7]}], settings, [1])

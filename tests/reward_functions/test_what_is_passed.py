@@ -20,7 +20,6 @@ from reward_functions.calling import Reports, RewardError
 from reward_functions.loading import load_reward_function
 from runs.groups import join, select
 from runs.folder import read_jsonl
-from sources.training_data import truncate_prompt
 from train import grpo_training_step
 
 
@@ -78,14 +77,6 @@ def test_completions_annotated_as_token_ids_are_token_ids(annotation):
     assert score(names["f"], *"abcd") == [[1.0, 7.0], [13.0, 19.0]]
     exec("def g(completions: list[str], **columns):\n    return [float(len(c)) for c in completions]", names)
     assert score(names["g"], *"abcd") == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_a_truncated_prompt_is_passed_as_it_was_and_completions_keep_its_format(tokenizer):
-    chat = [{"role": "user", "content": "a long question"}]
-    example = truncate_prompt({"prompt": chat, "answer": "1"}, tokenizer, limit=4)
-    assert len(example["prompt"]) == 4
-    assert score(lambda completions, prompts, **kwargs: [float(len(c[0]["content"] + p[0]["content"])) for c, p in
-                                                         zip(completions, prompts)], "a", "bb", examples=[example]) == [[16, 17]]
 
 
 def test_trainer_state_counts_the_steps_of_grpo(tmp_path):

@@ -1,16 +1,16 @@
-"""Examples of a run: nothing held out is trained on, and prompts that are too long are dropped or cut."""
+"""Examples of a run: nothing held out is trained on, and prompts that are too long are dropped."""
 
-import json
 import random
 
 import pytest
 from conftest import start_run
 from test_data import GSM8K, data_of, write_lines
 
-import train
-from config import ModelConfig
+from config import Config, ModelConfig
 from engine.policy import load_any_policy, save_any_policy
 from sources.batches import prompt_key
+from sources.training_data import fit_prompts
+from test_chat_template import published
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path):
@@ -74,34 +74,35 @@ def test_gsm8k_is_never_both_trained_and_tested_on():
     assert not {prompt_key(e["prompt"]) for e in aside} & {prompt_key(e["prompt"]) for e in held_out}
 
 
-@pytest.mark.parametrize("policy", ["drop", "truncate"])
-def test_long_prompts_are_dropped_or_cut_on_the_left_and_counted(tmp_path, capsys, policy):
-    file = tmp_path / "data.jsonl"
-    rows = [{"prompt": f"{'x' * (50 * (i % 2))}{i}+1=?", "answer": str(i + 1)} for i in range(8)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    limit = ["--max_prompt_length", "20", "--long_prompts", policy]
-    run = start_run(tmp_path, "--use_grpo", "--cold_start_steps", "0", "--dataset", str(file), *limit)
-    printed, longest = capsys.readouterr().out, {"drop": 6, "truncate": 20}[policy]                    # of those that are left, with BOS
-    assert f"4 of 8 prompts have more than 20 tokens: {policy}" in printed and run.longest_prompt == longest
-    if policy == "drop":
-        assert [e["answer"] for e in run.train_set] == ["1", "3", "5", "7"]
-    else:
-        assert [len(e["prompt"]) for e in run.train_set if isinstance(e["prompt"], list)] == [20] * 4
-        assert run.tokenizer.decode(run.train_set[1]["prompt"]).endswith("x1+1=?")
-        train.grpo_training_step(run, run.train_set[:4])
+def test_long_prompts_are_dropped_and_counted(tokenizer):
+    rows = [{"prompt": f"{'x' * (50 * (i % 2))}{i}+1=?"} for i in range(8)]
+    said = []
+    config = Config.of(max_prompt_length=20, long_prompts="drop")
+    assert fit_prompts(rows, tokenizer, config, said.append) == (rows[::2], 6)     # the longest that is left, with BOS
+    assert said == ["4 of 8 prompts have more than 20 tokens: drop"]
+    with pytest.raises(ValueError, match="no prompt is left"):
+        fit_prompts(rows[1::2], tokenizer, config, said.append)
+
+
+def test_prompts_with_special_tokens_are_counted(tokenizer):
+    rows, said = [{"prompt": prompt} for prompt in ("1+1=?", "<|im_end|>?", [{"role": "user", "content": "<bos>"}])], []
+    assert fit_prompts(rows, published("ChatML"), Config(), said.append)[0] == rows
+    assert said == ["2 of 3 prompts have the text of special tokens: it is taken out"]
+    fit_prompts([{"prompt": "<eos>"}], tokenizer, Config(), said.append)
+    assert len(said) == 1, "without a template a text stays as it is"
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start_also_if_prompts_are_cut(tmp_path, held_out):
+def test_a_message_that_the_template_leaves_out_stops_a_run_at_its_start(tmp_path, held_out):
     model, tokenizer = load_any_policy(ModelConfig())
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     save_any_policy(model, tokenizer, tmp_path / "model")
-    rows = [{"prompt": [{"role": "user", "content": f"{'x' * 50}{i}+1=?"}], "completion": str(i + 1)} for i in range(8)]
-    rows[6]["prompt"].insert(0, {"role": "developer", "content": "Add."})
-    paths = [write_lines(tmp_path / name, data) for name, data in (("whole.jsonl", rows), ("good.jsonl", [{"prompt": "1?", "completion": "1"}]))]
+    rows = [{"prompt": [{"role": "user", "content": "1+1=?"}], "completion": "2"} for _ in range(3)]
+    good = write_lines(tmp_path / "good.jsonl", [{"prompt": "1?", "completion": "1"}])
+    rows[0]["prompt"].insert(0, {"role": "developer", "content": "Add."})
+    paths = [write_lines(tmp_path / "whole.jsonl", rows), good]
     with pytest.raises(ValueError, match=r"^the prompt leaves out the developer's message 'Add[.]'"):
-        start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--model_path", str(tmp_path / "model"),
-                  "--max_prompt_length", "20", "--long_prompts", "truncate", "--eval_limit", "8")
+        start_run(tmp_path / "run", "--dataset", paths[held_out], "--eval_dataset", paths[not held_out], "--eval_limit", "8", "--model_path", str(tmp_path / "model"))
 
 
 def test_a_demonstration_longer_than_the_models_positions_is_one_line_before_training(tmp_path):
