@@ -108,7 +108,7 @@ def find_problems(h: History) -> list[str]:
          "rollouts.jsonl why, or take --overlong penalise"),
         ("reward_hacking", h.change("mean_reward") > 0 and h.change(h.right) < -0.01,
          f"the reward rose {h.course('mean_reward')} and {h.right} fell {h.course(h.right)}: {gained} pays "
-         "for something else; run rewards.py --lint, and lower its --reward_weights"),
+         "for something else; see --check, and lower its --reward_weights"),
         ("collapse", fell,
          f"mean_reward fell from {h.best_reward():.2f}, its best, to {h.end('mean_reward'):.2f}: begin a run "
          f"from a checkpoint before that (--model_path), and {smaller_updates}"),

@@ -209,8 +209,8 @@ MAIN = threading.main_thread().ident
 
 # What is counted for itself: the first entry whose function is in the stack. Functions of this project.
 REGIONS = [
-    ("runs/startup_check.py", "check_setup", "start-up check"), ("runs/startup_check.py", "choose_engine", "start-up check"),
-    ("runs/startup_check.py", "check_engine", "start-up check"), ("engine/sampler.py", "prefill", "shared: prefill"),
+    ("runs/startup_check.py", "refuse_wrong_sampler", "start-up check"), ("runs/startup_check.py", "choose_engine", "start-up check"),
+    ("engine/sampler.py", "prefill", "shared: prefill"),
     ("engine/sampler.py", "decode", "shared: decode"), ("engine/sampler.py", "sample_sharing_prompts", "shared: around"),
     ("sample.py", "sample_batch", "plain: sample_batch"), ("train.py", "optimizer_step", "optimiser step"),
     ("train.py", "accumulate_gradients", "training pass"), ("experience.py", "log_probs_of_rollout", "pass without gradient"),

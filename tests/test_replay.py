@@ -107,8 +107,8 @@ def test_what_cannot_be_replayed_is_one_line_of_error(finished, flags, message):
 @pytest.mark.slow
 def test_groups_that_a_function_failed_on_stay_unscored(tmp_path, capsys):
     (tmp_path / "fails.py").write_text(
-        "calls = []\ndef fails(completions, prompts, **columns):\n    calls.append(1)\n"             # call 1: the start-up check
-        "    if len(calls) > 1 and (len(set(prompts)) > 1 or int(prompts[0][-3]) % 2):\n        raise ValueError('no')\n"
+        "def fails(completions, prompts, **columns):\n"
+        "    if len(set(prompts)) > 1 or int(prompts[0][-3]) % 2:\n        raise ValueError('no')\n"
         "    return [len(c) / 9 for c in completions]\n")
     folder = tmp_path / "run"
     train.main([*QUICK, *f"--use_grpo --output_dir {folder} --reward_functions reasoning_coherence {tmp_path}/fails.py:fails "

@@ -19,7 +19,7 @@ from config import PROFILES
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {                    # with a mistyped flag
-    "train.py": ["--learning-rat", "1"], "infer.py": ["--chat", "--envronment", "x"], "rewards.py": ["--lint", "--datset", "x"]}
+    "train.py": ["--learning-rat", "1"], "infer.py": ["--chat", "--envronment", "x"]}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
