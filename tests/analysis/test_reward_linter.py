@@ -1,5 +1,6 @@
 """The linter finds the flaws it looks for, among them those of published rewards."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,9 @@ from conftest import QUICK
 import train
 from analysis.reward_linter import EXAMPLES, completions_of, lint
 from config import GRPOConfig
-from reward_functions.loading import BUILT_IN, load_reward_function
+from reward_functions.loading import load_reward_function
 from rewards import correctness
 from sources import load_examples
-from test_rewards import needs_math_verify
 
 ROOT = Path(__file__).parents[2]
 SUMS = load_examples("arithmetic", limit=4)
@@ -107,28 +107,28 @@ def test_bugs_of_published_rewards_are_named(linted, tmp_path, name):
     assert any(expected in flag for flag in flags), flags
 
 
+def test_check_prints_the_table_in_the_docs(capsys, monkeypatch):
+    page = (ROOT / "docs/rewards.md").read_text().partition("## Points of right")[2].partition("\n## ")[0]
+    command = re.search(r"^ {4}python train.py (.*)$", page.replace("\\\n        ", ""), re.M)[1]
+    monkeypatch.chdir(ROOT)
+    train.main(command.split())
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) > 5 and "\n".join(table) in page
+
+
 def check(capsys, folder, *flags):
     train.main([*QUICK, "--use_grpo", "--check", "--output_dir", str(folder / "run"), *flags])
     assert not (folder / "run").exists()
     return capsys.readouterr().out
 
 
-@needs_math_verify
-def test_check_prints_the_table_in_the_docs(capsys, tmp_path):
-    page = (ROOT / "docs/rewards.md").read_text().partition("## Points of right")[2].partition("\n## ")[0]
-    others = "countdown", "environment", "none", "json_format"       # data of its own, points that are not from texts, needs jsonschema
-    functions = [name for name in BUILT_IN if name not in others]
-    printed = check(capsys, tmp_path, "--dataset", str(ROOT / "docs/reward_examples.jsonl"), "--eval_limit", "0", "--reward_functions", *functions)
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert len(rows) > 5 and set(rows) <= set(printed.splitlines())
-    assert printed.endswith("the start-up check is ok\n")
-
-
 def test_check_scores_as_many_examples_as_it_says_and_none_of_conversations(capsys, tmp_path):
-    (tmp_path / "own.py").write_text("def count(completions, **columns):\n    print('called with', len(completions))\n    return [0.0] * len(completions)\n")
-    assert f"called with {6 * EXAMPLES}\n" in check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
-    assert "| points |" not in check(capsys, tmp_path, "--environment", "calculator", "--max_turns", "2", "--reward_functions", "environment")
+    (tmp_path / "own.py").write_text(
+        "def count(completions, **columns):\n    print('called with', len(completions))\n    return [0.0] * len(completions)\n"
+        "def fussy(completions, **columns):\n    raise KeyError('level')\n")
+    printed = check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:count")
+    assert printed.count("called with") == 1 and f"called with {6 * EXAMPLES}\n" in printed and printed.endswith("the start-up check is ok\n")
+    assert "| points |" not in check(capsys, tmp_path, *"--environment calculator --max_turns 2 --reward_functions environment".split())
     with pytest.raises(SystemExit) as stop:
-        (tmp_path / "raises.py").write_text("def fussy(completions, **columns):\n    raise KeyError('level')\n")
-        check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/raises.py:fussy")
+        check(capsys, tmp_path, "--reward_functions", f"{tmp_path}/own.py:fussy")
     assert stop.value.code == 1 and "reward function fussy raised KeyError: 'level'" in capsys.readouterr().err
