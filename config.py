@@ -281,7 +281,7 @@ class TrainingConfig:
         "aggressive; empty: demo (demo_supervised without use_grpo) if model_path is empty, else none")
     output_dir: str = flag("", "run folder; empty: outputs/<time>")
     resume: bool = flag(False, "continue the run in output_dir from its last checkpoint, with its settings")
-    check: bool = flag(False, "run the start-up check, print all of it, and stop")
+    check: bool = flag(False, "check the set-up, print the points of right and wrong completions, and stop")
     seed: int = flag(0, "seed of weights, data order, sampling and global random numbers", ge=0, le=2**32 - 1)
     num_epochs: float = flag(3, "passes over the examples; dynamic_sampling may add some", gt=0, le=10**6)
     max_steps: int = flag(

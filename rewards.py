@@ -11,7 +11,7 @@ so the functions here return 0 or None and never raise. All functions share the 
 Others, and what calls functions of users safely (timeout, async, names of TRL), are in reward_functions/.
 
     python train.py --use_grpo --reward_functions correctness mine.py:short
-    python rewards.py --lint --reward_functions correctness mine.py:short --dataset data.jsonl
+    python train.py --use_grpo --check --reward_functions correctness mine.py:short --dataset data.jsonl
 
 The second command shows the points of right, wrong, empty and cheating completions. P prompts, G completions
 of each, B = P*G with those of a prompt adjacent, T tokens.
@@ -19,7 +19,6 @@ of each, B = P*G with those of a prompt adjacent, T tokens.
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
@@ -243,7 +242,5 @@ def name_of(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-if __name__ == "__main__":                                # rewards.py --lint
-    from analysis.lint_command import run_command_line
-
-    run_command_line(sys.argv[1:])
+if __name__ == "__main__":
+    raise SystemExit("rewards.py: for points of right and wrong completions: train.py --use_grpo --check ...")

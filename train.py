@@ -31,6 +31,7 @@ from runs.command_line import parse_config  # first, see runs/__init__.py
 
 import torch
 
+from analysis.reward_linter import print_points
 from config import Config, DataConfig, GRPOConfig, ModelConfig, TrainingConfig
 from engine.devices import shutdown
 from engine.errors import require
@@ -280,11 +281,14 @@ def take_and_log_step(run: Run, take_step: Callable) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Parse the flags, set up and check the run; then train, unless --check asks for the check alone."""
+    """Parse the flags and set up the run; then train, or with --check print points of its rewards."""
     with exit_on_errors(mistakes=(ValueError, OSError)):
         run = set_up(parse_config(argv))
-    if not run.config.training.check:
-        with exit_on_errors():
+    with exit_on_errors():
+        if run.config.training.check:
+            print_points(run)
+            run.console.print("the start-up check is ok")
+        else:
             learn(run)
     shutdown()
 

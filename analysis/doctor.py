@@ -76,7 +76,7 @@ def find_problems(h: History, flags: dict) -> list[str]:
          f"that (--model_path), and {smaller_updates}"),
         ("reward_hacking", h.change("mean_reward") > 0 and -h.change(h.right) > fewer_right,
          f"the reward rose {h.course('mean_reward')} and {h.right} fell {h.course(h.right)}: another reward "
-         "function pays for something else; run rewards.py --lint, and lower its --reward_weights"),
+         "function pays for something else; see --check, and lower its --reward_weights"),
         ("length", longer,
          f"completions grew {h.course('completion_tokens', '.0f')} tokens, and no more are right: see in "
          "rollouts.jsonl why, or take --overlong penalise"),

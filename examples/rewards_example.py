@@ -3,7 +3,7 @@ Reward functions of one's own, and their points for some completions.
 
     .venv/bin/python examples/rewards_example.py
     python train.py --use_grpo --reward_functions correctness examples/rewards_example.py:brevity
-    python rewards.py --lint --reward_functions examples/rewards_example.py:closeness
+    python train.py --use_grpo --check --reward_functions examples/rewards_example.py:closeness
 
 A reward function gets lists with one entry per completion: the completions, and the columns of the data that
 its parameters name. It returns points, and None where it cannot score.

@@ -29,9 +29,7 @@ from runs.checkpoint import latest_checkpoint, read_state
 from runs.folder import RunFolder
 from runs.phases import plan_phases
 from runs.run import Run
-from runs.startup_check import (
-    INSTEAD, check_engine, check_head, check_setup, choose_engine, refuse_broken, shortened,
-)
+from runs.startup_check import choose_engine, refuse_wrong_head, refuse_wrong_sampler
 from sample import stop_token_ids
 from sources.readers import SUFFIXES
 from sources.training_data import (
@@ -95,36 +93,28 @@ def validate_grpo_setup(
 
 
 def start_up_check(
-    policy, tokenizer, examples: list[dict], config: Config, reward_functions: list, ranks: Ranks,
-    make_engine: Callable | None, teacher, longest_prompt: int, notify: Callable,
+    policy, tokenizer, examples: list[dict], config: Config, ranks: Ranks, make_engine: Callable | None,
+    teacher, longest_prompt: int, notify: Callable,
 ) -> Engine:
-    """Run the start-up check and print its notes; with --check, print all results. Return the run's engine.
+    """Return the run's engine. Raises ValueError if it would sample or score wrongly.
 
     make_engine, teacher  engine and reference of set_up
-    raises  ValueError if a check failed, RunError if a reward function raised
     """
-    training = config.training
-    grpo = config.grpo if training.use_grpo else config.grpo.with_supervised_loss
-    max_tokens = training.max_tokens_per_forward
+    max_tokens, grpo = config.training.max_tokens_per_forward, config.grpo
+    prompts = [example["prompt"] for example in examples[:2]]
     plain = Engine(policy, tokenizer, max_tokens=max_tokens)
     with plain.sampling():
-        prompts = [example["prompt"] for example in examples[:2]]
-        inner, packing = choose_engine(plain, ranks, prompts, grpo, longest_prompt)
-        of_teacher = []
+        engine, note = choose_engine(plain, ranks, prompts, grpo, longest_prompt)
+        rollout = refuse_wrong_sampler(engine, prompts)
         if teacher is not None:
-            rollout = inner.sample(prompts[:1], shortened(grpo), seed=0, num_completions=2)
             rows = Engine(teacher, tokenizer, max_tokens=max_tokens)
             with plain.on_device(teacher), rows.sampling():
-                of_teacher = [check_head(rows, rollout, "teacher")]
-                if inner.shares_prompts:
-                    other, packing = choose_engine(rows, ranks, prompts, grpo, longest_prompt)
-                    inner = inner if other.shares_prompts else plain
-        found = check_setup(inner, examples, grpo, reward_functions, more_rows=training.check)
-        findings = [*found, packing, *of_teacher]
-    ours = packing.fix and not config.model.model_path    # the built-in model can be packed
-    if packing.ok is None and (ours or grpo.engine == "shared"):
-        packing.ok, packing.found = False, packing.found.removesuffix(INSTEAD)
-    engine = inner
+                refuse_wrong_head(rows, rollout, "teacher")
+                if engine.shares_prompts:
+                    other, note = choose_engine(rows, ranks, prompts, grpo, longest_prompt)
+                    engine = engine if other.shares_prompts else plain
+    if note:
+        notify(f"  note   {note}")
     if make_engine:
         engine = make_engine(policy, tokenizer, max_tokens=max_tokens)
         if not isinstance(engine, Engine):
@@ -133,18 +123,7 @@ def start_up_check(
         from engine.vllm_engine import VLLM
 
         length = longest_prompt + grpo.generation_max_length
-        engine = VLLM(inner, max_length=length, memory=grpo.engine_memory)
-    if engine is not inner:
-        findings = [finding for finding in findings if finding.name != "sampler"]     # that does not sample
-        findings.append(check_engine(engine, ranks, examples, grpo))
-    for finding in findings:
-        is_note = finding.ok is not True and finding.name != "first prompt"
-        if training.check or is_note:
-            mark = {True: "ok", False: "BROKEN", None: "note"}[finding.ok]
-            notify(f"  {mark:<6} {finding.name:<12} {finding.found}")
-    refuse_broken(findings)
-    agreements = ", ".join(f"{f.name} ok" for f in findings if f.ok)
-    notify(f"start-up check: {agreements}")
+        engine = VLLM(engine, max_length=length, memory=grpo.engine_memory)
     return engine
 
 
@@ -227,7 +206,7 @@ def set_up(
         validate_reference(reference, policy, tokenizer, config)
         ranks.agree(replicated_sums("reference", reference))
     engine = start_up_check(
-        policy, tokenizer, train_set, config, functions, ranks, engine, reference, longest, console.print)
+        policy, tokenizer, train_set, config, ranks, engine, reference, longest, console.print)
     run = Run(
         config, folder, device, tokenizer, functions, environment, train_set, eval_set, phases, ranks, engine,
         make_optimizer=optimizer, teacher=reference,

@@ -1,6 +1,7 @@
 """--chat_template and --chat_template_kwargs, with a template that thinks as Qwen 3's does."""
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from data import encode_demonstration, encode_prompt, without_special_tokens
 from environments.messages import encode_reply
 from engine.policy import load_any_tokenizer, save_any_policy
 from model import byte_tokenizer
-from runs.startup_check import check_tokens
+from runs.startup_check import refuse_wrong_tokens
 from runs.folder import read_jsonl
 
 # As Qwen 3's: thoughts of turns before the last question are left out, a turn without thoughts gets empty ones, and
@@ -205,11 +206,11 @@ def test_prompts_of_published_templates_are_those_of_transformers_and_pass_the_c
     ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     for prompt, own in zip(prompts, ids, strict=True):
         assert own == tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    (found,) = [f for f in check_tokens(ARCHITECTURES["qwen3"](), tokenizer, ids) if f.name == "BOS"]
-    assert found.ok, found.found
-    twice = [[tokenizer.bos_token_id, *own] for own in ids]
-    (found,) = [f for f in check_tokens(ARCHITECTURES["qwen3"](), tokenizer, twice) if f.name == "BOS"]
-    assert found.ok is (ids[0][0] != tokenizer.bos_token_id), "a BOS before a template that begins with one"
+    model = ARCHITECTURES["qwen3"]()
+    refuse_wrong_tokens(model, tokenizer, ids)
+    begins_with_bos = ids[0][0] == tokenizer.bos_token_id
+    with pytest.raises(ValueError, match="two BOS") if begins_with_bos else nullcontext():
+        refuse_wrong_tokens(model, tokenizer, [[tokenizer.bos_token_id, *own] for own in ids])
 
 
 @pytest.mark.parametrize("demonstration", [" \n18", "so:\n\n18\n\n"])

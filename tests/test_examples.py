@@ -15,7 +15,7 @@ from conftest import exhaustive
 
 import train
 from analysis.reward_linter import lint
-from config import ModelConfig
+from config import GRPOConfig, ModelConfig
 from engine.policy import load_any_policy, save_any_policy
 from environments import OPEN
 from reward_functions.loading import load_reward_function
@@ -101,7 +101,7 @@ def test_the_rewards_of_the_pretrained_model_take_nothing_but_the_form_asked_for
     assert person(texts, name=["Tom"] * 6, age=["5"] * 6) == [1.0] + [0.0] * 5
 
 
-def test_the_reward_functions_give_what_they_say_and_pass_the_linter():
+def test_the_reward_functions_give_what_they_say_and_pass_the_linter(model, tokenizer):
     done = subprocess.run(
         [sys.executable, EXAMPLES / "rewards_example.py"], capture_output=True, text=True, check=True,
         env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)})
@@ -109,8 +109,9 @@ def test_the_reward_functions_give_what_they_say_and_pass_the_linter():
     brevity, closeness = (load_reward_function(f"{EXAMPLES}/rewards_example.py:{name}") for name in ("brevity", "closeness"))
     assert brevity(["<answer>5</answer>"], answer=[None]) == [None]
     assert closeness(["<answer>nan</answer>", "<answer>5</answer>", "5"], answer=["1", None, "5"]) == [0.0, None, 0.0]
+    config = GRPOConfig(reward_functions=["correctness", "own"], reward_weights=[1.0, 1.0])
     for function in brevity, closeness:
-        assert lint([correctness, function], [1.0, 1.0], load_examples("arithmetic", limit=8))[1] == []
+        assert lint([correctness, function], config, load_examples("arithmetic", limit=8), model, tokenizer)[1] == []
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from conftest import ARCHITECTURES, PROMPTS, WITH_TOWERS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from runs.startup_check import check_setup, choose_engine
+from runs.startup_check import choose_engine, refuse_wrong_sampler
 from config import ModelConfig
 from engine import make_engine
 from engine.adapters import merged_copy
@@ -21,12 +20,6 @@ from engine.text_model import text_model
 from engine.recomputation import recompute_activations
 from engine.policy import make_reference, load_any_policy, move, moved_to, save_any_policy, blend_reference
 from engine.precision import round_frozen_weights, with_precision
-from rewards import correctness
-
-EXAMPLES = [
-    {"prompt": "47+85=?", "answer": "132", "completion": "<reasoning>7+5=12</reasoning><answer>132</answer>"},
-    {"prompt": "1+1=?", "answer": "2"},
-]
 
 
 def test_every_architecture_comes_back_from_disk_and_passes_the_check(architecture, tokenizer, settings, tmp_path):
@@ -41,12 +34,10 @@ def test_every_architecture_comes_back_from_disk_and_passes_the_check(architectu
     assert loaded_tokenizer.pad_token_id == tokenizer.eos_token_id
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     assert not loaded.training and next(loaded.parameters()).dtype == torch.float32
-    config = replace(settings, reward_functions=["correctness"])
-    plain, prompts = make_engine("plain", loaded, loaded_tokenizer), [example["prompt"] for example in EXAMPLES]
-    engine, packing = choose_engine(plain, Ranks(), prompts, config)
-    findings = {f.name: f for f in [*check_setup(engine, EXAMPLES, config, [correctness]), packing]}
-    assert all(finding.ok is not False for finding in findings.values()), findings
-    assert findings["packing"].ok and findings["sampler"].ok and findings["head"].ok
+    plain, prompts = make_engine("plain", loaded, loaded_tokenizer), ["47+85=?", "1+1=?"]
+    engine, note = choose_engine(plain, Ranks(), prompts, settings)
+    assert engine.shares_prompts, note
+    refuse_wrong_sampler(engine, prompts)
 
 
 def test_a_head_of_its_own_in_the_files_of_a_config_that_ties_it_is_kept_as_transformers_keeps_it(tokenizer, tmp_path):

@@ -38,8 +38,8 @@ def test_several_updates_per_rollout_count_as_so_many_steps_and_end_on_time(tmp_
 def test_a_wrong_sampler_ends_the_run_in_the_first_update_that_forwards_a_row(tmp_path, monkeypatch, capsys, flags):
     """Log-probabilities are shifted from the second rollout on; with {tied} from the first, of which all groups are tied."""
     (tmp_path / "tied.py").write_text(
-        "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"          # call 1: the start-up check
-        "    return [float(len(calls) > 2 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
+        "calls = []\ndef tied(completions, prompts, **columns):\n    calls.append(1)\n"
+        "    return [float(len(calls) > 1 and p == prompts[0] and len(c)) for c, p in zip(completions, prompts)]\n")
     real, rollouts = runs.run.sample_completions, []
 
     def sampler(*args, **options):

@@ -153,7 +153,7 @@ def test_weights_that_are_not_sent_end_the_run(tmp_path, monkeypatch, capsys, le
 
     def incomplete(model, **options):
         calls.append(1)
-        missing = when == "at the start" or len(calls) > 2            # 1: start-up check, 2: evaluation
+        missing = when == "at the start" or len(calls) > 1            # 1: evaluation
         return ((name, tensor) for name, tensor in whole(model, **options) if not (missing and name == left_out))
 
     monkeypatch.setattr(vllm_engine, "checkpoint_weights", incomplete)
@@ -193,7 +193,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     flags = [*RUN, "--cold_start_steps", "1", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2"]
     whole = run_train(*flags, "--learning_rate", "1e-3", "--keep_checkpoints", "9", "--output_dir", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
-    assert "engine ok" in whole.stdout and "Traceback" not in whole.stderr
+    assert "Traceback" not in whole.stderr
     steps = [line for line in metrics_of(tmp_path / "whole") if line["phase"] == "grpo"]
     assert len(steps) == 4 and all(abs(line["engine_ratio"] - 1) < 1e-4 and line["engine_deviation"] < 1e-4 for line in steps)
     shutil.copytree(tmp_path / "whole", tmp_path / "half")

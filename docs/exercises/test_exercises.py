@@ -147,5 +147,5 @@ def test_6_right_number():
         assert points(text) == 0, f"{name} earns {points(text)}, and should earn 0: {text[:60]!r}"
     assert points("<answer>nan</answer>", "nan") == 0, "two unreadable answers are not equal answers"
     example = {"prompt": "7+65=?", "answer": "72", "completion": "<reasoning>65+7=72</reasoning><answer>72</answer>"}
-    flags = flags_of({kind: points(text) for kind, text in completions_of(example).items()}, is_total=True)
+    flags = flags_of({kind: points(text) for kind, text in completions_of(example).items()})
     assert flags == [], f"the reward linter finds: {flags}"

@@ -3,12 +3,13 @@
 import importlib.util
 import inspect
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from conftest import made_up_rollout
 from test_rewards import call_and_score, needs_math_verify
 
-from analysis.reward_linter import texts_as_rollout
 from reward_functions.loading import BUILT_IN, missing_columns, require_columns
 from reward_functions.sandbox import run_python
 
@@ -33,7 +34,7 @@ def test_every_function_that_reads_a_column_has_a_line_of_data_that_it_can_score
     if name == "json_format":
         example["schema"] = None                          # it needs jsonschema
     if example and (name != "passes_tests" or run_python("").ok):
-        rollout = texts_as_rollout(["<reasoning>so</reasoning><answer>17</answer>"])
+        rollout = replace(made_up_rollout([2], [3]), completions=["<reasoning>so</reasoning><answer>17</answer>"])
         points, _ = call_and_score([function], [1.0], rollout, [example])
         assert points.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""The reward functions of others in foreign_rewards.py, unchanged: linted, and trained with for a step."""
+"""The reward functions of others in foreign_rewards.py, unchanged, trained with for a step."""
 
 import json
 import math

@@ -237,11 +237,8 @@ def test_in_another_thread_signals_are_left_alone():
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once_with_one_line(tmp_path):
-    slow = tmp_path / "slow.py"                           # the start-up check scores too: quick until the folder is there
-    slow.write_text(
-        "import os, time\ndef wait(completions, **columns):\n"
-        f"    time.sleep(60 * os.path.exists({str(tmp_path / 'run')!r}))\n    return [0.0] * len(completions)\n"
-    )
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ndef wait(completions, **columns):\n    time.sleep(60)\n")
     flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--reward_functions", f"{slow}:wait",
              "--cold_start_steps", "2", "--eval_limit", "0", "--save_steps", "1"]
     process = Program("train.py", *flags)

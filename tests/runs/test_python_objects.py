@@ -78,7 +78,7 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_sa
             raise KeyboardInterrupt
         return shorter(completions, **columns)
 
-    stop_at_two.__name__, stop_at_two.calls, stop_at_two.limit = "shorter", 0, 4    # start-up check, evaluation, two steps
+    stop_at_two.__name__, stop_at_two.calls, stop_at_two.limit = "shorter", 0, 3    # evaluation, two steps
     with pytest.raises(KeyboardInterrupt):
         train.train(config_of(tmp_path / "run", max_steps=4), reward_functions=[stop_at_two], dataset=EXAMPLES)
     again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))

@@ -121,9 +121,8 @@ def test_any_error_in_a_step_saves_first_and_no_step_is_lost_or_counted_twice(
 @pytest.mark.slow
 def test_a_reward_function_that_raises_may_be_left_out(tmp_path):
     (tmp_path / "fussy.py").write_text(
-        "calls = []\ndef later(completions, **columns):\n    calls.append(1)\n"         # not in the start-up check
-        "    return [0.0 / (len(calls) == 1)] * len(completions)\n")
-    flags = f"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions {tmp_path}/fussy.py:later --reward_errors none"
+        "def always(completions, **columns):\n    raise KeyError('always')\n")
+    flags = f"--use_grpo --cold_start_steps 0 --max_steps 1 --eval_limit 0 --reward_functions {tmp_path}/fussy.py:always --reward_errors none"
     (line,) = read_jsonl(run_folder(tmp_path / "run", *flags.split()) / "metrics.jsonl")
     assert line["unscored"] == 1.0 and line["mean_reward"] is None and line["grad_norm"] == 0.0
 

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUICK, run_folder, start_run
+from conftest import run_folder, start_run
 from forked import Ranks
 
 import train
-from config import Config, ModelConfig
-from engine import shared
-from engine.errors import CannotShare
-from engine.policy import load_any_policy, save_any_policy
+from config import Config
 from runs.setup import compare_settings, config_on_device
 
 
@@ -60,14 +57,6 @@ def test_resuming_says_what_changed_and_refuses_what_does_not_fit(tmp_path, caps
     assert (folder / "metrics.jsonl").read_bytes() == before[folder / "metrics.jsonl"]
 
 
-def test_check_prints_and_stops(tmp_path, capsys):
-    train.main(["--use_grpo", "--check", "--engine", "shared", "--output_dir", str(tmp_path / "out")])
-    printed = capsys.readouterr().out
-    for word in "BOS", "stop ids", "head", "sampler", "packing", "gold 1.30":
-        assert word in printed
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp_path, capsys):
     assert start_run(tmp_path).config.training.max_tokens_per_forward == 2048
     assert "passes of up to 2048 tokens" in capsys.readouterr().out
@@ -75,50 +64,6 @@ def test_the_tokens_of_a_forward_pass_are_chosen_by_device_printed_and_saved(tmp
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n, "completion": "y"}) + "\n" for n in (3, 1500)))
     long = start_run(tmp_path / "long", "--dataset", str(tmp_path / "long.jsonl"), "--max_prompt_length", "1600")
     assert long.config.training.max_tokens_per_forward == long.folder.config.training.max_tokens_per_forward == 2 * 1501
-
-
-def test_a_packing_fault_ends_a_run_of_the_built_in_model(tmp_path, monkeypatch, capsys):
-    """The first token of a completion is predicted from the wrong place, in packs alone."""
-    real = shared.pack_groups
-
-    def wrong_predictor(*args):
-        batch = real(*args)
-        batch.predictor[:, 0] = 0
-        return batch
-
-    monkeypatch.setattr(shared, "pack_groups", wrong_predictor)
-    flags = [*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--max_steps", "1"]
-    with pytest.raises(SystemExit) as stop:
-        train.main(flags)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and "start-up check: packing: off: packed and plain rows differ by" in error
-    assert "engine/packing.py" in error and not (tmp_path / "run/metrics.jsonl").exists()
-    assert "plain rows instead" not in error and "--engine plain does without" in error
-    train.main([*flags, "--check", "--engine", "plain"])
-    assert "ok     plain rows   a row for each completion" in capsys.readouterr().out
-    model, tokenizer = load_any_policy(ModelConfig())
-    save_any_policy(model, tokenizer, tmp_path / "model")     # another one may have layers that carry state
-    train.main([*flags, "--check", "--model_path", str(tmp_path / "model")])
-    assert "note   packing      off: packed and plain rows differ by" in capsys.readouterr().out
-
-    def cannot(*args):
-        raise CannotShare("a layer with state")
-
-    monkeypatch.setattr(shared, "pack_groups", cannot)
-    train.main([*flags, "--check"])
-    assert "note   packing      off: a layer with state; plain rows instead" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        train.main([*flags, "--check", "--engine", "shared", "--model_path", str(tmp_path / "model")])
-    assert stop.value.code == 2 and "packing: off: a layer with state; " in capsys.readouterr().err
-
-
-def test_another_error_of_the_shared_engine_ends_the_run(tmp_path, monkeypatch):
-    def broken(*args):
-        raise RuntimeError("FlashAttention only supports newer GPUs")
-
-    monkeypatch.setattr(shared, "pack_groups", broken)
-    with pytest.raises(RuntimeError, match="newer GPUs"):
-        train.main([*QUICK, "--output_dir", str(tmp_path / "run"), "--use_grpo", "--engine", "shared"])
 
 
 @pytest.mark.slow
