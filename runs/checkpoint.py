@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, step: int, model, tokenizer, reference, state
 
     write_folder(folder / "writing", target, write)
     if is_main():
-        for old in sorted(path for path in folder.glob("step-*") if path <= target)[:-keep]:
+        for old in sorted(folder.glob("step-*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return target
 

@@ -122,7 +122,26 @@ def test_a_reference_is_saved_beside_the_model_unless_it_is_an_adapter_and_old_c
     assert saved == [(model, "writing", ["bias", "weight"])] * 3 + [
         (reference, "reference", ["weight"]), (model, "writing", ["bias", "weight"]), (reference, "reference", ["weight"])]
     kept = sorted((tmp_path / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-00000003", "step-00000003+"], "of a step that was saved twice both"
-    assert all((path / "reference").is_dir() for path in kept)
-    written = checkpoint.write_checkpoint(tmp_path / "checkpoints", 2, model, None, None, STATE, keep=1)
-    assert written.exists() and len(list((tmp_path / "checkpoints").iterdir())) == 3, "damaged ones of later steps take no place"
+    assert [path.name for path in kept] == ["step-00000002", "step-00000003"], "the newest ones, of each step the last"
+    assert (kept[1] / "reference").is_dir() and not (kept[0] / "reference").exists()
+
+
+def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    def write(text):
+        checkpoint.write_folder(folder / "writing", target, lambda partial: partial.mkdir(parents=True) or (
+            torch.save({"text": text}, partial / "state.pt")))
+
+    def killed(path, to, real=Path.rename):
+        if path.name == "writing":
+            raise KeyboardInterrupt
+        return real(path, to)
+
+    folder = tmp_path / "checkpoints"
+    target = folder / "step-00000001"
+    write("first")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        write("second")
+    assert checkpoint.read_state(checkpoint.latest_checkpoint(tmp_path))["text"] == "first"
+    write("third")
+    assert checkpoint.read_state(target)["text"] == "third"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same, run_folder
+from conftest import assert_same, ctrl_c_after, peaked_reward, run_folder
 from forked import Ranks as Processes
 
 import train
@@ -95,3 +95,18 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_that_names_it_and_the_one_
         latest_checkpoint(tmp_path)
     shutil.rmtree(bad)
     assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_the_policy_with_the_highest_held_out_score_is_kept(tmp_path):
+    """Its score is highest at step 3 of GRPO, which is step 4 of all; the run is stopped before and after it."""
+    flags = "--use_grpo --keep_best --cold_start_steps 1 --max_steps 5 --eval_steps 1 --learning_rate 1e-3 --save_steps 1 --keep_checkpoints 9"
+    flags = [*flags.split(), *peaked_reward(tmp_path)]
+    whole = run_folder(tmp_path / "whole", *flags)
+    best, at_4, last = ((whole / name / "model.safetensors").read_bytes() for name in ("best", "checkpoints/step-00000004", "final"))
+    assert best == at_4 != last
+    for step in 2, 5:
+        with ctrl_c_after(step):
+            stopped = run_folder(tmp_path / f"stopped{step}", *flags)
+        train.main(["--output_dir", str(stopped), "--resume"])
+        assert (stopped / "best/model.safetensors").read_bytes() == best

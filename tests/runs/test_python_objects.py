@@ -82,6 +82,9 @@ def test_a_run_from_python_is_resumed_with_the_same_objects_and_ends_with_the_sa
     with pytest.raises(KeyboardInterrupt):
         train.train(config_of(tmp_path / "run", max_steps=4), reward_functions=[stop_at_two], dataset=EXAMPLES)
     again = Config(training=TrainingConfig(output_dir=tmp_path / "run", resume=True))
+    for missing in "reward_functions", "dataset":
+        with pytest.raises(ValueError, match=rf"^--{missing} .*python:\w+.*: a Python object; pass it to train\(\) again$"):
+            train.train(again, **{name: thing for name, thing in objects.items() if name != missing})
     resumed, _ = train.train(again, **objects)
     assert "resuming" in capsys.readouterr().out
     for name, weights in whole.state_dict().items():
@@ -154,6 +157,10 @@ def test_a_run_with_the_optimiser_and_the_teacher_of_the_page_is_resumed_bit_for
     shutil.rmtree(tmp_path / "run/final")
     assert not list((tmp_path / "run/checkpoints").glob("*/reference"))
     again = Config.of(output_dir=str(tmp_path / "run"), resume=True)
+    with pytest.raises(ValueError, match=r"^--reference_path python:.*: a Python object; pass it to train\(\) again$"):
+        train.train(again, reward_functions=[length], optimizer=objects["optimizer"])
+    with pytest.raises(RunError, match=r"^optimizer: this run began with \w+, not AdamW; pass it to train\(\) again$"):
+        train.train(again, reward_functions=[length], reference=objects["reference"])
     resumed, _ = train.train(again, reward_functions=[length], **objects)
     assert "from " + str(tmp_path / "run/checkpoints/step-00000002") in capsys.readouterr().out
     for name, weights in whole.state_dict().items():
@@ -164,8 +171,8 @@ def test_a_teacher_that_does_not_fit_is_refused_in_one_line(tmp_path, model):
     small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1))
     run = dict(use_grpo=True, eval_limit=0, report_to="none", cold_start_steps=0)
     for number, (flags, teacher, message) in enumerate([
-        (dict(use_kl_penalty=False), model, "reference: nothing is compared with it"),
-        (dict(use_kl_penalty=True, reference_mode="ema"), model, "--reference_mode=ema: one that is passed is static"),
+        (dict(use_kl_penalty=False), model, "--reference_path=python:Gemma3ForCausalLM: nothing is compared with it"),
+        (dict(use_kl_penalty=True, reference_mode="ema"), model, "--reference_mode=ema: the model of --reference_path stays"),
         (dict(use_kl_penalty=True), small, "reference: it knows 100 tokens, the tokenizer 263"),
     ]):
         with pytest.raises(ValueError, match=message):
