@@ -24,7 +24,7 @@ from engine.errors import RunError, first_line
 from engine.plain import Engine
 from engine.policy import make_reference, move, save_any_policy
 from engine.ranks import Ranks
-from engine.sharding import forward_pass, full_tensor, replicated_sums
+from engine.sharding import forward_pass, full_tensor
 from experience import Experience, log_probs_of_rollout
 from model import ValueHead
 from rewards import name_of
@@ -211,7 +211,7 @@ class Run:
     def started(self):
         """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
         self.folder.open(self.progress.step)
-        self.require_equal_ranks()
+        self.compare_settings_of_ranks()
         self.save_base_of_adapter()
         with StopOnSignal(self.ranks) as stop, self.folder:
             try:
@@ -276,20 +276,14 @@ class Run:
             self.batches.position = saved["position"]
             if self.value_head is not None:
                 self.value_head.load_state_dict(saved["value_head"])
-        self.require_equal_ranks()
         self.console.print(memory_of(self, phase))        # before the first step
 
-    def require_equal_ranks(self) -> None:
-        """Raise RunError, on all ranks, if their settings, choices or replicated parameters differ."""
-        choices = dict(self.config.flags)
+    def compare_settings_of_ranks(self) -> None:
+        """Raise RunError, on all ranks, if their settings or numbers of examples differ."""
+        settings = dict(self.config.flags)
         for name in "output_dir", "model_path", "dataset", "eval_dataset", "reward_functions", "environment":
-            del choices[name]                             # paths, of which each machine may have its own
-        choices |= {"engine in use": type(self.engine).__name__, "examples": len(self.train_set)}
-        sums: dict[str, float] = {}
-        for name in "model", "reference", "value_head":
-            module = getattr(self, name)
-            sums |= replicated_sums(name, module) if isinstance(module, torch.nn.Module) else {}
-        self.ranks.agree({name: str(value) for name, value in choices.items()} | sums)
+            del settings[name]                            # paths, of which each machine may have its own
+        self.ranks.agree(settings | {"examples": len(self.train_set)})
 
     def end_phase(self) -> None:
         """Advance to the next phase. The last one stays, for a run that is resumed with more steps."""

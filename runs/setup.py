@@ -23,7 +23,7 @@ from engine.policy import check_context_length, load_any_policy, load_any_tokeni
 from engine.precision import resolve_precision
 from engine.ranks import Ranks
 from engine.reference import compare_tokenizers, load_reference, load_teacher, validate_reference
-from engine.sharding import replicated_sums, shard
+from engine.sharding import shard
 from reward_functions.loading import as_name, load_reward_function, refuse_equal_names, require_columns
 from runs.checkpoint import latest_checkpoint, random_states, read_state, set_random_states
 from runs.folder import RunFolder
@@ -230,7 +230,6 @@ def set_up(
         reference = load_teacher(config, policy)
     if reference is not None:
         validate_reference(reference, policy, tokenizer, config)
-        ranks.agree(replicated_sums("reference", reference))
     engine = start_up_check(
         policy, tokenizer, train_set, config, functions, ranks, engine, reference, longest, console.print)
     run = Run(
