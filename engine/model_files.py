@@ -55,8 +55,4 @@ def adapter_settings(path: str) -> dict:
     file = Path(path) / "adapter_config.json"
     if not path or not file.exists():
         return {}
-    settings = json.loads(file.read_text())
-    for folder in file.resolve().parents[1:3]:            # a run of the built-in model that has been moved
-        if settings["base_model_name_or_path"].endswith("/base") and (folder / "base").exists():
-            settings["base_model_name_or_path"] = str(folder / "base")
-    return settings
+    return json.loads(file.read_text())

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from analysis.evaluation import evaluate
 from config import Config
-from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
+from engine.adapters import AdapterReference, trainable_parameters
 from engine.devices import all_gather_object, limit_threads, num_processes, peak_memory_gb, process_rank
 from engine.errors import RunError, first_line
 from engine.plain import Engine
-from engine.policy import make_reference, move, save_any_policy
+from engine.policy import make_reference, move
 from engine.ranks import Ranks
 from engine.sharding import forward_pass, full_tensor
 from experience import Experience, log_probs_of_rollout
@@ -212,7 +212,6 @@ class Run:
         """Open the run folder; the context tells whether the user has asked to stop. Call on all ranks."""
         self.folder.open(self.progress.step)
         self.compare_settings_of_ranks()
-        self.save_base_of_adapter()
         with StopOnSignal(self.ranks) as stop, self.folder:
             try:
                 yield stop
@@ -317,14 +316,6 @@ class Run:
         """Return which objects of the caller replace those of the flags and have a part in checkpoints."""
         passed = self.teacher is not None and not self.config.grpo.reference_path
         return {"optimizer": self.make_optimizer is not None, "reference": passed}
-
-    def save_base_of_adapter(self) -> None:
-        """Save the built-in model that an adapter was made for: its weights can be downloaded nowhere."""
-        if has_adapter(self.model) and not self.config.model.model_path:
-            base = self.folder.path.resolve() / "base"
-            self.model.peft_config["default"].base_model_name_or_path = str(base)
-            if self.progress.step == 0:
-                save_any_policy(merged_copy(self.model), self.tokenizer, base)       # a new adapter adds 0
 
     def restore(self, checkpoint: Path) -> None:
         """Restore progress from a checkpoint; begin_phase restores the rest, random states too."""

@@ -12,7 +12,7 @@ import infer
 import train
 from config import ModelConfig
 from engine import make_engine
-from engine.adapters import AdapterReference, has_adapter, merged_copy, trainable_parameters
+from engine.adapters import AdapterReference, has_adapter, trainable_parameters
 from engine.policy import make_reference, load_any_policy, save_any_policy, blend_reference
 from engine.precision import with_precision
 from runs.folder import read_jsonl
@@ -33,22 +33,14 @@ def load(folder, **more):
 
 
 @torch.no_grad()
-def test_a_new_adapter_is_the_base_model_and_a_merged_copy_is_the_sum(saved):
+def test_a_new_adapter_is_the_base_model_and_is_all_that_is_trained(saved):
     base, _ = load(saved)
     model, _ = load(saved, lora_rank=4)
     size = sum(p.numel() for p in base.parameters())
     assert has_adapter(model) and 0 < sum(p.numel() for p in trainable_parameters(model)) < size
     expected = base(IDS).logits
     assert torch.equal(model(IDS).logits, expected)
-    with_noise(model)
-    before, weights = model(IDS).logits, {name: p.clone() for name, p in model.state_dict().items()}
-    assert (before - expected).abs().max() > 0.01
-    base.load_state_dict(merged_copy(model).state_dict())
-    assert (base(IDS).logits - before).abs().max() < 1e-4
-    assert torch.equal(model(IDS).logits, before)
-    assert all(torch.equal(p, weights[name]) for name, p in model.state_dict().items())
-    trained = [p.requires_grad for p in model.parameters()]
-    assert trained.count(True) == len(trainable_parameters(model)) < len(trained)
+    assert (with_noise(model)(IDS).logits - expected).abs().max() > 0.01
 
 
 def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(saved, settings):
@@ -78,19 +70,19 @@ def test_frozen_weights_are_stored_in_the_precision_of_the_layers_bit_for_bit(sa
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_peft_loads_what_is_saved_and_so_do_we_and_merged_needs_no_peft(saved, tmp_path):
+def test_peft_loads_and_merges_what_is_saved_and_so_do_we(saved, tmp_path):
     model, tokenizer = load(saved, lora_rank=4, lora_alpha=6.0)
     expected = with_noise(model)(IDS).logits
     save_any_policy(model, tokenizer, tmp_path / "adapter")
     assert not (tmp_path / "adapter/model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
-    assert torch.equal(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(IDS).logits, expected)
+    peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(peft_model(IDS).logits, expected)
     again, _ = load_any_policy(ModelConfig(str(tmp_path / "adapter")))
     assert torch.equal(again(IDS).logits, expected) and len(trainable_parameters(again)) == len(trainable_parameters(model))
-    save_any_policy(merged_copy(model), tokenizer, tmp_path / "merged")
+    peft_model.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert (merged.eval()(IDS).logits - expected).abs().max() < 1e-4
-    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_the_reference_is_the_adapter_as_it_was(saved, settings):

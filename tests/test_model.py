@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from runs.startup_check import check_setup, choose_engine
 from config import ModelConfig
 from engine import make_engine
-from engine.adapters import merged_copy
 from engine.ranks import Ranks
 from engine.text_model import text_model
 from engine.recomputation import recompute_activations
@@ -60,13 +59,11 @@ def test_a_head_of_its_own_in_the_files_of_a_config_that_ties_it_is_kept_as_tran
     save_file(weights, tmp_path / "own/model.safetensors", {"format": "pt"})
     ids = torch.tensor([tokenizer("47+85=?").input_ids])
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()(ids).logits
-    for rank in 0, 2:                                     # a new adapter adds 0
-        loaded, _ = load_any_policy(ModelConfig(model_path=str(tmp_path / "own"), lora_rank=rank))
-        move(loaded, torch.device("cpu"))
-        torch.testing.assert_close(loaded(ids).logits, expected)
-        save_any_policy(merged_copy(loaded) if rank else loaded, tokenizer, tmp_path / "again")
-        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()(ids).logits, expected)
-        assert json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"] is False
+    loaded, _ = load_any_policy(ModelConfig(model_path=str(tmp_path / "own")))
+    move(loaded, torch.device("cpu"))
+    torch.testing.assert_close(loaded(ids).logits, expected)
+    save_any_policy(loaded, tokenizer, tmp_path / "again")
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()(ids).logits, expected)
     tied, _ = load_any_policy(ModelConfig(model_path=str(tmp_path / "tied")))
     assert tied.config.tie_word_embeddings and tied.lm_head.weight is move(tied, torch.device("cpu")).model.embed_tokens.weight
 
